@@ -4,11 +4,12 @@ import errno
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from cl_train.training.records import RunLog
 from tests.conftest import Run, write_images
 
 Train = Callable[..., Run]
+FULL = OSError(errno.ENOSPC, "No space left on device")
 FILES = ("metrics.jsonl", "train.log", "checkpoints", "summary.json")
 
 
@@ -47,10 +49,9 @@ def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train
 @pytest.mark.slow
 def test_evaluate_only_stopped_by_a_signal_says_so(train: Train) -> None:
     trained = train("model=tests.networks:small")
-    weights = trained.folder / "checkpoints" / "step-00000006.pt"
     words = ("model=tests.networks:terminated_in_evaluation", "evaluate_only=true", "batch_size=4", "epochs=1")
     folder = trained.folder.parent / "evaluated"
-    saved = torch.load(weights, weights_only=True)["model"]
+    saved = trained.checkpoint("step-00000006.pt")["model"]
     torch.save({f"1.{name}": value for name, value in saved.items()}, trained.folder / "weights.pth")
     done = train(*words, f"weights={trained.folder / 'weights.pth'}", folder=folder)
     assert done.exit_code == 143 and done.summary["status"] == "interrupted" and done.summary["val"] is None
@@ -63,12 +64,9 @@ def test_the_epoch_is_saved_before_its_evaluation(
     """A kill in the evaluation loses nothing, and the resumed run ends like one that nothing disturbed."""
     from cl_train.training import loop
 
-    def killed(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
     whole = train(folder=tmp_path / "whole")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop, "evaluate_model", killed)
+        patched.setattr(loop, "evaluate_model", Mock(side_effect=KeyboardInterrupt))
         train(folder=tmp_path / "killed")
     resumed = train("resume=auto", folder=tmp_path / "killed")
     assert [record["step"] for record in resumed.records("val")] == [3, 6]
@@ -112,29 +110,21 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
     train: Train, monkeypatch: pytest.MonkeyPatch, file: str, until: str
 ) -> None:
     """The disk refuses one file, from its third write on: for some writes, or until the run waits at its end."""
-    calls, is_full = [0], [True]
+    calls, has_room = [0], threading.Event()
 
     def refuse(path: Path) -> None:
         if file in str(path):
             calls[0] += 1
-            is_full[0] &= until == "end" or calls[0] < 12
-            if calls[0] >= (1 if file == "summary.json" else 3) and is_full[0]:
-                raise OSError(errno.ENOSPC, "No space left on device")
+            if until == "middle" and calls[0] >= 12:
+                has_room.set()
+            if calls[0] >= (1 if file == "summary.json" else 3) and not has_room.is_set():
+                raise FULL
 
-    def refusing(original: Callable[..., None], path_of: Callable[..., Path]) -> Callable[..., None]:
-        def write(*arguments: Any) -> None:
-            refuse(path_of(*arguments))
-            original(*arguments)
-
-        return write
-
-    def free_space(_: float) -> None:
-        is_full[0] = False
-
-    monkeypatch.setattr(AppendFile, "_write", refusing(AppendFile._write, lambda self, _: self.path))
-    monkeypatch.setattr(checkpoints, "write", refusing(checkpoints.write, lambda path, _: path))
+    append, write = AppendFile._write, checkpoints.write
+    monkeypatch.setattr(AppendFile, "_write", lambda self, data: [refuse(self.path), append(self, data)])
+    monkeypatch.setattr(checkpoints, "write", lambda path, state: [refuse(path), write(path, state)])
     monkeypatch.setattr(records, "write_json", lambda path, *rest, **named: [refuse(path), write_json(path, *rest)])
-    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=free_space))
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_room.set()))
     done = train("epochs=8", "log_to=[tensorboard]", "checkpoint.every_steps=1")
     assert done.exit_code == 0 and done.summary["status"] == "completed" and calls[0] >= 2
     assert [record["step"] for record in done.records("train")] == list(range(1, 25))
@@ -147,10 +137,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
 
 
 def test_a_full_disk_at_the_last_save_is_named(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoints, "write", refuse)
+    monkeypatch.setattr(checkpoints, "write", Mock(side_effect=FULL))
     monkeypatch.setattr(files, "RETRY_S", 0.01)
     with pytest.raises(CheckpointError, match=r"No space left[\s\S]*resume=auto"):
         train(folder=tmp_path)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,9 @@ def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory, cache_home: 
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     (folder / "work").mkdir()
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"XDG_CACHE_HOME": str(cache_home)}
-        program = [str(folder / "env/bin/cl-train"), *words]
-        return subprocess.run(
-            program, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
-
-    return run
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache_home)}
+    run = partial(subprocess.run, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    return lambda *words: run([folder / "env/bin/cl-train", *words])
 
 
 @pytest.mark.slow
