@@ -208,8 +208,8 @@ def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_a_name() -> No
     assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {*OPTIMIZERS, "lamb"}
     (cfg,) = check_command_line(["optim=timm", "optim.name=lion"])
     assert (cfg.optim.library, cfg.optim.name) == ("timm", "lion")
-    names = [cfg.optim.name for cfg in check_command_line(["-m", "optim=timm", "optim.name=lamb,muon"])]
-    assert names == ["lamb", "muon"]
+    runs = check_command_line(["-m", "optim=timm", "optim.name=lamb,muon"])
+    assert [cfg.optim.name for cfg in runs] == ["lamb", "muon"]
 
 
 def test_yaml_aliases_are_refused_before_they_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,7 @@ def test_faults_are_raised(settings: dict[str, object], tmp_path: Path, capsys: 
         cl_train.train("-m", "seed=1,2")
     with pytest.raises(TrainingFault, match="the loss is nan"):
         cl_train.train("data=folder", **{**settings, "model": "tests.networks:nan_at_third_step"})
-    words = ["data=folder", "epochs=0"]
-    assert main(["train", *words]) == 2 and "epochs=0" in capsys.readouterr().err
+    assert main(["train", "data=folder", "epochs=0"]) == 2 and "epochs=0" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(settings: dict[str, object], tmp_path: Path) -> None:
