@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cl_train.comparison.sweep_plan import problem_of, read_sweep
+from tests.faults import tiny
 from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S, free_ports, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
@@ -34,23 +35,17 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
-SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=10
-MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 ReturnToService=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmdLogFile={folder}/%n.log
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 MinJobAge=600
 SchedulerParameters=sched_interval=1,bf_interval=1
@@ -117,11 +112,6 @@ def submit(cluster: dict[str, str], image_folder: Path) -> Callable[..., str]:
     return submit
 
 
-def is_completed(folder: Path) -> bool:
-    summary = folder / "run" / "summary.json"
-    return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
-
-
 def test_each_script_trains_like_one_process(submit: Callable[..., str], image_folder: Path, tmp_path: Path) -> None:
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
         submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
@@ -131,8 +121,8 @@ def test_each_script_trains_like_one_process(submit: Callable[..., str], image_f
     assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
         folder = tmp_path / name
-        wait_until(lambda folder=folder: is_completed(folder))
-        assert json.loads((folder / "run" / "summary.json").read_text())["world_size"] == 2, name
+        wait_until(lambda run=folder / "run": tiny.summary(run).get("status") == "completed")
+        assert tiny.summary(folder / "run")["world_size"] == 2, name
         for found, one in zip(losses(folder / "run"), expected, strict=True):
             assert found == pytest.approx(one, abs=1e-6), name
         log = (folder / "log").read_text()
@@ -154,7 +144,7 @@ def test_a_requeued_job_resumes_exactly(
     # One rank per node: as many threads as there, and so the same sums.
     words = [*INTERRUPTED, f"data.root={image_folder}", f"hydra.run.dir={undisturbed}"]
     fork_two_ranks(tmp_path, partial(train_script, words), GATE=str(gate), LOCAL_WORLD_SIZE="1")
-    wait_until(lambda: is_completed(folder))
+    wait_until(lambda: tiny.summary(folder / "run").get("status") == "completed")
     assert "resumed from" in (folder / "log").read_text()
     assert losses(folder / "run") == losses(undisturbed)
 
