@@ -168,17 +168,13 @@ def test_problems_are_named(prepared: Path) -> None:
     assert lines[0] == "train: 8 images in 4 classes" and "n01443537_0.JPEG: " in problems and "truncated" in problems
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["verfy"], "did you mean verify?"),
-        (["tars"], "out=... is missing"),
-        (["tars", "ot=/x"], "unknown setting 'ot'; did you mean out?"),
-        (["verify", "root=/x"], "did you mean data.root?"),
-        (["verify", "data.root=/nowhere"], "has no folder 'train'"),
-    ],
-)
-def test_wrong_usage_is_named(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        main(words)
-    assert message in str(caught.value)
+def test_wrong_usage_is_named() -> None:
+    for words, message in (
+        ("verfy", r"did you mean verify\?"),
+        ("tars", r"out=\.\.\. is missing"),
+        ("tars ot=/x", r"unknown setting 'ot'; did you mean out\?"),
+        ("verify root=/x", r"did you mean data\.root\?"),
+        ("verify data.root=/nowhere", "has no folder 'train'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main(words.split())
