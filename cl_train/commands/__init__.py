@@ -42,16 +42,20 @@ def print_result(schema: type[T], words: list[str], measure: Callable[[T], tuple
     With json=true stdout has the JSON only, and everything else is printed to stderr. Returns the result.
     """
     settings: Any = settings_from_arguments(schema, words)
-    # Opened before the measurement, which may take hours.
-    out = output_file(Path(settings.out), overwrite=settings.overwrite) if settings.out else nullcontext()
+    text = ""
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
-        with out as file:
-            result, text = measure(settings)
-            print(text)
-            if file is not None:
-                write_json(file, result)
-        if settings.out:
-            print(f"written: {settings.out}")
+        try:
+            # Opened before the measurement, which may take hours.
+            out = output_file(Path(settings.out), overwrite=settings.overwrite) if settings.out else nullcontext()
+            with out as file:
+                result, text = measure(settings)
+                if file is not None:
+                    write_json(file, result)
+            if settings.out:
+                print(f"written: {settings.out}")
+        finally:
+            if text:  # also if the file cannot be written
+                print(text)
     if settings.json:
         print(json.dumps(result))
     return result
