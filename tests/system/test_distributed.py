@@ -39,7 +39,11 @@ def test_the_variables_of_torchrun() -> None:
         assert read_launch(single) is None
     assert read_launch({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"} | ADDRESS) == Launch(3, 1, 4)
     refused: list[dict[str, str]] = [{"RANK": "1"}, {"WORLD_SIZE": "2"}]
-    refused += [{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, RANK_1 | {"MASTER_PORT": "x"}]
+    refused += [
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        RANK_1 | {"MASTER_PORT": "x"},
+        RANK_1 | {"MASTER_ADDR": ""},
+    ]
     refused += [RANK_1 | {"RANK": text} for text in ("abc", "-1", "", "0", "2")]
     for variables in refused:
         shown = ", ".join(f"{name}={variables.get(name, 'unset')!r}" for name in RANK_1)
@@ -126,7 +130,7 @@ def store(silent: tuple[int, ...] | None) -> Mock:
 def test_the_rank_whose_counter_stands_still_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "LISTEN_S", 0.0)
     for rank, silent, named in (
-        (0, (1, 2), "rank 1 is dead or hangs, rank 2 is dead or hangs"),
+        (0, (0, 1, 2), "rank 1 is dead or hangs, rank 2 is dead or hangs"),
         (0, (), "a rank hangs although its process is alive"),
         (1, None, "rank 0 is dead or hangs"),
         (0, None, "the ranks' store does not respond"),
