@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cl_train.data.image_loader import channels_last_collate as channels_last_collate
     from cl_train.data.image_loader import image_loader as image_loader
     from cl_train.memory_format.audit import audit as audit
+    from cl_train.memory_format.convert import convert as convert
     from cl_train.memory_format.layout import classify as classify
-    from cl_train.memory_format.layout import convert as convert
     from cl_train.memory_format.operator_recorder import layout_guard as layout_guard
     from cl_train.models.convert_file import load_model as load_model
 
@@ -34,7 +34,7 @@ _MODULES = {
     "choose_memory_format": "cl_train.comparison.paired",
     "classify": "cl_train.memory_format.layout",
     "compare_layouts": "cl_train.comparison.paired",
-    "convert": "cl_train.memory_format.layout",
+    "convert": "cl_train.memory_format.convert",
     "image_loader": "cl_train.data.image_loader",
     "layout_guard": "cl_train.memory_format.operator_recorder",
     "load_model": "cl_train.models.convert_file",

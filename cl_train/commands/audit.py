@@ -111,7 +111,7 @@ def _audit_model(settings: AuditSettings) -> Any:
     import torch
 
     from cl_train.memory_format.audit import audit, compiled_graphs
-    from cl_train.memory_format.layout import convert
+    from cl_train.memory_format.convert import convert
     from cl_train.memory_format.model_call import failure_explained, mean_square, output_tensors
     from cl_train.models.sources import build_model
     from cl_train.step.precision import autocast, cast_model, resolve_precision

@@ -24,15 +24,9 @@ from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
 from cl_train.config.validation import suggest
 from cl_train.data.device import Batch
 from cl_train.memory_format.audit import audit
+from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import crash_safe
-from cl_train.memory_format.layout import (
-    CONVOLUTIONS,
-    MEMORY_FORMAT_NAMES,
-    MEMORY_FORMATS,
-    convert,
-    images_in,
-    refuse_lazy,
-)
+from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, images_in, refuse_lazy
 from cl_train.memory_format.model_call import (
     call_model,
     failure_explained,
@@ -71,7 +65,7 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """A memory format for the input and, with `conversion` (see `memory_format.layout.convert`), for the model."""
+    """A memory format for the input and, with `conversion` (see `memory_format.convert`), for the model."""
 
     name: str
     memory_format: torch.memory_format

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cl_train.comparison import paired
 from cl_train.comparison.paired import CONTIGUOUS, Layout, LossFunction, Workload, noise
 from cl_train.memory_format import model_call
+from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash, OutOfMemory, crash_safe
-from cl_train.memory_format.layout import CHANNELS_LAST, classify, convert, to_memory_format
+from cl_train.memory_format.layout import CHANNELS_LAST, classify, to_memory_format
 from cl_train.memory_format.model_call import call_model, explain_failure, failure_explained, output_tensors
 from cl_train.models.sources import copy_model
 from cl_train.step.precision import Precision, autocast, kernel_selection
@@ -129,7 +130,7 @@ def check_parity(
         loss: scalar of the model's output; default: a sum with fixed random weights over all its tensors.
         output: the part of the output to compare, such as "out" or "0"; default: all of it.
         precision: what the two layouts compute in besides float64.
-        conversion: "full" or "conv", as in `memory_format.layout.convert`.
+        conversion: "full" or "conv", as in `memory_format.convert`.
         mode: "train" (training mode, with backward), "infer" (eval mode, forward only) or "both".
         seed: of the images and of the model's random numbers.
 

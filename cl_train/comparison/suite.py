@@ -33,7 +33,8 @@ from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.audit_report import markdown_table
-from cl_train.memory_format.layout import CONVOLUTIONS, convert
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.memory_format.model_call import explain_failure
 from cl_train.models import sources as models
 from cl_train.step.precision import cast_model, resolve_precision

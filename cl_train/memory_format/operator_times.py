@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map_only
 
 from cl_train.config.schema import ConfigError, OptimConfig
 from cl_train.memory_format.audit_report import markdown_table, short_name
-from cl_train.memory_format.layout import CHANNELS_LAST, borders, images_in, model_memory_format
+from cl_train.memory_format.convert import borders
+from cl_train.memory_format.layout import CHANNELS_LAST, images_in, model_memory_format
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.step.optim import build_optimizer

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module
+from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import crash_safe
-from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, convert, images_in
+from cl_train.memory_format.layout import CHANNELS_LAST, MEMORY_FORMAT_NAMES, MEMORY_FORMATS, images_in
 from cl_train.memory_format.model_call import failure_explained, output_tensors
 from cl_train.models import sources as models
 from cl_train.models.files import ModelCard, Preprocessing, SavedModel, read_weights, weights_path, write_weights

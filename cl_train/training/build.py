@@ -21,8 +21,9 @@ from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.config.validation import graph_conflict
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash, crash_safe, known_issues
-from cl_train.memory_format.layout import convert, refuse_lazy
+from cl_train.memory_format.layout import refuse_lazy
 from cl_train.memory_format.model_call import explain_failure, failure_explained, state_restored
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from cl_train.comparison import suite
 from cl_train.memory_format.audit import audit
-from cl_train.memory_format.layout import classify, convert, model_memory_format, to_memory_format
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 
 N, C, H, W = 10, 3, 32, 32
 CONTIGUOUS = (3072, 1024, 32, 1)

@@ -17,7 +17,8 @@ from cl_train.config.schema import FUSED_OPTIMIZERS, Config, DataConfig
 from cl_train.data import device as data_device
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch, to_device
 from cl_train.memory_format import model_call
-from cl_train.memory_format.layout import classify, convert
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import classify
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.models.sources import build_model
 from cl_train.step import train_step as step_module

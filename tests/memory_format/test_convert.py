@@ -21,7 +21,8 @@ from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load
 from cl_train.data.device import Batch
 from cl_train.memory_format.audit import audit
-from cl_train.memory_format.layout import borders, classify, convert, model_memory_format, to_memory_format
+from cl_train.memory_format.convert import borders, convert
+from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import Dist, processes

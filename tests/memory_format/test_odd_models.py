@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.audit import audit
-from cl_train.memory_format.layout import convert, model_memory_format
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import model_memory_format
 from cl_train.memory_format.model_call import BufferBackup
 from cl_train.step.precision import EMA
 from tests.memory_format.test_audit import images, windows

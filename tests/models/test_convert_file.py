@@ -16,7 +16,8 @@ from torch import nn
 
 from cl_train.commands.convert import main
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.layout import MEMORY_FORMATS, classify, convert, model_memory_format, to_memory_format
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.layout import MEMORY_FORMATS, classify, model_memory_format, to_memory_format
 from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import ModelCard, Preprocessing, read_weights
 from cl_train.models.sources import build_model

@@ -1,0 +1,242 @@
+"""Converting the parameters and buffers of a model from one memory format to another, in place."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cl_train.config.schema import CONVERSIONS, ConfigError
+from cl_train.config.validation import suggest
+from cl_train.memory_format.layout import (
+    CHANNELS_LAST,
+    CONVOLUTIONS,
+    MEMORY_FORMAT_NAMES,
+    MEMORY_FORMATS,
+    classify,
+    images_in,
+    named_tensors,
+    refuse_lazy,
+    to_memory_format,
+)
+
+Predicate = Callable[[str, nn.Module], bool]
+MODES = (*CONVERSIONS, "none")
+_DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+# The original of a parametrised tensor belongs to the parametrised module.
+_WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
+
+
+@dataclass
+class ConversionReport:
+    """The tensors of 4 or 5 dimensions: names of those that `convert` changed, and reasons for those left unchanged.
+
+    `moved_bytes`: of tensors whose bytes were reordered; for ambiguous ones only the strides changed.
+    """
+
+    mode: str
+    memory_format: torch.memory_format
+    changed: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    ambiguous: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    moved_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "memory_format": MEMORY_FORMAT_NAMES[self.memory_format]}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{MEMORY_FORMAT_NAMES[self.memory_format]} ({self.mode}): {len(self.changed)} tensors changed "
+            f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} "
+            f"left unchanged; {len(self.ambiguous)} of all have both formats at once (one channel, or 1x1)"
+        ]
+        for reason in dict.fromkeys(self.left.values()):
+            names = [name for name, why in self.left.items() if why == reason]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  left unchanged, {reason}: {', '.join(names[:3])}{more}")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def convert(
+    model: Any,
+    mode: str = "full",
+    select: Iterable[str] | Predicate | None = None,
+    memory_format: torch.memory_format | str = torch.channels_last,
+) -> ConversionReport:
+    """Convert the parameters and buffers of `model` in place; their values do not change.
+
+    Each Parameter stays the same object, so optimizers, hooks, tied weights and `requires_grad` are unaffected;
+    gradients are converted too. Convert after building and loading the model, and before DDP, EMA and the first
+    compiled call. `memory_format=torch.contiguous_format` converts back.
+
+    Args:
+        model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export` program.
+        mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`; "conv", those of modules
+            that are convolutions, as `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", those of the
+            selected modules; "mixed", every tensor but those of the selected modules, which stay contiguous and copy
+            their images at their borders, by forward hooks (not for scripted models, nor for modules that change
+            their input in place for their caller); "none", nothing. Exported programs: full and none only.
+        select: for modes "select" and "mixed": shell patterns of module names (a pattern includes the module's
+            children), or a predicate of (name, module).
+        memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
+            channels_last, tensors of 5 channels_last_3d; or `contiguous_format`. Or its name.
+
+    Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model that is, contains or is
+    inside DDP or FSDP; sharded parameters.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"conversion={mode}: no such mode; use {', '.join(MODES)}{suggest(mode, MODES)}")
+    memory_format = MEMORY_FORMATS.get(memory_format, memory_format)  # type: ignore[arg-type]
+    if memory_format not in MEMORY_FORMAT_NAMES:
+        known = suggest(str(memory_format), MEMORY_FORMATS)
+        raise ConfigError(f"a model cannot be converted to {memory_format}; use {', '.join(MEMORY_FORMATS)}{known}")
+    report = ConversionReport(mode, memory_format)
+    refuse_lazy(model)
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        model = model._orig_mod
+    if isinstance(model, nn.DataParallel):
+        report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
+    tensors = named_tensors(model)
+    _refuse_distributed(model, tensors)
+    selected = set(tensors) if mode == "full" else set()
+    islands: list[nn.Module] = []
+    if mode in ("conv", "select", "mixed"):
+        chosen = _chosen(model, mode, select)
+        selected = {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode != "mixed")}
+        islands = _islands(model, chosen, memory_format) if mode == "mixed" else []
+        if not chosen:
+            report.notes.append(f"conversion={mode} takes modules, and finds none: use full")
+    for module, key in borders(model) if isinstance(model, nn.Module) and mode != "none" else ():
+        for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks):
+            hooks.pop(key, None)
+    for group in _groups_sharing_memory(tensors):
+        _convert_group(group, selected, memory_format, report)
+    for module in islands:
+        convert(module, memory_format=torch.contiguous_format)
+    for module in islands:
+        module.register_forward_pre_hook(_contiguous_inputs, with_kwargs=True)
+        module.register_forward_hook(_channels_last_outputs)
+    return report
+
+
+def _islands(model: nn.Module, chosen: set[str], memory_format: torch.memory_format) -> list[nn.Module]:
+    """The chosen modules that no other chosen one contains; a shared one once."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parents = {name: {name[:index] for index, letter in enumerate(name) if letter == "."} | {""} for name in chosen}
+    islands = list(dict.fromkeys(modules[name] for name in chosen if not parents[name] - {name} & chosen))
+    if islands and memory_format == torch.contiguous_format:
+        raise ConfigError("conversion=mixed: the other modules must be channels_last")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands)):
+        raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")
+    return islands
+
+
+def _contiguous_inputs(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Lists and dicts stay the objects that they are: the module may change them for its caller."""
+
+    def contiguous(value: Any) -> Any:
+        return images_in(torch.contiguous_format, value) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(contiguous, inputs)), {name: contiguous(value) for name, value in named.items()}
+
+
+def _channels_last_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return images_in(torch.channels_last, output)
+
+
+def borders(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The hooks by which `convert` made the model's layouts mixed: the module and the key of each."""
+    return [
+        (module, key)
+        for module in model.modules()
+        for key, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        if hook in (_contiguous_inputs, _channels_last_outputs)
+    ]
+
+
+def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """DDP and FSDP have buckets and shards with the strides that the model had; a wrapper tensor hides its strides."""
+    kinds: list[type] = [type(module) for module in model.modules()] if isinstance(model, nn.Module) else []
+    refused = [kind for kind in kinds if _DISTRIBUTED & {base.__name__ for base in kind.__mro__}]
+    images = [tensor for tensor in tensors.values() if tensor.dim() in CHANNELS_LAST]
+    refused += [type(tensor) for tensor in images if is_traceable_wrapper_subclass(tensor)]
+    if refused:
+        what = f"it has {refused[0].__name__}, which keeps the old strides (pytorch/pytorch#47163)"
+        raise ConfigError(f"convert the model before it is wrapped or sharded: {what}")
+
+
+def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
+    """Names of the convolutions, or the modules that the predicate or a shell pattern takes, these with children."""
+    if isinstance(model, torch.export.ExportedProgram):
+        raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if mode == "conv":
+        names = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
+        scripted = {name for name, module in modules.items() if getattr(module, "original_name", "") in names}
+        return scripted | {name for name, module in modules.items() if isinstance(module, CONVOLUTIONS)}
+    if callable(select):
+        return {name for name, module in modules.items() if select(name, module)}
+    if not (patterns := list(select or ())):
+        raise ConfigError(f"conversion={mode} needs select=<module names>, for instance select='layer1*,layer2*'")
+    heads = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
+    if unknown := [pattern for pattern in patterns if not heads[pattern]]:
+        raise ConfigError([f"select={name}: the model has no such module{suggest(name, modules)}" for name in unknown])
+    prefixes = tuple(f"{head}." for found in heads.values() for head in found)
+    return {name for name in modules if f"{name}.".startswith(prefixes)}
+
+
+def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Strided tensors grouped by overlapping memory; most groups hold one tensor."""
+    strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
+    groups: list[dict[str, torch.Tensor]] = []
+    device, end = None, 0
+    for name, tensor in sorted(strided.items(), key=lambda item: (str(item[1].device), item[1].data_ptr())):
+        start = tensor.data_ptr()
+        if tensor.device != device or start >= end or start == 0:  # meta tensors are all at address 0
+            groups.append({})
+            device, end = tensor.device, start
+        groups[-1][name] = tensor
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = max(end, start + extent * tensor.element_size() if tensor.numel() else start)
+    position = {name: index for index, name in enumerate(tensors)}
+    return sorted(groups, key=lambda group: min(position[name] for name in group))
+
+
+@torch.no_grad()
+def _convert_group(
+    group: Mapping[str, torch.Tensor], selected: set[str], memory_format: torch.memory_format, report: ConversionReport
+) -> None:
+    """Convert the tensors of one memory block; they still share memory afterwards."""
+    candidates = {name: tensor for name, tensor in group.items() if tensor.dim() in CHANNELS_LAST}
+    if not candidates:
+        return
+    first = next(iter(candidates.values()))
+    report.ambiguous += [name for name, tensor in candidates.items() if classify(tensor) == "ambiguous"]
+    views = {(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in group.values()}
+    reason = ""
+    if not selected & candidates.keys():
+        reason = "not selected"
+    elif len(views) > 1:
+        reason = "shares its memory with a tensor of another shape"
+    elif any(size > 1 and stride == 0 for size, stride in zip(first.shape, first.stride(), strict=True)):
+        reason = "expanded (stride 0): converting it would allocate its full size"
+    if reason:
+        report.left |= dict.fromkeys(candidates, reason)
+        return
+    converted = to_memory_format(first.detach(), memory_format)
+    if converted.stride() == first.stride():
+        report.unchanged += candidates
+        return
+    report.changed += candidates
+    if classify(first) != "ambiguous":
+        report.moved_bytes += len(candidates) * converted.nbytes
+    for tensor in {id(tensor): tensor for tensor in candidates.values()}.values():
+        tensor.data = converted  # the object must stay: optimizers, hooks and tied modules refer to it
+        if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
+            tensor.grad.data = to_memory_format(tensor.grad, memory_format)
