@@ -27,7 +27,7 @@ from cl_train.comparison.report import compare_folders
 from cl_train.comparison.sweep_plan import LOG_NAME, Job, Sweep, lines_of_log, plan_sweep, problem_of, write_end
 from cl_train.config.command_line import Composed, quoted
 from cl_train.config.schema import ConfigError
-from cl_train.system.files import lock_file
+from cl_train.system.files import LockHeld, lock_file
 from cl_train.system.processes import STOP_SIGNALS, end_with_parent, read_launch
 
 PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
@@ -139,6 +139,7 @@ def run_jobs(
     count, ended, began_s, kill_at = sum(map(len, groups)), 0, time.monotonic(), math.inf
     unassigned = iter(groups)
     queues = {slot: itertools.chain.from_iterable(unassigned) for slot in slots}  # each takes groups from `unassigned`
+    held: dict[Slot, Job] = {}  # its folder is locked by an earlier process of the job, which is still ending
     running: dict[Slot, tuple[Job, subprocess.Popen[bytes], float]] = {}
     with signals_noted(stop_signals, signals):
         while True:
@@ -152,13 +153,19 @@ def run_jobs(
                     left_s = round((time.monotonic() - began_s) / ended * (count - ended))
                     left = f"; about {timedelta(seconds=left_s)} left" if ended < count and not signals else ""
                     print(f"[{ended}/{count}] {job.name}: {outcome} in {took}{place}{left}", flush=True)
-                while slot not in running and not signals and (next_job := next(queues[slot], None)):
+                while slot not in running and not signals and (next_job := held.get(slot) or next(queues[slot], None)):
                     try:
                         running[slot] = next_job, start_job(next_job, folder / next_job.name, slot), time.monotonic()
+                    except LockHeld as error:
+                        if slot not in held:
+                            print(f"{next_job.name} waits: {error}", flush=True)
+                        held[slot] = next_job
+                        break
                     except (ConfigError, OSError) as error:
                         ended += 1
                         print(f"[{ended}/{count}] {next_job.name}: failed ({error})", flush=True)
-            if not running:
+                    held.pop(slot, None)
+            if not running and (signals or not held):
                 return next(iter(signals), 0)
             time.sleep(0.05)
             if signals and kill_at == math.inf:
@@ -188,7 +195,7 @@ def signals_noted(signals: Sequence[int], received: list[int]) -> Iterator[None]
 def start_job(job: Job, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
     """Start the process of a job, which ends when this process is killed: a job must not outlive the sweep.
 
-    Raises ConfigError: the folder is not one of this sweep, or an earlier process of the job still writes to it.
+    Raises ConfigError: the folder is not one of this sweep. LockHeld: an earlier process of the job still writes to it.
     """
     words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
     if log.exists():

@@ -1,11 +1,15 @@
 """Sweeps: what is planned, and runs of a stand-in for train.py; tests/clusters runs the real program on Slurm."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +41,10 @@ if model == "alexnet" and not mended:
     raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 if model == "vgg11" and not mended:
     os.kill(os.getpid(), signal.SIGKILL)
-if model == "vgg16" and not mended:  # like the program, it locks its folder and needs time to end: a job of resnet18
-    def end(*_):
-        while "resnet18" not in (here / "calls").read_text():
-            time.sleep(0.01)
-        os._exit(143)
+if model == "vgg16" and not mended:  # like the program, it locks its folder and needs time to end
     lock = open(folder / ".lock", "a")
     fcntl.lockf(lock, fcntl.LOCK_EX)
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(time.sleep(1) or 143))
     (folder / "ready").touch()
     time.sleep(10_000)
 speed, given = 150 if settings["channels_last"] == "true" else 100, ("model", "channels_last", "precision")
@@ -258,17 +258,27 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(stand_in: Path, tmp_path: Path) -> None:
-    """Resuming is refused while the launcher runs. A job that is still ending does not hold up the others."""
+def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
+    stand_in: Path, tmp_path: Path, capsys: Output
+) -> None:
+    """Resuming is refused while the launcher runs. A job that is still ending blocks neither other jobs nor signals."""
     folder = tmp_path / "sweep"
+
+    def when_others_run(count: int, act: Callable[[], None]) -> None:
+        wait_until(lambda: (stand_in.parent / "calls").read_text().count("resnet18") == count)
+        act()
+
     with launch(stand_in, folder, "vgg16,resnet18") as launcher:
         with pytest.raises(ConfigError, match=str(launcher.pid)):
             run_sweep(["-m", f"resume_sweep={folder}"])
-        launcher.kill()
-    (stand_in.parent / "mended").touch()
-    assert run_sweep(["-m", f"resume_sweep={folder}"]) == 1
-    assert [problem is None for problem in problems(folder).values()] == [False, True]
-    wait_until(lambda: run_sweep(["-m", f"resume_sweep={folder}"]) == 0)
+        (stand_in.parent / "mended").touch()
+        jobs, slots = [[job] for job in read_sweep(folder).jobs], [Slot(), Slot(cores=tuple(os.sched_getaffinity(0)))]
+        stop = partial(os.kill, os.getpid(), signal.SIGWINCH)
+        for count, act, outcome in ((1, stop, signal.SIGWINCH), (2, launcher.kill, 0)):
+            threading.Thread(target=when_others_run, args=(count, act)).start()
+            assert run_jobs(folder, jobs, slots, stop_signals=[signal.SIGWINCH]) == outcome
+            assert capsys.readouterr().out.count("vgg16_channels_last waits: another run writes to") == 1
+    assert set(problems(folder).values()) == {None} and run_sweep(["-m", f"resume_sweep={folder}"]) == 0
 
 
 @pytest.mark.slow
