@@ -122,7 +122,7 @@ class HostLoader:
         self.workers = most if cfg.workers is None else cfg.workers
         self.is_stream, processes = isinstance(reader, StreamReader), max(1, self.workers)
         least = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
-        self._tasks_per_batch = max(1, min(batch_size // least, self.workers))  # tasks of a batch
+        self._tasks_per_batch = max(1, min(batch_size // least, self.workers))
         copied = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0
         ahead = cfg.prefetch + COPIES_UNDER_WAY - copied
         self._queued = max(1, ahead * self._tasks_per_batch // processes)  # tasks of a worker
@@ -167,21 +167,28 @@ class HostLoader:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._pool = self._slots = None
 
-    def _start(self) -> Workers:
-        reader, slots, size = self.reader, self._slot_count, self.batch_size
+    def _open_pool(self) -> Workers:
+        """The workers, which fork when the first result is requested."""
+        if self._pool is not None and not self._pool.is_running:  # after a failure: new ones, in new memory
+            self.close()
         if self._pool is None:
+            reader, slots, size = self.reader, self._slot_count, self.batch_size
             label_type = torch.float32 if reader.label_shape else torch.int64
             pixels = shared((slots, size * self.sizes.image_sizes[-1] ** 2 * 3), reader.dtype)
             self._slots = pixels, shared((slots, size, *reader.label_shape), label_type)
             self._pool = Workers(self._fill, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
+        return self._pool
+
+    def _pin(self) -> None:
+        """Page-lock the slots: copies to the GPU overlap with computation. Only after the fork: a driver may withhold
+        registered memory from later children (MADV_DONTFORK), and workers that write to it would crash."""
         assert self._slots is not None
-        for memory in self._slots if self._dist.device.type == "cuda" and not self._pinned else ():
+        for memory in self._slots:
             if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-                self._pinned.append(memory)  # copies to the GPU overlap with computation
+                self._pinned.append(memory)
             else:  # copies still work, only slower; CUDA reports the error again at the next kernel: clear it
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device="cuda")
-        return self._pool
 
     def _slot(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
         """Of batch `number`: images [rows that fit, 3, image_size, image_size] in channels_last, targets."""
@@ -242,8 +249,12 @@ class HostLoader:
     def _finished(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
         """The batches whose tasks are done, without rows for which there is no sample."""
         ended = set[int]()
-        results = self._start().results(self._tasks(epoch, first_batch))
+        results = self._open_pool().results(self._tasks(epoch, first_batch))
+        must_pin = self._dist.device.type == "cuda" and not self._pinned
         while done := list(itertools.islice(results, self._tasks_per_batch)):
+            if must_pin:
+                self._pin()
+                must_pin = False
             for name, reason, skipped in (bad for task in done for bad in task.bad):
                 self._bad_images.add(name, reason, skipped=skipped)
             ended |= {task.worker for task in done if task.is_end}

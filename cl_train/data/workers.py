@@ -90,6 +90,10 @@ class Workers(Dataset[Any]):
             if self.iteration[0] == number:
                 self.iteration[0] = 0
 
+    @property
+    def is_running(self) -> bool:
+        return self._received is not None
+
     def close(self) -> None:
         """End the workers: they finish the sample that they are reading, and are killed after 2 s."""
         self.iteration[0] = 0

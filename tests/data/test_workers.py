@@ -1,6 +1,7 @@
 """Worker processes: what happens when they die or hang; none is left over."""
 
 import contextlib
+import ctypes
 import errno
 import gc
 import itertools
@@ -11,10 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from cl_train.data import workers as data_workers
@@ -118,6 +121,25 @@ def test_nothing_remains_and_workers_ignore_the_signals_that_the_parent_handles(
     wait_until(lambda: set(threading.enumerate()) <= threads)  # close() does not join the feeders of torch's queues
     left = set(os.listdir("/dev/shm")) - shared  # other programs have files there too
     assert len(pids) == 3 and not any(pids & set(re.split(r"\D+", name)) for name in left)
+
+
+def test_memory_is_pinned_after_the_workers_are_forked(root, workers, monkeypatch):
+    registered, libc = [], ctypes.CDLL(None, use_errno=True)
+
+    def register(address, size, flags):
+        registered.append(address)
+        return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 10)  # MADV_DONTFORK, as drivers may do
+
+    cudart = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with contextlib.closing(folder_data(root, workers=2, device=torch.device("cuda"))) as data:
+        for _ in range(2):
+            assert sum(1 for _ in data.train_loader.batches(0)) == 13 and len(registered) == 2
+        os.kill(workers()[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="was killed by signal 9"):
+            list(data.train_loader.batches(0))
+        assert sum(1 for _ in data.train_loader.batches(0)) == 13 and len(registered) == 2
+    assert not registered
 
 
 SCRIPT = """
