@@ -135,11 +135,13 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     losses = []
-    for step in range(100):
-        set_lr(state.parts.optimizer, 0.001 * step)
-        losses.append(state.train_step(batches[step % 2 : step % 2 + 2]).loss)
-        state.average.update(state.parts.weights.state_dict())
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        for step in range(100):
+            set_lr(state.parts.optimizer, 0.001 * step)
+            losses.append(state.train_step(batches[step % 2 : step % 2 + 2]).loss)
+            state.average.update(state.parts.weights.state_dict())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(torch.stack(losses)).all()
 
 

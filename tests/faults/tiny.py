@@ -13,7 +13,6 @@ STEPS_PER_EPOCH, EPOCHS = 6, 2
 STEPS = STEPS_PER_EPOCH * EPOCHS
 # What a record says about time (and how many images were timed); everything else must be equal.
 CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wait_pct", "warmup", "peak_memory_gib"}
-WITHOUT_BATCHNORM = {"model": "tests.networks:without_batchnorm", "ema_decay": 0, "log_every": 1}
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -63,7 +62,9 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in records(run) if record["kind"] == "train"}
+    found = {record["step"]: record["loss"] for record in records(run) if record["kind"] == "train"}
+    assert found, f"{run.name} has no losses"
+    return found
 
 
 def check_loadable(run: Path) -> None:
