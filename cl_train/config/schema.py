@@ -31,6 +31,8 @@ DATA_SETS = {
     "imagenette": DataSet("sample:read_imagenette"),
     "synthetic": DataSet("", has_class_folders=False),  # no images
 }
+IMAGE_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}  # Pillow's names
+IMAGE_FORMATS |= dict.fromkeys((".tif", ".tiff"), "TIFF")
 POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment", "timm")
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 # torch's optimizers, with the settings that not all of them read. A fused kernel skips an update on the device.

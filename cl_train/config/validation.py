@@ -223,6 +223,8 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
         yield "data.size_schedule does not work with data=dataset, whose images have one size"
     if len(data.mean) != 3 or len(data.std) != 3 or min(data.std) <= 0:
         yield "data.mean and data.std need three numbers each, those of data.std above 0"
+    if not data.extensions or any(extension.lower() not in defined.IMAGE_FORMATS for extension in data.extensions):
+        yield f"data.extensions={data.extensions}: use some of {', '.join(defined.IMAGE_FORMATS)}"
     if data.val_resize is not None and data.val_resize < val_size:
         yield f"data.val_resize={data.val_resize} is smaller than the validation crop of {val_size} px"
     for name in ("crop_scale", "crop_ratio"):

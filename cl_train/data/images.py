@@ -27,7 +27,7 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import IMAGE_FORMATS, ConfigError, DataConfig
 from cl_train.system.files import cache_folder, replacing
 
 Indices = npt.NDArray[np.int64]
@@ -36,8 +36,6 @@ Result = TypeVar("Result")
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
-FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
-FORMATS |= dict.fromkeys((".tif", ".tiff"), "TIFF")
 JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
@@ -224,7 +222,7 @@ def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[
     if ignored:
         kinds = Counter(os.path.splitext(path)[1].lower() for path in ignored)
         shown = listed([f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()])
-        readable = sorted(kinds.keys() & FORMATS.keys())
+        readable = sorted(kinds.keys() & IMAGE_FORMATS.keys())
         advice = f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them" if readable else ""
         note = f"{len(ignored)} files in '{folder}' are ignored ({shown}), such as '{ignored[0]}'{advice}"
     least = 1 if cfg.val_fraction is None else 2

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import optional_module
 from cl_train.data.device import MixLabels
-from cl_train.data.images import FORMATS, Encoded, Pixels, Split
+from cl_train.data.images import Encoded, Pixels, Split
 from cl_train.data.order import BATCHES, RandomNumbers
 from cl_train.system.distributed import Dist
 
@@ -66,10 +66,8 @@ class ImageReader:
     label_shape: tuple[int, ...] = ()
 
     def __init__(self, split: Split, cfg: DataConfig, transform: "ImageTransform") -> None:
-        formats = dict.fromkeys(FORMATS.get(extension.lower(), "") for extension in cfg.extensions)
-        if "" in formats:
-            raise ConfigError(f"data.extensions={list(cfg.extensions)}: use some of {', '.join(FORMATS)}")
-        self._split, self._decoder, self._transform = split, (cfg.decoder, tuple(formats)), transform
+        formats = tuple(dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in cfg.extensions))
+        self._split, self._decoder, self._transform = split, (cfg.decoder, formats), transform
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
         self.times = np.zeros(5)
 

@@ -144,7 +144,9 @@ def validation_labels(source: Path) -> list[str]:
                 members = (member for member in regular_files(archive, what) if member.name.endswith(_GROUND_TRUTH))
                 lines = read_member(archive, next(members), what).decode("ascii").split()
     except (OSError, EOFError, zlib.error, UnicodeError, StopIteration) as error:
-        raise ConfigError(f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH} ({error})") from error
+        raise ConfigError(
+            f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH[1:]} ({str(error) or 'not in it'})"
+        ) from error
     # in the order of ILSVRC2012_ID, which is not alphabetical
     known = (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
     labels = [known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines]

@@ -175,9 +175,9 @@ def test_odd_sizes_a_folder_with_an_images_name_and_other_extensions_are_read(tm
     assert train_batches(data)[0][0].shape == (9, 3, 32, 32) and val_count(data) == 8
     (root / "val/class_0/picture.TIF").write_bytes(encoded(noise(9, 9), "TIFF"))
     assert val_count(folder_data(root, extensions=[".JPG", ".tif"])) == 9
-    for wrong in ([".jpg", ".gif"], [".jpg", "jpg"]):
-        with pytest.raises(ConfigError, match=r"data\.extensions"):
-            folder_data(root, extensions=wrong)
+    for wrong in ([".jpg", ".gif"], [".jpg", "jpg"], []):  # before the sample is generated
+        with pytest.raises(ConfigError, match=r"data\.extensions=.*: use some of \.jpg"):
+            load({"data": {"name": "sample", "extensions": wrong}})
 
 
 def test_an_error_names_the_file_and_what_to_do(tmp_path):
