@@ -112,9 +112,10 @@ def convert(
         islands = _islands(model, chosen, memory_format) if mode == "mixed" else []
         if not chosen:
             report.notes.append(f"conversion={mode} takes modules, and finds none: use full")
-    for module, key in borders(model) if isinstance(model, nn.Module) and mode != "none" else ():
-        for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks):
-            hooks.pop(key, None)
+    for module, hooks, key in borders(model) if isinstance(model, nn.Module) and mode != "none" else ():
+        del hooks[key]  # from no other dict: in a model that was unpickled a user's hook may have the same key
+        if hooks is module._forward_pre_hooks:
+            module._forward_pre_hooks_with_kwargs.pop(key)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
     for module in islands:
@@ -150,12 +151,13 @@ def _channels_last_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
     return images_in(torch.channels_last, output)
 
 
-def borders(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The hooks by which `convert` made the model's layouts mixed: the module and the key of each."""
+def borders(model: nn.Module) -> list[tuple[nn.Module, dict[int, Any], int]]:
+    """The hooks by which `convert` made layouts mixed: of each the module, its dict of hooks, and the key."""
     return [
-        (module, key)
+        (module, hooks, key)
         for module in model.modules()
-        for key, hook in (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for key, hook in hooks.items()
         if hook in (_contiguous_inputs, _channels_last_outputs)
     ]
 
