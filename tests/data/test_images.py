@@ -1,5 +1,5 @@
 """Folders of images: which are read, which are refused and how; the stored list of a large folder. Pixels of unusual
-files, and reasons against damaged ones; tests/faults/input_faults.py has more, and fuzzed ones."""
+files, and reasons against damaged ones; tests/faults/test_input_faults.py has more, and fuzzed ones."""
 
 import io
 import os
@@ -279,13 +279,14 @@ def test_broken_images_are_refused_with_a_reason(tmp_path, content, reason):
         Encoded(read_file(path)).decode()
 
 
-def test_the_limit_of_pixels_is_the_one_that_is_checked(monkeypatch):
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_the_limit_of_pixels_is_the_one_that_is_checked(monkeypatch, kind):
     assert MAX_PIXELS < 2**31 / 3, "the sizes of decoded images fit in 31 bits"
     monkeypatch.setattr(images, "MAX_PIXELS", 40 * 60)
-    Encoded(encoded(PICTURE))
+    Encoded(encoded(PICTURE, kind))
     monkeypatch.setattr(images, "MAX_PIXELS", 40 * 60 - 1)
     with pytest.raises(BadImage, match="60 x 40 pixels"):
-        Encoded(encoded(PICTURE))
+        Encoded(encoded(PICTURE, kind))
 
 
 def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):

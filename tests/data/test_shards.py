@@ -114,7 +114,7 @@ def test_wrong_labels_copied_shards_and_damaged_manifests_are_refused(tmp_path):
 
 
 def test_undamaged_shards_have_no_losses_and_a_changed_one_is_seen_as_lost(tmp_path):
-    """As tests/faults/input_faults.py counts them for each kind of damage."""
+    """As tests/faults/test_input_faults.py counts them for each kind of damage."""
     assert silent_losses(write(tmp_path / "sound", sound_shards())) == []
     less = sound_shards() | {"im-train-0002.tar": members_of(range(4, 5))}
     assert silent_losses(write(tmp_path / "less", less)) != []
