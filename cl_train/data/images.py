@@ -272,7 +272,7 @@ def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], 
         arrays = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
         for name in ("train", "val"):
             values = vars(getattr(source, name)).items()
-            arrays |= {f"{name}/{key}": value for key, value in values if isinstance(value, np.ndarray)}
+            arrays |= {f"{name}/{part}": value for part, value in values if isinstance(value, np.ndarray)}
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)

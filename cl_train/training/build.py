@@ -51,7 +51,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     model = cast_model(model.to(dist.device), precision)
     batch_format = convert_layout(cfg, model, precision, num_classes, dist)
     weights = Fp32Weights(model, precision)
-    ema = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
+    average = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
     optimizer = build_optimizer(cfg.optim, model, weights.trainable(), lr, head)
     scaler = torch.amp.GradScaler(
         dist.device.type, cfg.amp.init_scale, growth_interval=cfg.amp.growth_interval, enabled=precision.scales_loss
@@ -72,7 +72,7 @@ def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist:
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, ema, batch_format, step)
+    return TrainState(model, parts, average, batch_format, step)
 
 
 def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool) -> None:
