@@ -237,8 +237,10 @@ class HostLoader:
         if self.is_stream:
             shares: Iterable[Indices] = itertools.repeat(np.arange(size))
         else:
-            order_of = self._order_of
-            order = order_of_rank(order_of(epoch), size, rank, ranks) if order_of else np.arange(rank, self.samples, ranks)
+            if self._order_of is None:
+                order = np.arange(rank, self.samples, ranks)
+            else:
+                order = order_of_rank(self._order_of(epoch), size, rank, ranks)
             shares = (order[first : first + size] for first in range(first_batch * size, len(order), size))
         for number, share in enumerate(shares, first_batch):
             first_row = 0

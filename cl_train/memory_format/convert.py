@@ -98,8 +98,7 @@ def convert(
         raise ConfigError(f"a model cannot be converted to {memory_format}; use {', '.join(MEMORY_FORMATS)}{known}")
     report = ConversionReport(mode, memory_format)
     refuse_lazy(model)
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        model = model._orig_mod
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.DataParallel):
         report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
     tensors = named_tensors(model)
