@@ -56,7 +56,7 @@ def chosen_models(words: list[str]) -> list[str]:
     from cl_train.comparison.suite import GROUPS, TIMM
     from cl_train.models import sources as models
 
-    known = [*models.model_names(), *TIMM]
+    known, problems = [*models.model_names(), *TIMM], []
     names: list[str] = []
     for word in words:
         found = list(GROUPS.get(word, ())) or fnmatch.filter(known, word)
@@ -64,8 +64,8 @@ def chosen_models(words: list[str]) -> list[str]:
             models.check_model(word.partition(":")[0])
             found = [word]
         if not found:
-            raise ConfigError(f"model={word}: no such model{suggest(word, [*GROUPS, *known])}")
+            problems.append(f"model={word}: no such model{suggest(word, [*GROUPS, *known])}")
         names += found
-    if not names:
-        raise ConfigError("model= is empty: name models, or a group of them")
+    if problems or not names:
+        raise ConfigError(problems or "model= is empty: name models, or a group of them")
     return list(dict.fromkeys(names))
