@@ -101,13 +101,19 @@ def _parameter_groups(
         exempt = {name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in listed}
     layers = layer_numbers(model) if cfg.layer_decay < 1 else dict.fromkeys(parameters, 0)
     last = max(layers.values(), default=0)
-    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    # By exemption, not by decay: a decay of 0 must not change the order in which a gradient's norm is summed.
+    members: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         scale = cfg.layer_decay ** (last - layers[name]) * (cfg.head_lr_ratio if name in head else 1)
-        members.setdefault((scale, 0.0 if name in exempt else cfg.weight_decay), []).append(parameter)
+        members.setdefault((scale, name in exempt), []).append(parameter)
     return [
-        {"params": found, "lr": lr if scale == 1 else lr * scale, "lr_scale": scale, "weight_decay": decay}
-        for (scale, decay), found in members.items()
+        {
+            "params": found,
+            "lr": lr if scale == 1 else lr * scale,
+            "lr_scale": scale,
+            "weight_decay": 0.0 if is_exempt else cfg.weight_decay,
+        }
+        for (scale, is_exempt), found in members.items()
     ]
 
 

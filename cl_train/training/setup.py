@@ -182,7 +182,9 @@ def seed_generators(seed: int) -> None:
 def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     processes = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
     log.info("%s on %s, %s", cfg.model, device_name(dist.device), processes)
-    log.info("precision: %s%s", precision.name, f" ({precision.reason})" if precision.reason else "")
+    reason = f" ({precision.reason})" if precision.reason else ""  # of `auto`; of others a reason against it
+    level = logging.WARNING if reason and cfg.precision != "auto" else logging.INFO
+    log.log(level, "precision: %s%s", precision.name, reason)
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
     if len(set(nodes)) > 1:
         log.info("ranks: %s", "; ".join(f"{rank} on {node}" for rank, node in enumerate(nodes)))
