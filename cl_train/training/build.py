@@ -23,7 +23,7 @@ from cl_train.data.build import build_data, size_schedule
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import Crash, crash_safe, known_issues
-from cl_train.memory_format.layout import refuse_lazy
+from cl_train.memory_format.layout import named_tensors, refuse_lazy
 from cl_train.memory_format.model_call import explain_failure, failure_explained, state_restored
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
@@ -31,7 +31,7 @@ from cl_train.step.optim import build_optimizer, freeze
 from cl_train.step.precision import EMA, Fp32Weights, Precision, autocast, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, StepResult, logits_of, loss_of, train_step
 from cl_train.step.utilisation import flops_of, utilisation
-from cl_train.system.distributed import Dist, on_main
+from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.machine import available_bytes, describe_out_of_memory, is_out_of_memory, release_memory
 from cl_train.training.state import TrainingFault, TrainState
 
@@ -189,11 +189,26 @@ def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
     return cfg.cuda_graph == "true"
 
 
+def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
+    """Raises ConfigError: the ranks differ. DDP's own check of shapes and layouts fails on the other ranks alone, and
+    its broadcast copies bytes in storage order, which permutes weights of another layout (NVIDIA/physicsnemo#1614)."""
+    ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
+    for rank, other in enumerate(ranks):
+        for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
+            differ = f"{name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
+            raise ConfigError(f"the ranks disagree: {differ}; start every node with the same command, code and data")
+
+
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
     """DDP if there are several ranks. Gradients are views of its buckets, in each parameter's strides: channels_last
     weights have channels_last gradients without a copy."""
     if dist.world_size == 1:
         return model
+    layouts = {}
+    for name, tensor in named_tensors(model).items():
+        strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+        layouts[f"layout of {name}"] = (tuple(tensor.shape), strides)
+    check_ranks_agree(layouts, dist)
     ddp, options = nn.parallel.DistributedDataParallel, dict[str, Any]()
     owners = [module for module in model.modules() if list(module.buffers(recurse=False))]
     has_only_statistics = all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)

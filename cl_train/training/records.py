@@ -449,13 +449,13 @@ def mlflow(records: Iterator[Record]) -> None:
         experiment = known.experiment_id if known else client.create_experiment(name)
         tags = {"group": start["group"]} if start["group"] else {}
         created = str(client.create_run(experiment, run_name=Path(start["folder"]).name, tags=tags).info.run_id)
-        library.log_params({key: str(value)[:500] for key, value in start["config"].items()}, run_id=created)
+        library.log_params({key: str(value)[:500] for key, value in start["config"].items()}, True, created)
         return created
 
     run = run_id(start, "mlflow", new_run)
     client.update_run(run, status="RUNNING")
     for record in records:
-        library.log_metrics(metrics_of(record), step=record["step"], run_id=run)
+        library.log_metrics(metrics_of(record), record["step"], synchronous=True, run_id=run)
         if record["kind"] == "end":
             ends = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
             client.set_terminated(run, ends[record["summary"]["status"]])

@@ -19,7 +19,7 @@ from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.transforms import image_augment
-from cl_train.memory_format.layout import model_memory_format, named_tensors
+from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.files import Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
 from cl_train.step.cuda_graph import GraphedStep
@@ -31,7 +31,7 @@ from cl_train.system.distributed import Dist, choose_device, gather_objects, on_
 from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.training.active_run import ActiveRun
-from cl_train.training.build import build_train_state, check_loss, resolve_batch_size
+from cl_train.training.build import build_train_state, check_loss, check_ranks_agree, resolve_batch_size
 from cl_train.training.records import Records, Trackers, find_tracker, read_records
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
 
@@ -82,6 +82,9 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
         raise ConfigError("there are no validation images: give some, or train without evaluation, evaluate_every=-1")
     if data.label_shape and cfg.loss == "cross_entropy":
         raise ConfigError("the labels of data.dataset are vectors: use loss=bce, or a loss of your own")
+    of_machine = ("data.root", "data.workers", "data.prefetch", "data.dataset")
+    settings = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
+    check_ranks_agree(settings | {"data": data.fingerprint}, dist)
     plan = Plan.of(cfg, data.train_images, dist.world_size)
     state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
     is_soft = bool(data.label_shape) or max(cfg.augment.mixup, cfg.augment.cutmix) > 0
@@ -97,30 +100,13 @@ def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: E
     if training:
         checkpoints.check()
     progress = starting_point(checkpoints, plan, folder)
-    check_ranks_agree(cfg, state, data, progress, dist)
+    check_ranks_agree({"step": progress.step, "epoch": progress.epoch}, dist)
     log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())
 
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
     records = Records(folder if dist.is_main else None, cfg, trackers, {"command": command, **description}, progress)
     return ActiveRun(dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress)
-
-
-def check_ranks_agree(cfg: Config, state: TrainState, data: Data, progress: Progress, dist: Dist) -> None:
-    """Raises ConfigError: the ranks differ. With different layouts DDP's broadcast, which copies bytes in storage
-    order, has already permuted the weights (NVIDIA/physicsnemo#1614)."""
-    compared = dict(flatten(asdict(cfg))) | {"data": data.fingerprint}
-    compared |= {"step": progress.step, "epoch": progress.epoch}
-    for of_machine in ("root", "workers", "prefetch", "dataset"):
-        compared.pop(f"data.{of_machine}", None)
-    for name, tensor in named_tensors(state.model).items():
-        strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-        compared[f"layout of {name}"] = (tuple(tensor.shape), strides)
-    ranks = gather_objects({name: repr(value) for name, value in compared.items()}, dist)
-    for rank, other in enumerate(ranks):
-        for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
-            differ = f"{name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
-            raise ConfigError(f"the ranks disagree: {differ}; start every node with the same command, code and data")
 
 
 def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:

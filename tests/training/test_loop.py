@@ -173,8 +173,9 @@ def test_a_run_that_cannot_continue_says_why(train: Train, tmp_path: Path, monke
     for words, problem in (
         (["model=tests.networks:nan_at_third_step"], "the loss is nan at step 3 on rank 0"),
         (overflows, "21 of 21 updates were skipped"),
+        (["precision=fp16", "data.image_size=16", "amp.min_scale=1e9"], "the loss scale fell to .* at step 1 "),
     ):
-        folder = tmp_path / words[0]
+        folder = tmp_path / words[-1]
         with pytest.raises(TrainingFault, match=problem):
             train(*words, folder=folder)
         summary = Run(folder, 1).summary

@@ -21,6 +21,7 @@ from cl_train.training import build
 from cl_train.training import state as training_state
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
+from tests.networks import small
 from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks
 from tests.training.test_evaluation import check_report
@@ -76,9 +77,12 @@ def resume_reads_on_rank_0_alone(folder: Path) -> None:
     assert run(folder, "resumed", resume="auto", data=growing) == 0
 
 
-def other_settings_are_refused(folder: Path) -> None:
+def other_settings_and_layouts_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"optim\.lr is 0\.1 on rank 0 and 1\.1 on rank 1"):
         run(folder, "other", optim={"lr": 0.1 + int(os.environ["RANK"])})
+    with processes("cpu", LIMIT_S) as dist, pytest.raises(ConfigError, match=r"layout of 0\.weight is .* on rank 1"):
+        model = small(3).to(memory_format=(torch.contiguous_format, torch.channels_last)[dist.rank])
+        build.wrap_in_ddp(model, dist, static_graph=False)
 
 
 def main(folder: Path) -> None:
@@ -87,7 +91,7 @@ def main(folder: Path) -> None:
     evaluation_is_eager_with_compile(folder)
     assert run(folder, "dropout", max_steps=1, report=True) == 0
     resume_reads_on_rank_0_alone(folder)
-    other_settings_are_refused(folder)
+    other_settings_and_layouts_are_refused(folder)
     assert run(folder, "in-training", model="tests.networks:terminated_in_training") == 143
     assert run(folder, "in-evaluation", model="tests.networks:terminated_in_evaluation", batch_size=4) == 143
     assert run(folder, "usr1", model="tests.networks:asked_to_save", checkpoint=kept, evaluate_every=-1) == 0
