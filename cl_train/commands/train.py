@@ -57,6 +57,8 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
         print("stopped before the first step", file=sys.stderr)
         return 130
+    except ConfigError:  # before torch is imported for `describe_failure`
+        raise
     except Exception as error:
         from cl_train.training.records import describe_failure
 

@@ -196,8 +196,9 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         readers = [f"optim={name}" for name, keys in defined.OPTIMIZERS.items() if key in keys]
         is_read = cfg.optim.library == "timm" or f"optim={cfg.optim.name}" in readers
         needs.append((f"optim.{key}", is_read, " or ".join(readers)))
+    defaults = Config()
     for key, has_effect, remedy in needs:
-        value, default = (functools.reduce(getattr, key.split("."), settings) for settings in (cfg, Config()))
+        value, default = (functools.reduce(getattr, key.split("."), settings) for settings in (cfg, defaults))
         if value != default and not has_effect:
             hint = f"write {key}={'null' if default is None else default} if a recipe sets it"
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"

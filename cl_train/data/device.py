@@ -97,8 +97,9 @@ def to_device(
     return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead))
 
 
-# One per device: the allocator caches memory per stream, and a stream per epoch would keep that of each epoch.
-_side_stream = cache(lambda device: torch.cuda.Stream(device))
+@cache  # one per device: the allocator caches memory per stream, and a stream per epoch would keep that of each epoch
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int) -> Iterator[Any]:

@@ -234,6 +234,7 @@ class HostLoader:
     def _tasks(self, epoch: int, first_batch: int) -> Iterator[_Task]:
         """The tasks of this rank's batches; those of a stream have no end, and only their number of samples matters."""
         size, rank, ranks = self.batch_size, self._dist.rank, self._dist.world_size
+        image_size = self.sizes.image_size_at(epoch)
         if self.is_stream:
             shares: Iterable[Indices] = itertools.repeat(np.arange(size))
         else:
@@ -245,7 +246,7 @@ class HostLoader:
         for number, share in enumerate(shares, first_batch):
             first_row = 0
             for indices in np.array_split(share, self._tasks_per_batch):
-                yield _Task(number, first_row, epoch, self.sizes.image_size_at(epoch), indices.tolist())
+                yield _Task(number, first_row, epoch, image_size, indices.tolist())
                 first_row += len(indices)
 
     def _finished(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:

@@ -218,9 +218,10 @@ def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> Mi
     mixes = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha > 0]
     if not mixes:
         return None
+    random_numbers = RandomNumbers()
 
     def mix(images: Tensor, targets: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-        generator = RandomNumbers().of(seed, epoch, batch * dist.world_size + dist.rank, BATCHES)
+        generator = random_numbers.of(seed, epoch, batch * dist.world_size + dist.rank, BATCHES)
         chosen = mixes[int(generator.integers(len(mixes)))]
         with seeded(int(generator.integers(2**63))):
             mixed, soft = chosen(images, targets)

@@ -230,7 +230,9 @@ def write_weights(saved: SavedModel, path: Path) -> None:
             if getattr(value, "layout", None) == torch.strided:
                 # Tied tensors stay tied; safetensors refuses them.
                 place = name if is_safetensors else (value.data_ptr(), value.shape, value.stride())
-                state[name] = copies.setdefault(place, snapshot(value))
+                if place not in copies:
+                    copies[place] = snapshot(value)
+                state[name] = copies[place]
     if is_safetensors:
         if len(saved.tensors) < len(saved.state):
             raise ConfigError(f"{path.suffix} cannot hold the extra state of a module; write a .pth file")
