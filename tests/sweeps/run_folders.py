@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cl_train.comparison.pairs import Run, read_run
+from cl_train.sweeps.runs import Run, read_run
 
 
 @dataclass
 class Folder:
-    """The files of a run: None or a string in the place of a document writes no file, or that text."""
+    """The files of a run; in the place of a document, None writes no file, a string that text."""
 
     config: Any
     summary: Any
@@ -18,22 +18,34 @@ class Folder:
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        texts = [one if one is None or isinstance(one, str) else json.dumps(one) for one in (self.config, self.summary)]
+        texts = [
+            one if one is None or isinstance(one, str) else json.dumps(one)
+            for one in (self.config, self.summary)
+        ]
         lines = [line if isinstance(line, str) else json.dumps(line) for line in self.records or ()]
         texts.append(None if self.records is None else "".join(f"{line}\n" for line in lines))
-        for name, text in zip(("config.yaml", "summary.json", "metrics.jsonl"), texts, strict=True):  # JSON is YAML too
+        for name, text in zip(
+            ("config.yaml", "summary.json", "metrics.jsonl"), texts, strict=True
+        ):  # JSON is YAML too
             if text is not None:
                 (folder / name).write_text(text)
         return folder
 
 
 def folder_of(speed: float = 100.0, *, started_at: float | None = None, **changes: Any) -> Folder:
-    """A completed run of resnet18 in bf16 on a CPU: a warm-up window and twelve others, one minute each.
+    """A completed run of resnet18 in bf16 on a CPU: a warm-up window and twelve others, one minute
+    each.
 
-    By default channels_last=true runs after channels_last=false. `changes` are settings, with `__` for a dot.
+    By default channels_last=true runs after channels_last=false. `changes` are settings, with `__`
+    for a dot.
     """
     data = {"name": "sample", "workers": 2, "image_size": 224}
-    config: dict[str, Any] = {"channels_last": "false", "model": "resnet18", "precision": "auto", "batch_size": 32}
+    config: dict[str, Any] = {
+        "channels_last": "false",
+        "model": "resnet18",
+        "precision": "auto",
+        "batch_size": 32,
+    }
     config |= {"compile": False, "seed": 0, "data": data}
     for key, value in changes.items():
         group, _, name = key.rpartition("__")
@@ -45,13 +57,31 @@ def folder_of(speed: float = 100.0, *, started_at: float | None = None, **change
         "memory_format": "channels_last" if is_converted else "contiguous",
         "precision": "bf16" if config["precision"] == "auto" else config["precision"],
     }
-    summary |= {"device": "cpu", "device_name": "a processor", "environment": {"torch": "2.15.0"}, "world_size": 1}
-    summary |= {"global_batch_size": config["batch_size"], "peak_memory_gib": 1.0, "others_pct": 1.0}
+    summary |= {
+        "device": "cpu",
+        "device_name": "a processor",
+        "environment": {"torch": "2.15.0"},
+        "world_size": 1,
+    }
+    summary |= {
+        "global_batch_size": config["batch_size"],
+        "peak_memory_gib": 1.0,
+        "others_pct": 1.0,
+    }
     summary |= {"val": {"top1": 91.0 if is_converted else 90.0}}
     started_at = started_at or 1.7e9 + (1000 if is_converted else 0)
     records = [
-        {"kind": "train", "step": 10 * number + 10, "loss": 3.0 / (number + 1), "time": started_at + 60 * number}
-        | {"images_per_s": speed * (1 + 0.002 * (-1) ** number), "data_wait_pct": 1.0, "warmup": False}
+        {
+            "kind": "train",
+            "step": 10 * number + 10,
+            "loss": 3.0 / (number + 1),
+            "time": started_at + 60 * number,
+        }
+        | {
+            "images_per_s": speed * (1 + 0.002 * (-1) ** number),
+            "data_wait_pct": 1.0,
+            "warmup": False,
+        }
         for number in range(13)
     ]
     records[0] |= {"images_per_s": 10.0, "warmup": True}

@@ -1,4 +1,4 @@
-"""Shared by the tests of comparisons."""
+"""Shared by the tests of measurements."""
 
 import copy
 import random
@@ -15,26 +15,20 @@ from torch import nn
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Measurements have blocks of one step; auto has a cache of its own."""
-    from cl_train.comparison import paired
+    from cl_train.measure import paired
     from cl_train.step import utilisation
 
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
     monkeypatch.setitem(utilisation._MATMUL, "cpu", 16)
+    monkeypatch.setattr(utilisation, "_REPEATS", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def tables_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without the chart and TensorBoard, which take most of the time."""
-    from cl_train.comparison import report
-
-    monkeypatch.setattr(report, "write_chart", lambda *_: False)
-    monkeypatch.setattr(report, "_write_dashboard", lambda *_: None)
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """The block leaves the model, its statistics, its layout and all random generators as they were."""
+    """The block leaves the model, its statistics, its layout and all random generators as they
+    were.
+    """
     before = copy.deepcopy(model.state_dict())
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
@@ -43,5 +37,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     assert np.array_equal(np.random.get_state()[1], generators[1])  # type: ignore[index]
     assert torch.equal(torch.get_rng_state(), generators[2])
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    assert all(tensor.stride() == before[key].stride() for key, tensor in model.state_dict().items())
+    assert all(
+        tensor.stride() == before[key].stride() for key, tensor in model.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training

@@ -1,4 +1,6 @@
-"""The benchmark of many combinations, the zoo and the loaders: results, rows, tables that are continued, refusals."""
+"""The benchmark of many combinations, the zoo and the loaders: results, rows, tables that are
+continued, refusals.
+"""
 
 import json
 import signal
@@ -12,17 +14,22 @@ import torch
 from benchmarks import peers
 from cl_train.commands import loader_benchmark
 from cl_train.commands.zoo import main
-from cl_train.comparison import suite
-from cl_train.comparison.parity import ParityReport
-from cl_train.comparison.suite import add_row, open_table, run_suite, verdict, zoo_row
 from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
+from cl_train.measure import suite
+from cl_train.measure.parity import ParityReport
+from cl_train.measure.suite import add_row, open_table, run_suite, verdict, zoo_row
 from tests.data.image_folders import write_folder
 
 Output, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 
 def settings(**changes: Any) -> BenchmarkSettings:
-    given: dict[str, Any] = {"model": ["tests.networks:small"], "batch_size": [2], "image_size": 32, "device": "cpu"}
+    given: dict[str, Any] = {
+        "model": ["tests.networks:small"],
+        "batch_size": [2],
+        "image_size": 32,
+        "device": "cpu",
+    }
     given |= {"time_limit_s": 0.0, "target_ci": 5.0, "parity": False, "precision": ["fp32"]}
     return BenchmarkSettings(**(given | changes))
 
@@ -32,11 +39,29 @@ def test_a_result_has_speeds_pairs_and_parity(capsys: Output) -> None:
     for mode, result in zip(("train", "infer"), document["results"], strict=True):
         assert result["mode"] == mode and result["parity"]["channels_last"]["passed"] is True
         assert [speed["layout"] for speed in result["speeds"]] == ["contiguous", "channels_last"]
-        assert result["pairs"][0]["ci95"][0] <= result["pairs"][0]["ratio"] <= result["pairs"][0]["ci95"][1]
+        assert (
+            result["pairs"][0]["ci95"][0]
+            <= result["pairs"][0]["ratio"]
+            <= result["pairs"][0]["ci95"][1]
+        )
     assert "images/s" in capsys.readouterr().out and json.dumps(document, allow_nan=False)
 
 
-def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monkeypatch: Patch) -> None:
+def test_video_is_measured_and_audited_with_its_frames() -> None:
+    (result,) = run_suite(
+        settings(model=["tests.networks:video"], frames=6, image_size=12, parity=True)
+    )["results"]
+    assert result["frames"] == 6 and result["parity"]["channels_last"]["passed"] is True
+    assert [speed["layout"] for speed in result["speeds"]] == ["contiguous", "channels_last"]
+    entry = zoo_row("tests.networks:video", replace(ZOO, frames=6, image_size=12))
+    assert entry["parity"]["passed"] is True and entry["converted"] == 2
+    # instance norm and the pooling of three dimensions return contiguous
+    assert entry["audit"]["lost_forward"]
+
+
+def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(
+    monkeypatch: Patch,
+) -> None:
     failed = ParityReport(False, "fp32", "[4, 3, 32, 32]", "features.0 (Conv2d)")
     monkeypatch.setattr(suite, "check_parity", lambda *args, **kwargs: failed)
     names = ["tests.networks:raising", "tests.networks:small"]
@@ -46,23 +71,43 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monk
     assert "features.0 (Conv2d)" in second["text"] and "not comparable" in second["text"]
 
 
-@pytest.mark.parametrize("changes", [{"model": ["resnt18"]}, {"layouts": ["contiguous"]}, {"model": []}, {"mode": []}])
+@pytest.mark.parametrize(
+    "changes", [{"model": ["resnt18"]}, {"layouts": ["contiguous"]}, {"model": []}, {"mode": []}]
+)
 def test_wrong_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"resnet18|layouts|is empty"):
         run_suite(settings(**changes))
 
 
-ZOO = ZooSettings(device="cpu", precision="fp32", batch_size=2, image_size=64, speed=False, time_limit_s=1.0)
+ZOO = ZooSettings(
+    device="cpu", precision="fp32", batch_size=2, image_size=64, speed=False, time_limit_s=1.0
+)
 ENVIRONMENT = {"torch": "2.15.0", "device_name": "a CPU"}
-AUDIT = {"kept": 5, "lost": 2, "restored": 1, "moved_pct": 3.0, "lost_forward": {"cat": 2}, "lost_backward": {}}
+AUDIT = {
+    "kept": 5,
+    "lost": 2,
+    "restored": 1,
+    "moved_pct": 3.0,
+    "lost_forward": {"cat": 2},
+    "lost_backward": {},
+}
 SPEED = {
-    "speeds": [{"images_per_s": 10.0, "peak_memory_gib": 0.5}, {"images_per_s": 15.0, "peak_memory_gib": 0.6}],
+    "speeds": [
+        {"images_per_s": 10.0, "peak_memory_gib": 0.5},
+        {"images_per_s": 15.0, "peak_memory_gib": 0.6},
+    ],
     "pairs": [{"ratio": 1.5, "ci95": [1.4, 1.6], "verdict": "faster"}],
 }
 
 
 def row(name: str, **more: Any) -> dict[str, Any]:
-    base = {"model": name, "image_size": 64, "convolutions": 3, "converted": 3, "parity": {"passed": True}}
+    base = {
+        "model": name,
+        "image_size": 64,
+        "convolutions": 3,
+        "converted": 3,
+        "parity": {"passed": True},
+    }
     base |= {"audit": AUDIT, **more}
     return {**base, "verdict": verdict(base)}
 
@@ -82,19 +127,38 @@ def test_verdicts(more: dict[str, Any], words: str) -> None:
 
 def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
     path, with_speed = tmp_path / "zoo.json", replace(ZOO, speed=True)
-    for name, made in (("b", row("b", train=SPEED, infer=SPEED)), ("a", {"model": "a", "error": "out of memory"})):
+    for name, made in (
+        ("b", row("b", train=SPEED, infer=SPEED)),
+        ("a", {"model": "a", "error": "out of memory"}),
+    ):
         table = open_table(path, with_speed, ENVIRONMENT)
         add_row(path, table, made)
         assert name in [entry["model"] for entry in json.loads(path.read_text())["rows"]]
-    lines = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
+    lines = [
+        line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| ")
+    ]
     head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     failed, measured = (dict(zip(head, cells, strict=True)) for cells in body)
-    assert (failed["model"], failed["verdict"], failed["train ratio"]) == ("a", "error: out of memory", "")
-    found = [measured[name] for name in ("model", "image_size", "parity", "lost forward", "train ratio", "infer ci95")]
-    assert found == ["b", "64", "passed", "cat 2", "1.5", "1.40-1.60"] and measured["train GiB"] == "0.50 / 0.60"
+    assert (failed["model"], failed["verdict"], failed["train ratio"]) == (
+        "a",
+        "error: out of memory",
+        "",
+    )
+    found = [
+        measured[name]
+        for name in ("model", "image_size", "parity", "lost forward", "train ratio", "infer ci95")
+    ]
+    assert (
+        found == ["b", "64", "passed", "cat 2", "1.5", "1.40-1.60"]
+        and measured["train GiB"] == "0.50 / 0.60"
+    )
     add_row(path, open_table(path, with_speed, ENVIRONMENT), row("a"))
     assert [entry.get("error") for entry in json.loads(path.read_text())["rows"]] == [None, None]
-    for text, change in ((path.read_text(), {"precision": "bf16"}), (path.read_text(), {"batch_size": 3}), ("{", {})):
+    for text, change in (
+        (path.read_text(), {"precision": "bf16"}),
+        (path.read_text(), {"batch_size": 3}),
+        ("{", {}),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match="no table of these settings"):
             open_table(path, replace(with_speed, **change), ENVIRONMENT)
@@ -110,7 +174,8 @@ def test_a_row_of_the_zoo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "size"), [("inception_v3", 299), ("vit_b_16", 224), ("timm/vit_tiny_patch16_224", 224)]
+    ("model", "size"),
+    [("inception_v3", 299), ("vit_b_16", 224), ("timm/vit_tiny_patch16_224", 224)],
 )
 def test_models_of_one_size_keep_it(model: str, size: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr(suite, "check_parity", lambda model, image_size, **_: {}[image_size])
@@ -120,16 +185,24 @@ def test_models_of_one_size_keep_it(model: str, size: int, monkeypatch: Patch) -
 
 
 @pytest.mark.slow
-def test_the_zoo_runs_continues_times_and_refuses(tmp_path: Path, capsys: Output, monkeypatch: Patch) -> None:
+def test_the_zoo_runs_continues_times_and_refuses(
+    tmp_path: Path, capsys: Output, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    given = "model=shufflenet_v2_x0_5 device=cpu precision=fp32 batch_size=2 data.image_size=64 time_limit_s=0.5"
+    given = (
+        "model=shufflenet_v2_x0_5 device=cpu precision=fp32 batch_size=2 data.image_size=64"
+        " time_limit_s=0.5"
+    )
     words = [*given.split(), f"out={tmp_path}"]
     assert main(words) == 0
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     table = json.loads((tmp_path / f"zoo-chosen-fp32-cpu-torch{version}.json").read_text())
     (entry,) = table["rows"]
     for mode in ("train", "infer"):
-        assert all(speed["images_per_s"] > 0 and speed["peak_memory_gib"] > 0 for speed in entry[mode]["speeds"])
+        assert all(
+            speed["images_per_s"] > 0 and speed["peak_memory_gib"] > 0
+            for speed in entry[mode]["speeds"]
+        )
         assert entry[mode]["pairs"][0]["ci95"][0] <= entry[mode]["pairs"][0]["ratio"]
     assert entry["parity"]["passed"] and entry["convolutions"] == entry["converted"] == 56
     assert entry["audit"]["lost_forward"] == {"clone": 3, "cat": 13}
@@ -144,14 +217,27 @@ PEERS = pytest.param(lambda words: peers.main(["loader", *words]), ["timm"], mar
 
 
 @pytest.mark.parametrize(("main", "others"), [(loader_benchmark.main, []), PEERS])
-def test_the_cores_that_a_rate_needs(main: Any, others: list[str], tmp_path: Path, capsys: Output) -> None:
-    words = "data.image_size=32 data.workers=1 images=32 batch_size=8 rounds=2 gpu_images_per_s=1e9 json=true"
+def test_the_cores_that_a_rate_needs(
+    main: Any, others: list[str], tmp_path: Path, capsys: Output
+) -> None:
+    words = (
+        "data.image_size=32 data.workers=1 images=32 batch_size=8 rounds=2 gpu_images_per_s=1e9"
+        " json=true"
+    )
     assert main([f"data.root={write_folder(tmp_path, train=40, val=2)}", *words.split()]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     reference, *_, row = result["rows"]
-    assert [one["pipeline"] for one in result["rows"]] == ["torchvision reference", *others, "cl_train"]
-    assert (reference["ratio"], row["workers"]) == (1.0, 1) and row["images_per_s"] > 0 and row["ratio"] > 0
+    assert [one["pipeline"] for one in result["rows"]] == [
+        "torchvision reference",
+        *others,
+        "cl_train",
+    ]
+    assert (
+        (reference["ratio"], row["workers"]) == (1.0, 1)
+        and row["images_per_s"] > 0
+        and row["ratio"] > 0
+    )
     assert result["cores_needed"] == -(-(10**9) // int(row["images_per_s"]))
     assert f"need {result['cores_needed']} cores" in printed.err and "too few" in printed.err
     with pytest.raises(ConfigError, match="does not exist"):

@@ -1,4 +1,6 @@
-"""What may be compared with what; run folders with something wrong get neither a false verdict nor a traceback."""
+"""What may be compared with what; run folders with something wrong get neither a false verdict nor
+a traceback.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,24 +11,29 @@ from typing import Any
 import pytest
 import yaml
 
-from cl_train.comparison.pairs import compare_pair, compare_runs, read_run
-from cl_train.comparison.report import compare_folders
 from cl_train.config.command_line import check_command_line, group_choices
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import flatten
-from tests.comparison.run_folders import Folder, folder_of, run_of
+from cl_train.sweeps.report import compare_folders
+from cl_train.sweeps.runs import read_run
+from cl_train.sweeps.verdict import compare_pair, compare_runs
+from tests.sweeps.run_folders import Folder, folder_of, run_of
 
 Change = dict[str, Any] | Callable[[Folder, Folder], object]
 
 
 def apply(change: Change, first: Folder, second: Folder) -> None:
-    """Call a function, or set values by place: a file, or a key of config, summary or all records of the second side,
-    of its record N ("N.loss"), or of a summary ("first.model", "both.model").
+    """Call a function, or set values by place: a file, or a key of config, summary or all records
+    of the second side, of its record N ("N.loss"), or of a summary ("first.model", "both.model").
     """
     if callable(change):
         change(first, second)
         return
-    places: dict[str, list[Any]] = {"config": [second.config], "summary": [second.summary], "first": [first.summary]}
+    places: dict[str, list[Any]] = {
+        "config": [second.config],
+        "summary": [second.summary],
+        "first": [first.summary],
+    }
     places |= {"both": [first.summary, second.summary], "records": second.records}
     places |= {str(number): [record] for number, record in enumerate(second.records)}
     for place, value in change.items():
@@ -52,7 +59,11 @@ def resumed(name: str, before: Any, after: Any) -> Change:
 
 
 def asked_and_ran(asked: str, ran: str) -> Change:
-    return {"config.channels_last": asked, "summary.channels_last_requested": asked, "summary.memory_format": ran}
+    return {
+        "config.channels_last": asked,
+        "summary.channels_last_requested": asked,
+        "summary.memory_format": ran,
+    }
 
 
 def others_pct(first: float | None, second: float | None, device: str = "cpu") -> Change:
@@ -60,13 +71,24 @@ def others_pct(first: float | None, second: float | None, device: str = "cpu") -
 
 
 def without(*names: str) -> Change:
-    return lambda first, second: [side.pop(name, None) for name in names for side in (second.config, second.summary)]
+    return lambda first, second: [
+        side.pop(name, None) for name in names for side in (second.config, second.summary)
+    ]
 
 
 COMPARABLE: list[Change] = [
-    *({}, {"config.seed": 1, "summary.seed": 1}, {"config.log_every": 5}, {"summary.status": "interrupted"}),
+    *(
+        {},
+        {"config.seed": 1, "summary.seed": 1},
+        {"config.log_every": 5},
+        {"summary.status": "interrupted"},
+    ),
     *(asked_and_ran("auto", "channels_last"), resumed("precision", "bf16", "bf16")),
-    *(line('{"kind": "tr', 99), line({"kind": "val", "step": 30, "loss": 1.0}), {"3.warmup": "yes"}),
+    *(
+        line('{"kind": "tr', 99),
+        line({"kind": "val", "step": 30, "loss": 1.0}),
+        {"3.warmup": "yes"},
+    ),
     *({"12.loss": loss} for loss in (math.nan, None, 1e308)),
     *(later(1), later(-0.27), others_pct(50.0, 55.0, "cuda"), others_pct(None, None)),
     {"summary.amp": {"skipped_steps": 2}},
@@ -78,7 +100,11 @@ NOT_COMPARABLE: list[tuple[Any, ...]] = [
     ("turbo", {"config.turbo": True}),
     ("device", {"summary.device": "cuda"}),
     ("device_name", {"summary.device_name": "other"}),
-    ("environment.torch", {"summary.environment": {"torch": "2.11.0"}}, {"summary.environment": None}),
+    (
+        "environment.torch",
+        {"summary.environment": {"torch": "2.11.0"}},
+        {"summary.environment": None},
+    ),
     ("environment", {"summary.environment": "torch"}),
     ("world_size", {"summary.world_size": 2}, resumed("world_size", 2, 1)),
     ("differs", without("precision", "device", "device_name", "world_size", "environment")),
@@ -97,23 +123,37 @@ NOT_COMPARABLE: list[tuple[Any, ...]] = [
     # records
     ("step", lambda a, b: b.records.extend(dict(entry) for entry in b.records[-3:]), {"5.step": 1}),
     ("step", lambda a, b: setattr(b, "records", [entry for entry in b.records for _ in "ab"])),
-    ("cannot be read", line('{"kind": "tr'), line("[" * 100_000)),
+    ("cannot be read", line('{"kind": "tr'), line("[" * 100_000), line("null")),
     ("windows", lambda a, b: b.records.__delitem__(slice(4, None)), {"records.warmup": True}),
     ("not finite", {"records.loss": math.nan}),
     # times, other processes, and what else it did
     ("apart", later(24)),
     ("at the same time", later(-0.27, "cuda")),
-    ("other processes", others_pct(1.0, 60.0), others_pct(60.0, 1.0), others_pct(60.0, 60.0), others_pct(None, 60.0)),
+    (
+        "other processes",
+        others_pct(1.0, 60.0),
+        others_pct(60.0, 1.0),
+        others_pct(60.0, 60.0),
+        others_pct(None, 60.0),
+    ),
     ("other processes", others_pct(1.0, 60.0, "cuda")),
     ("updates", {"summary.amp": {"skipped_steps": 130}}),
     ("images were skipped", {"summary.skipped_images": 9999}),
+    ("resumed with other settings", {"summary.resumed_with": ["batch_size"]}),
     ("loader-bound", {"records.data_wait_pct": 80.0, "records.images_per_s": 100.0}),
 ]
-BAD_YAML = (None, [1], "- a list", "a: [", "\x00", "a: &x {b: *x}", "[" * 1000, "a: &a [1]\nb: *a")
+BAD_YAML = (None, [1], "- a list", "a: [", "\x00", "a: &x {b: *x}", "[" * 1000)
 DAMAGED: list[tuple[Any, ...]] = [
     ("window", {"records": []}),
-    ("metrics.jsonl", {"records": None}, line("null"), line({"kind": "train", "step": 1, "images_per_s": 1.0})),
-    *(("metrics.jsonl", {"4.images_per_s": speed}) for speed in (math.nan, math.inf, None, -1.0, 0, "100")),
+    (
+        "metrics.jsonl",
+        {"records": None},
+        line({"kind": "train", "step": 1, "images_per_s": 1.0}),
+    ),
+    *(
+        ("metrics.jsonl", {"4.images_per_s": speed})
+        for speed in (math.nan, math.inf, None, -1.0, 0, "100")
+    ),
     ("summary.json", {"summary": [1]}, {"summary": '{"status": "comp'}),
     ("config.yaml", *({"config": text} for text in BAD_YAML)),
 ]
@@ -125,7 +165,9 @@ CASES: list[tuple[Change, str, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_crafted_pair(number: int, tmp_path: Path, tables_only: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crafted_pair(
+    number: int, tmp_path: Path, tables_only: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     change, expected, word = CASES[number]
     first, second = folder_of(100.0), folder_of(150.0, channels_last="true")
     apply(change, first, second)
@@ -141,7 +183,9 @@ def test_crafted_pair(number: int, tmp_path: Path, tables_only: None, capsys: py
         assert expected == "faster" or word in pair.notes[0]
         assert len(capsys.readouterr().out.splitlines()) == 1
         for found in compare_folders([tmp_path]).pairs:
-            assert (found.verdict, found.notes) == (pair.verdict, pair.notes), "the same by folder and by name"
+            assert (found.verdict, found.notes) == (pair.verdict, pair.notes), (
+                "the same by folder and by name"
+            )
         capsys.readouterr()
 
 
@@ -165,11 +209,22 @@ SEEDS = [({}, 1, 100.0), (CL, 1, 150.0), (CL | S1, 1, 152.0), (S1, 1, 101.0), (C
 @pytest.mark.parametrize(
     ("by", "runs", "ratio", "count"),
     [
-        # The machine becomes slower by half between the pairs: within a pair the ratio is 1.2 throughout.
-        ("channels_last", [({}, None, 100.0), (CL, None, 120.0), (CL, None, 60.0), ({}, None, 50.0)], 1.2, 2),
+        # The machine becomes slower by half between the pairs: within a pair the ratio is 1.2
+        # throughout.
+        (
+            "channels_last",
+            [({}, None, 100.0), (CL, None, 120.0), (CL, None, 60.0), ({}, None, 50.0)],
+            1.2,
+            2,
+        ),
         # A1 B1 B2 A2 with B1 failed: A2 and B2 ran next to each other, A1 has no partner.
         ("channels_last", [({}, 1, 90.0), (CL, 2, 150.0), ({}, 2, 100.0)], 1.5, 1),
-        ("optim.name", [(ADAMW, 1, 90.0), (ADAMW, 2, 100.0), (SGD, 2, 150.0)], 1.5, 1),  # with other learning rates
+        (
+            "optim.name",
+            [(ADAMW, 1, 90.0), (ADAMW, 2, 100.0), (SGD, 2, 150.0)],
+            1.5,
+            1,
+        ),  # with other learning rates
         ("channels_last", SEEDS, 1.5, 2),  # seeds are repeats too, and seed 2 has no partner
     ],
 )
@@ -177,7 +232,11 @@ def test_repeats_are_paired(by: str, runs: Any, ratio: float, count: int, tmp_pa
     """By number and seed, else in the order in which they ran."""
     folders = []
     for number, (changes, repeat, speed) in enumerate(runs):
-        folders.append(replace(run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **changes), repeat=repeat))
+        folders.append(
+            replace(
+                run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **changes), repeat=repeat
+            )
+        )
     [pair] = compare_runs(folders, by)
     assert pair.interval is not None and pair.interval.n == count
     assert pair.interval.ratio == pytest.approx(ratio, rel=0.01)
@@ -189,11 +248,18 @@ def test_repeats_are_paired(by: str, runs: Any, ratio: float, count: int, tmp_pa
         ({"batch_size": 64}, "batch_size differs: 32 (contiguous) and 64 (channels_last)"),
         ({"precision": "fp32"}, "precision differs: bf16 (contiguous) and fp32 (channels_last)"),
         ({"compile": True}, "compile differs: false (contiguous) and true (channels_last)"),
-        ({"data__image_size": 128}, "data.image_size differs: 224 (contiguous) and 128 (channels_last)"),
+        (
+            {"data__image_size": 128},
+            "data.image_size differs: 224 (contiguous) and 128 (channels_last)",
+        ),
     ],
 )
-def test_what_differs_is_named_once_with_both_values(tmp_path: Path, change: dict[str, Any], text: str) -> None:
-    [pair] = compare_runs([run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true", **change)])
+def test_what_differs_is_named_once_with_both_values(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    [pair] = compare_runs(
+        [run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true", **change)]
+    )
     assert pair.verdict == "not_comparable"
     assert pair.notes[:1] == [note for note in pair.notes if "differs" in note] == [text]
     assert text.split()[0].removeprefix("data.") not in pair.held_equal
@@ -205,16 +271,35 @@ def test_what_differs_is_named_once_with_both_values(tmp_path: Path, change: dic
         ("precision", {"precision": "fp32"}, {"precision": "bf16"}, "fp32 bf16"),
         ("batch_size", {"batch_size": 8}, {"batch_size": 128}, "8 128"),
         ("drop_path", {"drop_path": None}, {"drop_path": 0.1}, "null 0.1"),
-        ("optim.name", LION, SGD | {"optim__library": "torch", "optim__decay_norm_and_bias": True}, "lion sgd"),
-        ("nproc", {}, {"world_size": 2, "global_batch_size": 64}, "1 2"),  # config.yaml of a job has nproc=1
+        (
+            "optim.name",
+            LION,
+            SGD | {"optim__library": "torch", "optim__decay_norm_and_bias": True},
+            "lion sgd",
+        ),
+        (
+            "nproc",
+            {},
+            {"world_size": 2, "global_batch_size": 64},
+            "1 2",
+        ),  # config.yaml of a job has nproc=1
     ],
 )
-def test_other_keys_can_be_compared(by: str, baseline: Any, candidate: Any, shown: str, tmp_path: Path) -> None:
+def test_other_keys_can_be_compared(
+    by: str, baseline: Any, candidate: Any, shown: str, tmp_path: Path
+) -> None:
     second = folder_of(150.0, **({} if by == "nproc" else candidate))
     second.summary |= candidate if by == "nproc" else {}
-    [pair] = compare_runs([read_run(second.write(tmp_path / "second")), run_of(tmp_path, **baseline)], by)
-    assert [pair.baseline, pair.candidate, pair.verdict] == [*(f"{by}={value}" for value in shown.split()), "faster"]
-    assert by != "optim.name" or any("optim.decay_norm_and_bias" in note for note in pair.notes), "what else differs"
+    [pair] = compare_runs(
+        [read_run(second.write(tmp_path / "second")), run_of(tmp_path, **baseline)], by
+    )
+    assert [pair.baseline, pair.candidate, pair.verdict] == [
+        *(f"{by}={value}" for value in shown.split()),
+        "faster",
+    ]
+    assert by != "optim.name" or any("optim.decay_norm_and_bias" in note for note in pair.notes), (
+        "what else differs"
+    )
 
 
 @pytest.mark.parametrize("group", ["optim", "schedule"])
@@ -244,18 +329,55 @@ def test_what_may_have_changed_speed_or_loss_is_noted(tmp_path: Path) -> None:
     assert all("one run per side" in note for note in compare_pair([first], [second]).notes)
 
 
-def test_a_loader_bound_pair_is_never_no_difference(tmp_path: Path) -> None:
-    first, second = run_of(tmp_path), run_of(tmp_path, channels_last="true")
-    pair = compare_pair([replace(first, data_wait_pct=80.0)], [replace(second, data_wait_pct=85.0)])
-    assert (pair.bottleneck, pair.verdict) == ("loader", "not_comparable")
-    assert "80 % (contiguous)" in pair.notes[0] and "85 % (channels_last)" in pair.notes[0]
-    pair = compare_pair([first], [replace(run_of(tmp_path, 150.0, channels_last="true"), data_wait_pct=30.0)])
-    assert (pair.bottleneck, pair.verdict) == ("loader", "faster"), "the loader may only hide more of a difference"
+@pytest.mark.parametrize(
+    ("candidate_images_per_s", "waits_pct", "verdict"),
+    [
+        (100.0, (80.0, 85.0), "not_comparable"),
+        (150.0, (1.0, 30.0), "faster"),  # the loader may only hide more of a difference
+        (150.0, (61.0, 12.0), "not_comparable"),  # the baseline read from a cold disk
+        (60.0, (12.0, 61.0), "not_comparable"),
+        (60.0, (30.0, 30.0), "slower"),
+    ],
+)
+def test_a_verdict_is_not_made_by_waiting_for_data(
+    candidate_images_per_s: float, waits_pct: tuple[float, float], verdict: str, tmp_path: Path
+) -> None:
+    first = run_of(tmp_path)
+    second = run_of(tmp_path, candidate_images_per_s, channels_last="true")
+    sides = [
+        replace(run, windows=[replace(window, data_wait_pct=pct) for window in run.windows])
+        for run, pct in zip((first, second), waits_pct, strict=True)
+    ]
+    pair = compare_pair(sides[:1], sides[1:])
+    assert (pair.bottleneck, pair.verdict) == ("loader", verdict)
+    loads = (f"{waits_pct[0]:.0f} % (contiguous)", f"{waits_pct[1]:.0f} % (channels_last)")
+    assert all(load in pair.notes[0] for load in loads)
+
+
+@pytest.mark.parametrize("first_choice", ["channels_last", "contiguous"])
+def test_repeats_of_auto_that_chose_differently_are_not_comparable(
+    first_choice: str, tmp_path: Path
+) -> None:
+    """Whichever choice came first."""
+    baseline = [run_of(tmp_path) for _ in range(3)]
+    chosen = [first_choice, "channels_last", "contiguous"]
+    candidate = []
+    for memory_format in chosen:
+        run = run_of(tmp_path, 150.0, channels_last="auto")
+        candidate.append(replace(run, summary=run.summary | {"memory_format": memory_format}))
+    pair = compare_pair(baseline, candidate)
+    assert pair.verdict == "not_comparable" and "different memory_format" in pair.notes[0]
+    same = [
+        replace(run, summary=run.summary | {"memory_format": "contiguous"}) for run in candidate
+    ]
+    assert "both sides ran with memory_format contiguous" in compare_pair(baseline, same).notes[0]
 
 
 def test_equal_runs_and_two_runs_in_either_order_can_be_compared(tmp_path: Path) -> None:
     pair = compare_pair([run_of(tmp_path)], [run_of(tmp_path)])
-    assert pair.verdict == "inconclusive", "one run per side cannot show that there is no difference"
+    assert pair.verdict == "inconclusive", (
+        "one run per side cannot show that there is no difference"
+    )
     assert (pair.baseline, pair.candidate) == ("contiguous (run0)", "contiguous (run1)")
     pair = compare_pair([run_of(tmp_path)] * 5, [run_of(tmp_path, 100.5, channels_last="true")] * 5)
     assert pair.verdict == "no_difference"

@@ -9,21 +9,37 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.comparison.pairs import compare_runs
-from cl_train.comparison.report import Report, as_markdown, compare_folders, verdict_sentence, write_chart, write_report
 from cl_train.config.schema import ConfigError
-from tests.comparison.run_folders import folder_of, run_of
+from cl_train.sweeps.report import (
+    Report,
+    as_markdown,
+    compare_folders,
+    verdict_sentence,
+    write_chart,
+    write_report,
+)
+from cl_train.sweeps.verdict import compare_runs
+from tests.sweeps.run_folders import folder_of, run_of
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Two repeats of resnet18, with 1.5 times the speed; vit_b_16 is slower, and alexnet not comparable."""
+    """Two repeats of resnet18, with 1.5 times the speed; vit_b_16 is slower, and alexnet not
+    comparable.
+    """
     folder, runs = tmp_path_factory.mktemp("runs"), []
-    for model, *speeds in (("resnet18", 100, 150), ("resnet18", 110, 165), ("vit_b_16", 100, 80), ("alexnet", 100, 90)):
+    for model, *speeds in (
+        ("resnet18", 100, 150),
+        ("resnet18", 110, 165),
+        ("vit_b_16", 100, 80),
+        ("alexnet", 100, 90),
+    ):
         size = 64 if model == "alexnet" else 32
         runs += [run_of(folder, speeds[0], model=model)]
         runs += [run_of(folder, speeds[1], model=model, channels_last="true", batch_size=size)]
-    return Report(compare_runs(runs), [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}])
+    return Report(
+        compare_runs(runs), [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +53,43 @@ def test_the_report_has_the_agreed_fields(written: Path) -> None:
     document = json.loads((written / "comparison.json").read_text())
     assert document["schema_version"] == 1
     first = document["pairs"][0]
-    expected = {"model": "resnet18", "precision": "bf16", "baseline": "contiguous", "candidate": "channels_last"}
-    expected |= {"speed": "end_to_end", "n": 2, "verdict": "faster", "loss_gap": 0.0, "bottleneck": "compute"}
+    expected = {
+        "model": "resnet18",
+        "precision": "bf16",
+        "baseline": "contiguous",
+        "candidate": "channels_last",
+    }
+    expected |= {
+        "speed": "end_to_end",
+        "n": 2,
+        "verdict": "faster",
+        "loss_gap": 0.0,
+        "bottleneck": "compute",
+    }
     assert {name: first[name] for name in expected} == expected
     numbers = {"baseline_images_per_s": 105.0, "candidate_images_per_s": 157.5, "ratio": 1.5}
     assert {name: first[name] for name in numbers} == pytest.approx(numbers, rel=0.01)
     assert first["ci95"][0] < first["ratio"] < first["ci95"][1] and isinstance(first["notes"], list)
-    assert document["failed"] == [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}]
+    assert document["failed"] == [
+        {"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}
+    ]
     lines = (written / "comparison.csv").read_text().splitlines()
     assert len(lines) == 4 and {"ci95_low", "ci95_high", "notes"} < set(lines[0].split(","))
 
 
 def test_the_verdict_in_words(report: Report, tmp_path: Path) -> None:
     first, second, third = verdict_sentence(report).splitlines()
-    faster = "channels_last has 1.50 times the speed of contiguous (95 % interval 1.12 to 2.00): faster."
-    assert first == f"resnet18 (bf16): {faster}" and "0.80 times" in second and second.endswith(": slower.")
-    assert third.startswith("alexnet (bf16): channels_last and contiguous are not comparable: batch_size differs")
+    faster = (
+        "channels_last has 1.50 times the speed of contiguous (95 % interval 1.12 to 2.00): faster."
+    )
+    assert (
+        first == f"resnet18 (bf16): {faster}"
+        and "0.80 times" in second
+        and second.endswith(": slower.")
+    )
+    assert third.startswith(
+        "alexnet (bf16): channels_last and contiguous are not comparable: batch_size differs"
+    )
     assert third.endswith(" 1 job did not finish.")
     assert verdict_sentence(Report([])).startswith("Nothing to compare")
     runs = [run_of(tmp_path, 100.0, precision="fp32"), run_of(tmp_path, 150.0, precision="bf16")]
@@ -67,27 +104,41 @@ def test_the_markdown_page(report: Report) -> None:
     assert ["3", "model=vgg11", "killed by SIGKILL"] in rows
     table = [cells for cells in rows if any("**" in cell for cell in cells[1:])]
     assert [cells[4] for cells in table] == ["**faster**", "**slower**", "**not comparable**"]
-    assert [cells[3] for cells in table] == ["2", "1", "1"], "runs per side, of a pair without a verdict too"
-    assert [("untrusted" in cells[2]) for cells in table] == [False, False, True], "the ratio is shown all the same"
+    assert [cells[3] for cells in table] == ["2", "1", "1"], (
+        "runs per side, of a pair without a verdict too"
+    )
+    assert [("untrusted" in cells[2]) for cells in table] == [False, False, True], (
+        "the ratio is shown all the same"
+    )
     assert [cells[5] for cells in table] == ["90.00 / 91.00"] * 3, "the accuracy of both sides"
 
 
 def test_the_chart_shows_each_verdict_in_its_colour(written: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with Image.open(written / "comparison.png") as image:
-        colours = {colour for _, colour in image.convert("RGB").getcolors(maxcolors=1_000_000) or []}
+        colours = {
+            colour for _, colour in image.convert("RGB").getcolors(maxcolors=1_000_000) or []
+        }
     assert {(0x1B, 0x78, 0x37), (0x76, 0x2A, 0x83)} <= colours
     assert "(comparison.png)" in (written / "comparison.md").read_text()
-    assert not write_chart({"": []}, "Speed", ("contiguous", "channels_last"), tmp_path / "none.png")
+    assert not write_chart(
+        {"": []}, "Speed", ("contiguous", "channels_last"), tmp_path / "none.png"
+    )
 
 
-def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path: Path, monkeypatch: Any) -> None:
+def test_pairs_that_hold_different_things_equal_without_matplotlib(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=64)]
     others = [run_of(tmp_path), run_of(tmp_path, channels_last="true", precision="fp32")]
     write_report(Report([*compare_runs(runs), *compare_runs(others)]), tmp_path)
     names = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert {"comparison.json", "comparison.md", "comparison.csv"} <= names and "comparison.png" not in names
+    assert {
+        "comparison.json",
+        "comparison.md",
+        "comparison.csv",
+    } <= names and "comparison.png" not in names
     header, *rows = (tmp_path / "comparison.csv").read_text().splitlines()
     assert {"batch_size", "precision"} <= set(header.split(",")) and len(rows) == 2
 
@@ -97,9 +148,15 @@ def test_tensorboard_has_one_run_per_side_the_text_and_the_chart(written: Path) 
     assert {"custom_scalars__config__", "comparison/text_summary"} <= set(root.Tags()["tensors"])
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
         events = EventAccumulator(str(written / side)).Reload()
-        curves = [events.Scalars(f"versus/speed/resnet18/{part}") for part in ("low", "median", "high")]
-        assert [[point.step for point in curve] for curve in curves] == [list(range(20, 140, 10))] * 3
-        assert [curve[0].value for curve in curves] == pytest.approx([speed, 1.05 * speed, 1.1 * speed], rel=0.01)
+        curves = [
+            events.Scalars(f"versus/speed/resnet18/{part}") for part in ("low", "median", "high")
+        ]
+        assert [[point.step for point in curve] for curve in curves] == [
+            list(range(20, 140, 10))
+        ] * 3
+        assert [curve[0].value for curve in curves] == pytest.approx(
+            [speed, 1.05 * speed, 1.1 * speed], rel=0.01
+        )
         assert events.Scalars("versus/loss/resnet18/median")
         assert not any(tag < "train" for tag in events.Tags()["scalars"])
 
@@ -108,9 +165,13 @@ def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     first = folder_of(100.0).write(tmp_path / "a")
     second = folder_of(150.0, channels_last="true").write(tmp_path / "b")
     before = sorted(tmp_path.rglob("*"))
-    assert [pair.verdict for pair in compare_folders([first, second], show_table=True).pairs] == ["faster"]
+    assert [pair.verdict for pair in compare_folders([first, second], show_table=True).pairs] == [
+        "faster"
+    ]
     printed = capsys.readouterr().out
-    assert printed.count("1.50 times the speed") == 1 and "contiguous: a; channels_last: b" in printed
+    assert (
+        printed.count("1.50 times the speed") == 1 and "contiguous: a; channels_last: b" in printed
+    )
     [pair] = compare_folders([first, second], parity_failures={"resnet18": "layer1 differs"}).pairs
     assert (pair.verdict, pair.notes[0]) == ("not_comparable", "layer1 differs")
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written without out="

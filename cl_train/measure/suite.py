@@ -1,4 +1,6 @@
-"""What `cl-train benchmark`, `zoo` (many models, each in its own process) and `loader_benchmark` measure."""
+"""What `cl-train benchmark`, `zoo` (many models, each in its own process) and `loader_benchmark`
+measure.
+"""
 
 import itertools
 import json
@@ -17,9 +19,6 @@ from typing import Any
 
 import torch
 
-from cl_train.comparison.paired import CONTIGUOUS, LAYOUTS, Workload, benchmark_layouts, noise, place_batch
-from cl_train.comparison.parity import check_parity
-from cl_train.comparison.statistics import alternate
 from cl_train.config.schema import (
     AugmentConfig,
     BenchmarkSettings,
@@ -31,16 +30,22 @@ from cl_train.config.schema import (
 )
 from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
+from cl_train.measure.paired import benchmark_layouts
+from cl_train.measure.parity import check_parity
+from cl_train.measure.statistics import alternate
+from cl_train.measure.timed_step import LAYOUTS, Workload, noise, place_batch
 from cl_train.memory_format.audit import audit
-from cl_train.memory_format.audit_report import markdown_table
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import CONVOLUTIONS
-from cl_train.memory_format.model_call import explain_failure
+from cl_train.memory_format.layout import CONTIGUOUS, CONVOLUTIONS
 from cl_train.models import sources as models
+from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
+from cl_train.step.make import StepSettings
 from cl_train.step.precision import cast_model, resolve_precision
 from cl_train.system.distributed import Dist, choose_device
+from cl_train.system.failures import explain_failure
 from cl_train.system.files import write_json, write_text
 from cl_train.system.machine import measured
+from cl_train.system.tables import markdown_table
 
 
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
@@ -59,21 +64,43 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     device, results = choose_device(settings.device), []
     for values in itertools.product(*(getattr(settings, name) for name in names)):
         described = dict(zip(names, values, strict=True))
-        described["image_size"] = size = settings.image_size or models.usual_image_size(described["model"])
+        usual_size = 112 if settings.frames else models.usual_image_size(described["model"])
+        described["image_size"] = size = settings.image_size or usual_size
+        if settings.frames:
+            described["frames"] = settings.frames
         precision = resolve_precision(described["precision"], device)
         described["precision"] = precision.name
+        step = StepSettings(
+            precision,
+            OptimConfig(name=settings.optimizer),
+            compile=described["compile"],
+            cuda_graph=described["cuda_graph"],
+        )
         workload = Workload(
-            described["batch_size"], (3, size, size), precision, device, described["mode"], described["compile"],
-            cuda_graph=described["cuda_graph"], optim=OptimConfig(name=settings.optimizer),
-        )  # fmt: skip
+            described["batch_size"],
+            _input_shape(size, settings.frames),
+            step,
+            device,
+            described["mode"],
+        )
         try:
             result = {**described, **_measure(described["model"], workload, settings)}
-        except Exception as error:  # a model may raise any exception: keep the results of the others
+        except (
+            Exception
+        ) as error:  # a model may raise any exception: keep the results of the others
             why = explain_failure(error)
             result = {**described, "error": why, "text": f"  failed: {why}", "pairs": []}
         results.append(result)
-        print(f"{', '.join(f'{key} {value}' for key, value in described.items())}\n{result['text']}", flush=True)
+        print(
+            f"{', '.join(f'{key} {value}' for key, value in described.items())}\n{result['text']}",
+            flush=True,
+        )
     return measured(settings, device, results=results)
+
+
+def _input_shape(size: int, frames: int) -> tuple[int, ...]:
+    """Of an RGB image, or with `frames` of a video."""
+    return (3, frames, size, size) if frames else (3, size, size)
 
 
 def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict[str, Any]:
@@ -81,28 +108,47 @@ def _measure(name: str, workload: Workload, settings: BenchmarkSettings) -> dict
     torch.manual_seed(0)
     size, mode = workload.input_shape[-1], "infer" if workload.mode == "infer" else "both"
     model = models.build_model(name, num_classes=1000, image_size=size)
-    given: dict[str, Any] = {"image_size": size, "precision": workload.precision.name, "device": workload.device}
+    given: dict[str, Any] = {
+        "image_size": workload.input_shape,
+        "precision": workload.precision.name,
+        "device": workload.device,
+    }
     layouts = [LAYOUTS[layout] for layout in settings.layouts]
     reports = {
         layout.name: check_parity(model, conversion=layout.conversion, mode=mode, **given)
         for layout in layouts
         if settings.parity and layout is not CONTIGUOUS
     }
-    done = benchmark_layouts(model, workload, layouts, target_ci=settings.target_ci, time_limit_s=settings.time_limit_s)
+    done = benchmark_layouts(
+        model, workload, layouts, target_ci=settings.target_ci, time_limit_s=settings.time_limit_s
+    )
     differing = [layout for layout, report in reports.items() if report.passed is False]
-    speeds = [replace(one, verdict="not_comparable") if one.layout in differing else one for one in done.speeds]
+    speeds = [
+        replace(one, verdict="not_comparable") if one.layout in differing else one
+        for one in done.speeds
+    ]
     done = replace(done, speeds=tuple(speeds))
-    text = "\n".join([str(done), *(f"  {report}" for report in reports.values() if not report.passed)])
-    return {**done.to_dict(), "parity": {layout: one.to_dict() for layout, one in reports.items()}, "text": text}
+    text = "\n".join(
+        [str(done), *(f"  {report}" for report in reports.values() if not report.passed)]
+    )
+    return {
+        **done.to_dict(),
+        "parity": {layout: one.to_dict() for layout, one in reports.items()},
+        "text": text,
+    }
 
 
-# --- the zoo: a row per model -----------------------------------------------------------------------------------------
+# --- the zoo: a row per model ---------------------------------------------------------------------
 
-# The models of the tutorial "Channels Last Memory Format in PyTorch": "full support ... 8%-35% gains on Volta devices".
+# The models of the tutorial "Channels Last Memory Format in PyTorch": "full support ... 8%-35%
+# gains on Volta devices".
 TUTORIAL = (
-    "alexnet", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3", "mobilenet_v2", "resnet101", "resnet152",
-    "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0",
-    "shufflenet_v2_x1_5", "shufflenet_v2_x2_0", "squeezenet1_0", "squeezenet1_1", "vgg11", "vgg11_bn", "vgg13",
+    "alexnet", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3", "mobilenet_v2", "resnet101",
+    "resnet152",
+    "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5",
+    "shufflenet_v2_x1_0",
+    "shufflenet_v2_x1_5", "shufflenet_v2_x2_0", "squeezenet1_0", "squeezenet1_1", "vgg11",
+    "vgg11_bn", "vgg13",
     "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "wide_resnet101_2", "wide_resnet50_2",
 )  # fmt: skip
 
@@ -120,21 +166,38 @@ TIMM = (
     "timm/resnet10t",  # a deep stem
 )
 
-GROUPS = {"tutorial": TUTORIAL, "torchvision": tuple(models.model_names()), "timm": TIMM}
-_FIXED_SIZE = ("inception_v3", "vit_", "maxvit", "timm/vit_", "timm/mobilevit")  # accept one image size only
+GROUPS = {
+    "tutorial": TUTORIAL,
+    "torchvision": tuple(models.model_names()),
+    "timm": TIMM,
+    "video": tuple(models.video_model_names()),
+}
+_FIXED_SIZE = (
+    "inception_v3",
+    "vit_",
+    "maxvit",
+    "timm/vit_",
+    "timm/mobilevit",
+)  # accept one image size only
 
 
 def row_from_child(name: str, settings: ZooSettings) -> dict[str, Any]:
-    """The row of a model, measured in its own process: a crash or lack of memory is recorded as that model's error."""
+    """The row of a model, measured in its own process: a crash or lack of memory is recorded as
+    that model's error.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # importing torch takes longer than most models
+    # Importing takes longer than most models. What a user's packages import may touch CUDA, and
+    # forks of a process that did cannot use it: for CUDA torch alone is imported before the fork.
+    context.set_forkserver_preload(["torch" if settings.device.startswith("cuda") else __name__])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, name, settings))  # a daemon could not fork (`in_child`)
+    process = context.Process(target=_child, args=(sender, name, settings), daemon=True)
     process.start()
     sender.close()
     limit_s = settings.model_time_limit_s
     try:
-        row: dict[str, Any] = receiver.recv() if receiver.poll(limit_s) else {"error": f"over {limit_s:g} s"}
+        row: dict[str, Any] = (
+            receiver.recv() if receiver.poll(limit_s) else {"error": f"over {limit_s:g} s"}
+        )
     except EOFError:
         process.join()
         row = {"error": f"its process ended with exit code {process.exitcode} (-9: out of memory)"}
@@ -155,30 +218,34 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     """Parity, speed and memory of both layouts, conversion, audit, and a verdict."""
     started_at = time.perf_counter()
     torch.manual_seed(0)
-    size = settings.image_size or (224 if settings.speed else 64)
+    usual_size = 112 if settings.frames else 224 if settings.speed else 64
+    size = settings.image_size or usual_size
     if name.startswith(_FIXED_SIZE):
         size = models.usual_image_size(name)
     device = torch.device(settings.device)
     precision = resolve_precision(settings.precision, device)
     model = models.build_model(name, num_classes=1000, image_size=224).to(device)
     row: dict[str, Any] = {"model": name, "image_size": size}
+    shape = _input_shape(size, settings.frames)
     try:
-        parity = check_parity(model, image_size=size, batch_size=2, precision=settings.precision)
+        parity = check_parity(model, image_size=shape, batch_size=2, precision=settings.precision)
         row["parity"] = {"passed": parity.passed, "why": str(parity)}
     except ConfigError as error:  # too large for this machine's memory
         row["parity"] = {"passed": None, "why": str(error)}
     for mode in ("train", "infer") if settings.speed else ():
-        # On a GPU as CUDA graphs where the step can be recorded, because the host would limit both layouts.
+        # On a GPU as CUDA graphs where the step can be recorded, because the host would limit both
+        # layouts.
         for cuda_graph in (True, False) if device.type == "cuda" else (False,):
-            workload = Workload(settings.batch_size, (3, size, size), precision, device, mode, cuda_graph=cuda_graph)
-            with suppress(*([ConfigError] if cuda_graph else [])):
+            step = StepSettings(precision, cuda_graph=cuda_graph)
+            workload = Workload(settings.batch_size, shape, step, device, mode)
+            with suppress(*([ConfigError] if cuda_graph and CAN_GO_ON_AFTER_FAILURE else [])):
                 done = benchmark_layouts(model, workload, time_limit_s=settings.time_limit_s)
                 row[mode] = {**done.to_dict(), "cuda_graph": cuda_graph}
                 break
     model = cast_model(model, precision)
     row["convolutions"] = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
     row["converted"] = len(convert(model).changed)
-    images = place_batch(noise((2, 3, size, size)), device, precision.input_dtype, torch.channels_last)
+    images = place_batch(noise((2, *shape)), device, precision.input_dtype, torch.channels_last)
     report = audit(model, images, precision=precision)
     row["audit"] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
     for direction in ("forward", "backward"):
@@ -196,18 +263,35 @@ def verdict(row: dict[str, Any]) -> str:
     if row["convolutions"] == 0:
         return "no convolution: no gain possible"
     pairs = {mode: row[mode]["pairs"][0] for mode in ("train", "infer") if mode in row}
-    words = [f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)" for mode, pair in pairs.items()]
+    words = [
+        f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)"
+        for mode, pair in pairs.items()
+    ]
     lost, moved = row["audit"]["lost"], row["audit"]["moved_pct"]
-    kept = "keeps the layout" if lost == 0 else f"loses the layout in {lost} call{'s' if lost > 1 else ''}"
+    kept = (
+        "keeps the layout"
+        if lost == 0
+        else f"loses the layout in {lost} call{'s' if lost > 1 else ''}"
+    )
     return "; ".join([*words, f"{kept}, {moved:.1f} % of the step's bytes moved"])
 
 
-# --- the zoo: its table -----------------------------------------------------------------------------------------------
+# --- the zoo: its table ---------------------------------------------------------------------------
 
 
 def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:
-    """The table at `path`, to be continued, or a new one. Raises ConfigError: one with other settings, or no table."""
-    equal = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")  # for all rows
+    """The table at `path`, to be continued, or a new one.
+
+    Raises ConfigError: one with other settings, or no table.
+    """
+    equal = (
+        "device",
+        "precision",
+        "batch_size",
+        "image_size",
+        "speed",
+        "time_limit_s",
+    )  # for all rows
     options = {name: value for name, value in asdict(settings).items() if name in equal}
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -219,7 +303,9 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
     except (OSError, ValueError, KeyError, TypeError):
         is_same = False
     if not is_same:
-        raise ConfigError(f"{path}: no table of these settings and this torch: remove it, or choose another out")
+        raise ConfigError(
+            f"{path}: no table of these settings and this torch: remove it, or choose another out"
+        )
     return table
 
 
@@ -231,8 +317,10 @@ def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
     title = f"torch {environment['torch']}, {environment['device_name']}, {options['precision']}"
     text = (
         f"# channels_last, model by model: {title}\n\n"
-        "lost: operators that received channels_last and returned contiguous, with the number of calls. moved: bytes "
-        "moved to change the layout, of all bytes of a training step. GiB: contiguous / channels_last.\n\n"
+        "lost: operators that received channels_last and returned contiguous, with the number of"
+        " calls. moved: bytes "
+        "moved to change the layout, of all bytes of a training step. GiB: contiguous /"
+        " channels_last.\n\n"
         f"{markdown_table([_flat(row, options['speed']) for row in table['rows']])}\n"
     )
     write_json(path, table)
@@ -241,10 +329,17 @@ def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
 
 def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
     """The same columns for every row, also for a failed model."""
-    audited, flat = row.get("audit", {}), {name: row.get(name) for name in ("model", "image_size", "convolutions")}
-    flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[row.get("parity", {}).get("passed")]
+    audited, flat = (
+        row.get("audit", {}),
+        {name: row.get(name) for name in ("model", "image_size", "convolutions")},
+    )
+    flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[
+        row.get("parity", {}).get("passed")
+    ]
     for column in ("lost_forward", "lost_backward"):
-        flat[column.replace("_", " ")] = ", ".join(f"{name} {count}" for name, count in audited.get(column, {}).items())
+        flat[column.replace("_", " ")] = ", ".join(
+            f"{name} {count}" for name, count in audited.get(column, {}).items()
+        )
     flat["moved %"] = audited.get("moved_pct")
     for mode in ("train", "infer") if with_speed else ():
         speeds, pairs = row.get(mode, {}).get("speeds", []), row.get(mode, {}).get("pairs", [{}])
@@ -255,12 +350,14 @@ def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
     return {**flat, "verdict": row.get("verdict") or f"error: {row.get('error')}"}
 
 
-# --- loaders ----------------------------------------------------------------------------------------------------------
+# --- loaders --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Pipeline:
-    """One way to load: `batches` begins an epoch; of each batch it yields something of the batch's length."""
+    """One way to load: `batches` begins an epoch; of each batch it yields something of the batch's
+    length.
+    """
 
     name: str
     workers: int
@@ -280,58 +377,98 @@ class Pipeline:
 def benchmark_loaders(
     settings: LoaderBenchmarkSettings, *others: Callable[[LoaderBenchmarkSettings, int], Pipeline]
 ) -> tuple[dict[str, Any], str]:
-    """The content of the JSON file, and its text; `others` make more pipelines, of the largest number of workers.
+    """The content of the JSON file, and its text; `others` make more pipelines, of the largest
+    number of workers.
 
     Raises ConfigError: no such folder, or no whole batch.
     """
-    root = Path(settings.root).expanduser() if settings.root else ensure_sample(DATA_DIR / "sample-large")
+    root = (
+        Path(settings.root).expanduser()
+        if settings.root
+        else ensure_sample(DATA_DIR / "sample-large")
+    )
     cores = len(os.sched_getaffinity(0))
     workers = settings.workers or [2**power for power in range(5) if 2**power <= cores]
     settings = replace(settings, root=str(root), workers=workers)
-    pipelines = [ours(settings, count) for count in workers]  # raises ConfigError for a missing folder
+    pipelines = [
+        ours(settings, count) for count in workers
+    ]  # raises ConfigError for a missing folder
     torch.set_num_threads(1)  # the workers are measured, not this process
     try:
         pipelines[:0] = [make(settings, workers[-1]) for make in (torchvision_reference, *others)]
         blocks = [partial(pipeline.seconds_per_image, settings.images) for pipeline in pipelines]
         for block in blocks:
             block()  # starts workers and fills the page cache
-        done = alternate(blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
+        done = alternate(
+            blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds
+        )
     finally:
         for pipeline in pipelines:
             pipeline.close()
     rows: list[dict[str, Any]] = []
     for index, one in enumerate(pipelines):
-        rate, ratio = round(1 / median(done.blocks[index]), 1), round(median(done.round_ratios(index)), 2)
-        rows.append({"pipeline": one.name, "workers": one.workers, "images_per_s": rate, "ratio": ratio})
-    per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in rows[-len(workers) :])
+        rate, ratio = (
+            round(1 / median(done.blocks[index]), 1),
+            round(median(done.round_ratios(index)), 2),
+        )
+        rows.append(
+            {"pipeline": one.name, "workers": one.workers, "images_per_s": rate, "ratio": ratio}
+        )
+    per_core = max(
+        row["images_per_s"] / min(cores, row["workers"]) for row in rows[-len(workers) :]
+    )
     needed = -(-int(settings.gpu_images_per_s) // max(1, int(per_core)))
     answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
     text = f"{settings.gpu_images_per_s:,.0f} images/s need {needed} cores of this kind; {answer}"
-    results = {"rows": rows, "cores": cores, "images_per_s_needed": settings.gpu_images_per_s, "cores_needed": needed}
+    results = {
+        "rows": rows,
+        "cores": cores,
+        "images_per_s_needed": settings.gpu_images_per_s,
+        "cores_needed": needed,
+    }
     result = measured(settings, torch.device("cpu"), schema_version=3, **results)
     return result, f"{markdown_table(rows)}\n{text}"
 
 
 def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """uint8 NHWC batches in shared memory, as training receives them before the copy to the device."""
-    cfg = DataConfig(name="folder", root=settings.root, image_size=settings.image_size, workers=workers)
+    """uint8 NHWC batches in shared memory, as training receives them before the copy to the
+    device.
+    """
+    cfg = DataConfig(
+        name="folder", root=settings.root, image_size=settings.image_size, workers=workers
+    )
     dist, augment = Dist(0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
     data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
     assert isinstance(data, ImageData)
     loader, epochs = data.train_loader, itertools.count()
-    return Pipeline("cl_train", workers, lambda: (batch.targets for batch in loader.batches(next(epochs))), data.close)
+    return Pipeline(
+        "cl_train",
+        workers,
+        lambda: (batch.targets for batch in loader.batches(next(epochs))),
+        data.close,
+    )
 
 
 def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """torchvision's references/classification: Pillow, float tensors from the workers, default collate."""
+    """torchvision's references/classification: Pillow, float tensors from the workers, default
+    collate.
+    """
     from torchvision import datasets, transforms
 
-    crop, flip = transforms.RandomResizedCrop(settings.image_size), transforms.RandomHorizontalFlip()
+    crop, flip = (
+        transforms.RandomResizedCrop(settings.image_size),
+        transforms.RandomHorizontalFlip(),
+    )
     normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     files = datasets.ImageFolder(
         f"{settings.root}/train", transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
     )
     loader = torch.utils.data.DataLoader(
-        files, settings.batch_size, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
+        files,
+        settings.batch_size,
+        shuffle=True,
+        num_workers=workers,
+        drop_last=True,
+        persistent_workers=True,
     )
     return Pipeline("torchvision reference", workers, lambda: (targets for _, targets in loader))

@@ -1,0 +1,277 @@
+"""`channels_last=auto`: the faster layout for this model, this step and this machine.
+
+The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one JSON file per combination of what
+can change it.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
+from cl_train.config.validation import suggest
+from cl_train.measure.paired import benchmark_layouts
+from cl_train.measure.statistics import verdict_of
+from cl_train.measure.timed_step import (
+    CHANNELS_LAST,
+    TimedStep,
+    Workload,
+    measurement_state,
+    settings_of,
+    workload_of,
+)
+from cl_train.memory_format.layout import (
+    CONTIGUOUS,
+    CONVOLUTIONS,
+    MEMORY_FORMAT_NAMES,
+    MEMORY_FORMATS,
+    Layout,
+)
+from cl_train.step.make import LEARNING_RATE
+from cl_train.system.failures import failure_explained
+from cl_train.system.files import cache_folder, write_json
+from cl_train.system.machine import (
+    available_bytes,
+    describe_environment,
+    device_name,
+    release_memory,
+)
+from cl_train.system.processes import TOO_BUSY_PCT
+
+log = logging.getLogger(__name__)
+
+TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
+SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for finding the batch size and warm-up
+PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
+LEAST_IMAGES = 8  # per step, also where they take longer
+STEPS = 32  # eight rounds of four blocks: what an interval needs
+MARGIN = 0.8  # of the free memory
+# Of a ratio's interval: without a significant difference, a wider one is inconclusive.
+NOISY_WIDTH = 0.2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layout that was chosen, and why."""
+
+    layout: Layout
+    reason: str
+    seconds: float
+    cached: bool = False
+    conclusive: bool = True  # False: the measurement was too noisy, and the next run measures again
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return self.layout.memory_format
+
+    @property
+    def conversion(self) -> str:
+        """The mode of `convert`."""
+        return self.layout.conversion
+
+    @property
+    def channels_last(self) -> bool:
+        return self.layout.is_channels_last
+
+    def __str__(self) -> str:
+        return self.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        names = {
+            "memory_format": MEMORY_FORMAT_NAMES[self.memory_format],
+            "conversion": self.conversion,
+        }
+        return names | {name: value for name, value in vars(self).items() if name != "layout"}
+
+
+def choose_memory_format(
+    model: nn.Module,
+    *,
+    batch_size: int = 32,
+    image_size: int | tuple[int, ...] = 224,
+    precision: str = "auto",
+    device: torch.device | str | None = None,
+    compile: bool = False,
+    compile_mode: str = "default",
+    cuda_graph: bool = False,
+    optimizer: str = "sgd",
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Choice:
+    """Measure copies of `model`; choose channels_last if it is faster beyond noise, else
+    contiguous.
+
+    Call it with the model built, loaded and on its device, before it is converted, wrapped or
+    compiled. For a model that cannot be measured (no memory for copies, a known crash of torch) the
+    choice is contiguous, with the reason.
+
+    Args:
+        batch_size: images per device and step; an eager step on a CPU is measured with as many of
+            them as memory and time allow.
+        image_size, precision, device, compile, cuda_graph: as in `compare_layouts`.
+        optimizer: one of `OPTIMIZERS` in cl_train/config/schema.py.
+        time_limit_s: for warm-up and measurement of an eager model.
+
+    Raises:
+        ConfigError: an impossible argument.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer={optimizer}; use {', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}"
+        )
+    settings = settings_of(
+        model,
+        precision,
+        device,
+        optim=OptimConfig(name=optimizer),
+        compile=compile,
+        compile_mode=compile_mode,
+        cuda_graph=cuda_graph,
+    )
+    workload = workload_of(model, batch_size, image_size, settings, device)
+    return fastest_layout(model, workload, time_limit_s)
+
+
+def fastest_layout(
+    model: nn.Module, workload: Workload, time_limit_s: float = TIME_LIMIT_S
+) -> Choice:
+    """As `choose_memory_format`, for the step of `workload`: that of the run that asks."""
+    if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
+        return Choice(CONTIGUOUS, "contiguous: the model has no convolutions", 0.0)
+    path = _cache_file(model, workload)
+    cached = _read(path)
+    if cached is not None:
+        return cached
+    log.info(
+        "channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting",
+        time_limit_s,
+    )
+    try:
+        choice = _measured_choice(model, workload, time_limit_s)
+    except ConfigError as error:
+        return Choice(CONTIGUOUS, f"contiguous: the layouts cannot be measured: {error}", 0.0)
+    finally:
+        release_memory()
+        if workload.device.type == "cuda":
+            # The run's peak must not include this measurement's.
+            torch.cuda.reset_peak_memory_stats(workload.device)
+    if choice.conclusive:
+        _write(path, choice)
+    return choice
+
+
+def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
+    started_at = time.perf_counter()
+    measured = affordable(model, workload, time_limit_s)
+    done = benchmark_layouts(model, measured, time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
+
+    verdict = verdict_of(done.ratio)  # also on a busy machine, which both layouts meet alike
+    layout = CHANNELS_LAST if verdict == "faster" else CONTIGUOUS
+    is_cpu = workload.device.type == "cpu"
+    is_busy = is_cpu and (done.others_pct or 0.0) >= TOO_BUSY_PCT
+    is_busy = is_busy or done.verdict == "not_comparable"
+    is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
+    reason = (
+        f"{layout.name}: channels_last is {done.ratio} as fast as contiguous"
+        f" ({done.speeds[0].images_per_s:.1f}"
+        f" images/s{_smaller(done.batch_size, measured, workload)})"
+    )
+    if is_busy:
+        reason += "; other processes used the cores meanwhile, so the next run measures again"
+    elif is_wide:
+        reason += "; too noisy to decide, so the next run measures again"
+    seconds = round(time.perf_counter() - started_at, 2)
+    return Choice(layout, reason, seconds, conclusive=not (is_busy or is_wide))
+
+
+def _smaller(batch_size: int, measured: Workload, workload: Workload) -> str:
+    """Says what was smaller in the measured step than it is in the run."""
+    micro_steps = measured.settings.accumulate_steps
+    parts = [f" at batch {batch_size}"] if batch_size != workload.batch_size else []
+    if micro_steps != workload.settings.accumulate_steps:
+        parts.append(f" and accumulate_steps {micro_steps}")
+    return "".join(parts).replace(" and", " at", 1) if len(parts) == 1 else "".join(parts)
+
+
+def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Workload:
+    """Returns `workload`, on a CPU with as many images per step as memory and time allow.
+
+    First the batch becomes smaller, down to `LEAST_IMAGES`, then the number of micro-steps. A GPU
+    is measured with the run's own batch, as is a compiled step, which cannot be tried cheaply.
+    """
+    settings = workload.settings
+    is_eager_cpu = workload.device.type == "cpu" and not settings.compile
+    if not is_eager_cpu or workload.batch is not None or workload.images_per_step <= LEAST_IMAGES:
+        return workload
+    probed = min(PROBED_IMAGES, workload.batch_size)
+    small = replace(settings, accumulate_steps=1, cuda_graph=False)
+    remedy = "if it takes another input, give image_size"
+    with (
+        failure_explained("the model cannot be measured", remedy, memory_too=False),
+        measurement_state(workload),
+    ):
+        probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
+        probe.warm_up()
+        image_s = probe.block_times_s(1)[0] / probed
+        image_bytes = (probe.peak_memory_gib([probe]) * 2**30 - probe.held_bytes()) / probed
+        held_bytes = 2 * probe.held_bytes()
+    available = available_bytes(workload.device)
+
+    def fits(batch_size: int, micro_steps: int) -> bool:
+        is_quick = STEPS * batch_size * micro_steps * image_s <= SHARE_OF_ROUNDS * time_limit_s
+        needed = held_bytes + batch_size * image_bytes
+        return is_quick and (available is None or needed <= MARGIN * available)
+
+    batch_size, micro_steps = workload.batch_size, settings.accumulate_steps
+    while not fits(batch_size, micro_steps) and batch_size > LEAST_IMAGES:
+        batch_size = max(LEAST_IMAGES, batch_size // 2)
+    while not fits(batch_size, micro_steps) and micro_steps > 1:
+        micro_steps //= 2
+    settings = replace(settings, accumulate_steps=micro_steps)
+    return replace(workload, batch_size=batch_size, settings=settings)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def _cache_file(model: nn.Module, workload: Workload) -> Path:
+    """Returns a file named by everything that could change which layout is faster."""
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
+    versions = describe_environment(workload.device)
+    machine = [
+        device_name(workload.device),
+        *(versions[name] for name in ("torch", "cuda", "cudnn", "driver")),
+    ]
+    settings = workload.settings
+    same_speed = replace(settings, optim=replace(settings.optim, lr=LEARNING_RATE))
+    work = replace(workload, settings=same_speed)
+    # The text of the model and the shapes: changed model code is measured anew.
+    described = repr((5, type(model), model, shapes, work, machine))
+    return cache_folder() / f"layout-{hashlib.sha256(described.encode()).hexdigest()[:20]}.json"
+
+
+def _read(path: Path) -> Choice | None:
+    try:
+        plain = dict(json.loads(path.read_text(encoding="utf-8")))
+        layout = Layout(MEMORY_FORMATS[plain["memory_format"]], plain["conversion"])
+        reason = f"{plain['reason']} (measured before: {path})"
+        return Choice(layout, reason, float(plain["seconds"]), cached=True)
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or one that cannot be read
+        return None
+
+
+def _write(path: Path, choice: Choice) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, choice.to_dict())
+    except OSError as error:
+        log.warning(
+            "channels_last=auto: the choice cannot be cached (%s), so the next run measures again",
+            error,
+        )

@@ -1,0 +1,171 @@
+"""The process that measures a model in an environment. It needs torch 2.4 or later, torchvision,
+and nothing of this package; `environments.py` starts one per environment.
+
+A request is one line of JSON on stdin, the answer one line on what was stdout. Both environments
+run this file, so they run the same step: forward, cross-entropy, backward, SGD with momentum.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+import torchvision
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Measured:
+    """A model on its device in one layout, with its batch and optimizer."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.device = torch.device(request["device"])
+        self.dtype = _DTYPES.get(request["precision"])
+        self.trains = request["mode"] == "train"
+        memory_format = getattr(torch, request["memory_format"])
+        if request["precision"] == "tf32":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+
+        model = build_model(request["model"], request["options"])
+        model.load_state_dict(torch.load(request["weights"], weights_only=True))
+        self.model = model.to(self.device).to(memory_format=memory_format).train(self.trains)
+        batch = torch.load(request["batch"], weights_only=True)
+        self.images = batch["images"].to(self.device).to(memory_format=memory_format)
+        self.targets = batch["targets"].to(self.device)
+        self.forward = (
+            torch.compile(self.model, dynamic=False) if request["compile"] else self.model
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.dtype == torch.float16, init_scale=1024.0
+        )
+
+    def loss(self) -> torch.Tensor:
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            logits = logits_of(self.forward(self.images))
+            return torch.nn.functional.cross_entropy(logits, self.targets)
+
+    def step(self) -> None:
+        if not self.trains:
+            with torch.no_grad():
+                self.loss()
+            return
+        self.scaler.scale(self.loss()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def result(self) -> dict[str, Any]:
+        """Logits and the norm of every gradient in eval mode, which draws no random number."""
+        self.model.eval()
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            logits = logits_of(self.model(self.images))
+            loss = torch.nn.functional.cross_entropy(logits, self.targets)
+        loss.backward()
+        norms = [
+            0.0 if parameter.grad is None else parameter.grad.double().norm().item()
+            for parameter in self.model.parameters()
+        ]
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.train(self.trains)
+        return {"logits": logits.detach().double().flatten().tolist(), "gradient_norms": norms}
+
+    def block_s(self, steps: int, clock: str) -> float:
+        """The median of the seconds of `steps` steps; the first step is left out."""
+        now = getattr(time, clock)
+        times_s = []
+        for _ in range(steps + 1):
+            start = now()
+            self.step()
+            self.wait()
+            times_s.append(now() - start)
+        return statistics.median(times_s[1:])
+
+    def operator_ms(self, steps: int) -> dict[str, float]:
+        """Milliseconds of a step that each kind of operator takes by itself, of torch's profiler:
+        the median over `steps` steps, so that an interruption does not count.
+        """
+        on_gpu = self.device.type == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+
+        times_ms: dict[str, list[float]] = {}
+        for _ in range(steps):
+            with torch.profiler.profile(activities=activities) as profile:
+                self.step()
+                self.wait()
+            for row in profile.key_averages():
+                times_ms.setdefault(row.key, []).append(getattr(row, attribute) / 1000)
+        return {name: statistics.median(times) for name, times in times_ms.items()}
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def build_model(name: str, options: dict[str, Any]) -> torch.nn.Module:
+    """As `model=` names it: of torchvision, `timm/<name>`, or `package.module:function`."""
+    if name.startswith("timm/"):
+        return importlib.import_module("timm").create_model(name[5:], num_classes=1000, **options)
+    if ":" in name:
+        module, function = name.split(":")
+        return getattr(importlib.import_module(module), function)(1000)
+    return torchvision.models.get_model(name, weights=None, num_classes=1000, **options)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The first tensor of an output, which may be a tuple or a dict."""
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
+    return output
+
+
+def describe() -> dict[str, Any]:
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cudnn": cudnn,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main() -> None:
+    # What libraries print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    measured: Measured | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        work = request.pop("do")
+        try:
+            if work == "prepare":
+                measured = None  # frees the memory of the last one first
+                torch.manual_seed(0)
+                measured = Measured(request)
+                answer: Any = describe()
+            else:
+                assert measured is not None
+                answer = getattr(measured, work)(**request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # torch 2.11
+    main()

@@ -1,0 +1,253 @@
+"""One model in two environments: this one, and another Python or other environment variables.
+
+Each environment has a child process that runs `environment_runner.py`. Both stay alive and take
+turns in blocks A B B A, so the drift of the machine cancels. They load the same weights and the
+same batch from files. Environments that compute something else are not comparable.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cl_train.config.schema import BenchmarkSettings
+from cl_train.errors import ConfigError
+from cl_train.measure import environment_runner
+from cl_train.measure.statistics import alternate, verdict_of
+from cl_train.models import sources as models
+from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import choose_device
+from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad
+
+BLOCK_S = 0.3
+# Relative distances above which two environments compute different things. Versions of torch choose
+# other algorithms, so even fp32 differs by rounding; a wrong kernel differs by whole values.
+_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 3e-2, "fp16_o2": 3e-2, "bf16": 1e-1}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
+_PROFILED_STEPS = 7
+_SHOWN_OPERATORS = 5
+_LEAST_SHOWN_SHARE = 0.01  # of the step: smaller differences of an operator are noise
+# A script's own folder would come first on the path, and this folder holds a statistics.py.
+_RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python, and variables that are added to the environment of its process."""
+
+    name: str
+    python: str
+    variables: Mapping[str, str]
+
+
+def parse_environment(words: list[str]) -> Environment:
+    """`against=` names a Python, or variables: `A=1,B=2`. Raises ConfigError: neither."""
+    variables = dict(word.split("=", 1) for word in words if _VARIABLE.fullmatch(word))
+    pythons = [word for word in words if word.split("=", 1)[0] not in variables]
+    found = shutil.which(pythons[0]) if pythons else sys.executable
+    if len(pythons) > 1 or found is None or Path(found).is_dir():
+        raise ConfigError(
+            f"against={','.join(words)}: name one Python that can be run "
+            "(/opt/venv/bin/python), or variables (OMP_NUM_THREADS=4), or both"
+        )
+    return Environment(",".join(words), found, variables)
+
+
+class Runner:
+    """The child process of one environment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self._process = subprocess.Popen(
+            [environment.python, "-c", _RUN_FILE, environment_runner.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment.variables,
+        )
+
+    def ask(self, do: str, **request: Any) -> Any:
+        """The answer to a request. Raises ConfigError: it failed, or the process has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            print(json.dumps({"do": do, **request}), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            code = self._process.wait()
+            raise ConfigError(
+                f"against={self.environment.name}: its process ended with code {code} (see above); "
+                "it needs torch 2.4 and torchvision 0.19 or later"
+            )
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise ConfigError(f"{self.environment.name}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -> dict[str, Any]:
+    """Compares this environment (the candidate) with `settings.against` (the baseline).
+
+    Returns a pair with the keys of a sweep's comparison, `versions`, `parity`, and with `time=true`
+    the `operators` that differ most. Raises ConfigError: an environment cannot run the model.
+    """
+    device = choose_device(settings.device)
+    precision = resolve_precision(settings.precision[0], device).name
+    other = parse_environment(settings.against)
+    here = Environment("this environment", sys.executable, {})
+    with ExitStack() as stack:
+        request = stack.enter_context(_files(settings, model, layout, device, precision))
+        runners = []
+        for environment in (other, here):
+            runners.append(Runner(environment))
+            stack.callback(runners[-1].close)
+        versions = [runner.ask("prepare", **request) for runner in runners]
+        distance = _distance(*(runner.ask("result") for runner in runners))
+        tolerance = _TOLERANCE[precision]
+
+        one_thread = device.type == "cpu" and all(v["threads"] == 1 for v in versions)
+        clock = "thread_time" if one_thread else "perf_counter"  # thread time: own time only
+        step_s = [runner.ask("block_s", steps=2, clock=clock) for runner in runners]
+        steps = max(1, math.ceil(BLOCK_S / max(step_s)))
+        load = MachineLoad()
+        blocks = [
+            lambda runner=runner: runner.ask("block_s", steps=steps, clock=clock)
+            for runner in runners
+        ]
+        done = alternate(blocks, target_ci=settings.target_ci, time_limit_s=settings.time_limit_s)
+        others_pct = load.others_pct()
+
+        ratio = done.speed_ratios()[1]
+        notes = []
+        verdict = verdict_of(ratio)
+        if distance > tolerance:
+            verdict = "not_comparable"
+            notes.append(f"they compute something else: results differ by {distance:.2g}")
+        elif device.type == "cpu" and not one_thread and (others_pct or 0.0) >= TOO_BUSY_PCT:
+            verdict = "not_comparable"
+            notes.append(f"other processes used {others_pct:.0f} % of the cores")
+        speeds = [settings.batch_size[0] / (sum(b) / len(b)) for b in done.blocks]
+        pair: dict[str, Any] = {
+            "model": model,
+            "layout": layout,
+            "precision": precision,
+            "baseline": other.name,
+            "candidate": here.name,
+            "baseline_images_per_s": round(speeds[0], 2),
+            "candidate_images_per_s": round(speeds[1], 2),
+            **ratio.to_dict(),
+            "verdict": verdict,
+            "notes": notes,
+            "parity": {"relative_distance": distance, "limit": tolerance},
+            "versions": {"baseline": versions[0], "candidate": versions[1]},
+            "others_pct": others_pct,
+            "seconds": round(done.seconds, 1),
+        }
+        if settings.time:
+            pair["operators"] = _moved_operators(
+                *(runner.ask("operator_ms", steps=_PROFILED_STEPS) for runner in runners)
+            )
+    return pair
+
+
+@contextmanager
+def _files(
+    settings: BenchmarkSettings, name: str, layout: str, device: torch.device, precision: str
+) -> Iterator[dict[str, Any]]:
+    """The request that prepares a model, and the files of weights and batch that it names."""
+    size = settings.image_size or models.usual_image_size(name)
+    batch_size = settings.batch_size[0]
+    torch.manual_seed(0)
+    model = models.build_model(name, num_classes=1000, image_size=size)
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "images": torch.randn(batch_size, 3, size, size, generator=generator),
+        "targets": torch.randint(1000, (batch_size,), generator=generator),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), f"{folder}/weights.pt")
+        torch.save(batch, f"{folder}/batch.pt")
+        yield {
+            "model": name,
+            "options": models.size_options(name, size),
+            "weights": f"{folder}/weights.pt",
+            "batch": f"{folder}/batch.pt",
+            "mode": settings.mode[0],
+            "precision": precision,
+            "device": str(device),
+            "memory_format": "channels_last" if layout == "channels_last" else "contiguous_format",
+            "compile": settings.compile[0],
+        }
+
+
+def _distance(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
+    """The larger relative distance of the logits and of the gradients' norms; infinite for NaN."""
+    distances = []
+    for key in ("logits", "gradient_norms"):
+        difference = math.dist(one[key], other[key])
+        scale = math.hypot(*one[key])
+        distances.append(difference / scale if scale else difference)
+    return max(d if math.isfinite(d) else math.inf for d in distances)
+
+
+def _moved_operators(
+    baseline_ms: dict[str, float], candidate_ms: dict[str, float]
+) -> list[dict[str, Any]]:
+    """The operators whose own time differs most, in ms per step; the largest difference first.
+
+    A difference below 1 % of the step is left out.
+    """
+    moved_ms = {
+        name: abs(candidate_ms.get(name, 0.0) - baseline_ms.get(name, 0.0))
+        for name in baseline_ms.keys() | candidate_ms.keys()
+    }
+    least_ms = _LEAST_SHOWN_SHARE * sum(candidate_ms.values())
+    moved = [name for name in moved_ms if moved_ms[name] >= least_ms]
+    names = sorted(moved, key=lambda name: -moved_ms[name])[:_SHOWN_OPERATORS]
+    return [
+        {
+            "operator": name,
+            "baseline_ms": round(baseline_ms.get(name, 0.0), 3),
+            "candidate_ms": round(candidate_ms.get(name, 0.0), 3),
+        }
+        for name in names
+    ]
+
+
+def describe(pair: dict[str, Any]) -> str:
+    """The pair as text: versions, speeds, ratio and verdict, notes, operators."""
+    versions = pair["versions"]
+    lines = [f"{pair['model']}, {pair['layout']}, {pair['precision']}"]
+    for side in ("baseline", "candidate"):
+        v = versions[side]
+        cuda = f", CUDA {v['cuda']}, cuDNN {v['cudnn']}" if v["cuda"] else ""
+        what = f"torch {v['torch']}, Python {v['python']}, {v['threads']} threads{cuda}"
+        lines.append(f"  {pair[f'{side}_images_per_s']:10.1f} images/s  {pair[side]}: {what}")
+    low, high = pair["ci95"] or (0.0, math.inf)
+    verdict = pair["verdict"].replace("_", " ")
+    notes = "".join(f"; {note}" for note in pair["notes"])
+    ratio = f"{pair['ratio']:.3f}x [{low:.3f}, {high:.3f}]"
+    lines.append(f"  this environment is {ratio} as fast: {verdict}{notes}")
+    if pair.get("operators") == []:
+        lines.append("  no operator differs by 1 % of the step")
+    for row in pair.get("operators", []):
+        change = row["candidate_ms"] - row["baseline_ms"]
+        times = f"{row['baseline_ms']:.3f} to {row['candidate_ms']:.3f} ms"
+        lines.append(f"  {change:+8.3f} ms per step in {row['operator']} ({times})")
+    return "\n".join(lines)

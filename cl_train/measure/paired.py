@@ -1,0 +1,314 @@
+"""The memory formats of one model compared in one process, in alternating blocks.
+
+The step is the one that training runs (`timed_step.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from cl_train.config.schema import ConfigError
+from cl_train.measure.statistics import Alternation, Interval, alternate, verdict_of
+from cl_train.measure.timed_step import (
+    CHANNELS_LAST,
+    LossFunction,
+    TakenTime,
+    TimedStep,
+    Workload,
+    measurement_state,
+    settings_of,
+    workload_of,
+)
+from cl_train.memory_format.layout import CONTIGUOUS, Layout
+from cl_train.step.utilisation import describe, flops_of, utilisation
+from cl_train.system.failures import failure_explained
+from cl_train.system.machine import (
+    gpu_state,
+    is_out_of_memory,
+    problem_of_gpu,
+    release_memory,
+)
+from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
+
+BLOCK_S = 0.25
+LEAST_QUIET_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class LayoutSpeed:
+    """The speed of one layout, a geometric mean over blocks.
+
+    `ratio` is to the first layout of the comparison, for which `verdict` is no_difference.
+    """
+
+    layout: str
+    images_per_s: float
+    step_ms: float
+    peak_memory_gib: float
+    ratio: Interval
+    verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of `compare_layouts`; layouts in the order given, the first is the baseline."""
+
+    speeds: tuple[LayoutSpeed, ...]
+    precision: str
+    batch_size: int  # smaller than requested where memory ran out; the same for all layouts
+    batch_size_requested: int
+    rounds: int
+    seconds: float
+    stopped_by: str  # "target_ci" or "time_limit"
+    # Share of the cores that other processes used meanwhile; None = unknown.
+    others_pct: float | None = None
+    # Of the fastest layout, see `step.utilisation`; None if compiled.
+    utilisation: dict[str, Any] | None = None
+    gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
+    # Because other processes took time from them; None = unknown, or too few would have remained.
+    rounds_left_out: int | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Verdict on the last layout against the first."""
+        return self.speeds[-1].verdict
+
+    @property
+    def ratio(self) -> Interval:
+        """Speed of the last layout / speed of the first."""
+        return self.speeds[-1].ratio
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `pairs` has the keys of a sweep's comparison."""
+        speeds, pairs = [], []
+        for speed in self.speeds:
+            plain = dict(vars(speed))
+            outcome = {**plain.pop("ratio").to_dict(), "verdict": plain.pop("verdict")}
+            speeds.append(plain)
+            pairs.append({"baseline": self.speeds[0].layout, "candidate": speed.layout, **outcome})
+        return {**vars(self), "speeds": speeds, "pairs": pairs[1:]}
+
+    def __str__(self) -> str:
+        lines = []
+        for speed in self.speeds:
+            line = (
+                f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s "
+                f"{speed.step_ms:10.2f} ms {speed.peak_memory_gib:8.2f} GiB"
+            )
+            if speed is not self.speeds[0]:
+                untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
+                line += f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}"
+            lines.append(line)
+        if self.utilisation:
+            lines.append(f"  {describe(self.utilisation)}")
+        if self.batch_size != self.batch_size_requested:
+            requested = self.batch_size_requested
+            lines.append(
+                f"  out of memory at batch {requested}: all layouts used {self.batch_size}"
+            )
+        if (self.others_pct or 0.0) >= BUSY_PCT:
+            line = f"  other processes used {self.others_pct:.0f} % of the cores: "
+            if self.rounds_left_out is None:
+                line += "measure on a quiet machine, or with OMP_NUM_THREADS=1"
+            else:
+                rounds = self.rounds + self.rounds_left_out
+                line += f"their time is left out, and {self.rounds_left_out} of {rounds} rounds"
+            lines.append(line)
+        if problem := problem_of_gpu(self.gpu):
+            lines.append(f"  {problem}")
+        return "\n".join(lines)
+
+
+def compare_layouts(
+    model: nn.Module,
+    batch_size: int = 32,
+    *,
+    image_size: int | tuple[int, ...] = 224,
+    batch: Any = None,
+    loss: LossFunction | None = None,
+    output: str | None = None,
+    mode: str = "train",
+    precision: str = "auto",
+    device: torch.device | str | None = None,
+    compile: bool = False,
+    cuda_graph: bool = False,
+    target_ci: float = 0.02,
+    time_limit_s: float = 60.0,
+) -> Comparison:
+    """Measure copies of `model`, contiguous and in channels_last, in alternating blocks, with
+    training's own step.
+
+    The time that other processes take is left out (Linux): with one thread it is subtracted, with
+    several the rounds that they disturbed are left out. If they use more than 25 % of the cores,
+    and fewer than four rounds remain, the verdict is "not_comparable".
+
+    Args:
+        batch_size: images per step; halved for both layouts when memory runs out.
+        image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or
+            (C, T, H, W) for video.
+        batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword
+            arguments.
+        loss: scalar of the model's output; default cross-entropy with random labels for logits
+            [N, classes], else the mean square of the output.
+        output: the part of the output that the default loss uses, such as "out" or "0".
+        mode: "train" (forward, backward, optimizer) or "infer".
+        precision: one of `PRECISIONS` in cl_train/config/schema.py, such as auto or bf16.
+        device: default: where the model is.
+        compile: measure copies compiled by `torch.compile`.
+        cuda_graph: replay the step as a CUDA graph.
+        target_ci: stop when the 95 % interval of the ratio is at most this wide (high - low).
+        time_limit_s: stop after this long; warm-up and compilation are not counted.
+
+    Raises:
+        ConfigError: the model does not run on this batch, or one image does not fit into memory;
+            torch is known to crash on it in channels_last.
+    """
+    settings = settings_of(model, precision, device, compile=compile, cuda_graph=cuda_graph)
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    workload = workload_of(
+        model,
+        len(leaves[0]) if leaves else batch_size,
+        image_size,
+        settings,
+        device,
+        mode=mode,
+        batch=batch,
+        loss=loss,
+        output=output,
+    )
+    return benchmark_layouts(model, workload, target_ci=target_ci, time_limit_s=time_limit_s)
+
+
+def benchmark_layouts(
+    model: nn.Module,
+    workload: Workload,
+    layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST),
+    *,
+    target_ci: float = 0.02,
+    time_limit_s: float = 60.0,
+) -> Comparison:
+    """As `compare_layouts`, for a given workload and any layouts.
+
+    The first layout is the baseline of all ratios.
+    """
+    try:
+        return _benchmark(model, workload, layouts, target_ci, time_limit_s)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()  # outside the except block, where the exception no longer refers to tensors
+    if workload.batch_size == 1 or workload.batch is not None:
+        raise ConfigError(
+            f"a batch of {workload.batch_size} does not fit into the memory of {workload.device}"
+        )
+    smaller = replace(workload, batch_size=workload.batch_size // 2)
+    done = benchmark_layouts(
+        model, smaller, layouts, target_ci=target_ci, time_limit_s=time_limit_s
+    )
+    return replace(done, batch_size_requested=workload.batch_size)
+
+
+def _benchmark(
+    model: nn.Module,
+    workload: Workload,
+    layouts: Sequence[Layout],
+    target_ci: float,
+    time_limit_s: float,
+) -> Comparison:
+    """Raises ConfigError: the model fails, but for a lack of memory."""
+    remedy = "if it takes another input, give batch or image_size"
+    explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
+    with explained, measurement_state(workload):
+        timed = [TimedStep(model, layout, workload) for layout in layouts]
+        for step in timed:
+            step.warm_up()
+        # All eager work comes before the recordings, whose memory it could not use.
+        peaks_gib = [step.peak_memory_gib(timed) for step in timed]
+        gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
+        for step in timed:
+            step.record()
+        slowest_s = max(step.block_times_s(1)[0] for step in timed)
+        steps = max(1, min(100, round(BLOCK_S / slowest_s)))
+
+        load = MachineLoad()
+        done, rounds_left_out = _alternated(timed, steps, target_ci, time_limit_s)
+        others_pct = load.others_pct()
+        gpu = gpu_state(workload.device)
+
+        is_cpu = workload.device.type == "cpu"
+        is_busy = is_cpu and (others_pct or 0.0) >= TOO_BUSY_PCT and rounds_left_out is None
+        is_busy = is_busy or problem_of_gpu(gpu) is not None
+        speeds: list[LayoutSpeed] = []
+        measured = zip(timed, peaks_gib, done.speed_ratios(), done.blocks, strict=True)
+        for step, peak_gib, ratio, times_s in measured:
+            step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
+            rate = workload.images_per_step / step_s
+            verdict = "not_comparable" if speeds and is_busy else verdict_of(ratio)
+            name = step.layout.name
+            speeds.append(LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict))
+        return Comparison(
+            tuple(speeds),
+            workload.precision.name,
+            workload.batch_size,
+            workload.batch_size,
+            done.rounds,
+            done.seconds,
+            done.stopped_by,
+            others_pct,
+            gflop_per_image
+            and utilisation(
+                *gflop_per_image,
+                max(speed.images_per_s for speed in speeds),
+                workload.precision,
+                workload.device,
+            ),
+            gpu,
+            rounds_left_out,
+        )
+
+
+def _alternated(
+    timed: Sequence[TimedStep], steps: int, target_ci: float, time_limit_s: float
+) -> tuple[Alternation, int | None]:
+    """Blocks of `steps` steps in turns, and the number of rounds left out.
+
+    Rounds are left out if other processes took time from a block; None: too few would remain, or it
+    is not known, and all are kept. The median step of a block counts: interruptions on a shared
+    machine are not caused by the layout.
+    """
+    taken = TakenTime()
+    is_told = timed[0].workload.device.type == "cpu" and taken.is_known
+    is_quiet: list[bool] = []  # of each block
+
+    def block_s(step: TimedStep) -> float:
+        block = step.block(steps, taken if is_told else None)
+        is_quiet.append(block.is_quiet)
+        return block.seconds
+
+    def quiet_rounds(rounds: int) -> list[int]:
+        size = 2 * len(timed)
+        return [n for n in range(rounds) if all(is_quiet[n * size : (n + 1) * size])]
+
+    done = alternate(
+        [partial(block_s, step) for step in timed],
+        target_ci=target_ci,
+        time_limit_s=time_limit_s,
+        counting=quiet_rounds if is_told else None,
+    )
+    quiet = quiet_rounds(done.rounds)
+    if len(quiet) < min(LEAST_QUIET_ROUNDS, done.rounds):
+        return done, None
+    return done.of_rounds(quiet), done.rounds - len(quiet)
+
+
+def _gflop_per_image(step: TimedStep) -> tuple[float, float]:
+    """Of a forward pass, and of all that a step computes."""
+    forward = flops_of(step.forward) / step.workload.batch_size
+    whole = flops_of(step.eager_step, gradients=True) / step.workload.images_per_step
+    return forward / 1e9, whole / 1e9

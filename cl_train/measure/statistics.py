@@ -1,0 +1,240 @@
+"""Confidence intervals of speed ratios, without torch: of repeated runs (a sweep), and of blocks in
+one process.
+
+docs/comparison.md has their error rates. Both use the log of the speed, which treats a ratio and
+its inverse alike.
+"""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+NO_DIFFERENCE = 0.03  # an interval within this distance of 1 is a verdict: no difference
+# The speeds of two equal models in one process differ because of memory placement: a ratio this
+# close to 1, or an interval that comes half as close, is neither faster nor slower.
+SMALLEST_DIFFERENCE = 0.01
+
+# Standard deviation of log speed between processes that run the same command: the least that is
+# assumed, however alike a few runs happen to be, and what is assumed of a single run per side,
+# which cannot show it.
+SMALLEST_SPREAD = 0.01
+UNKNOWN_SPREAD = 0.05
+LOOK_COST = 0.8
+MAX_REPEATS = 100  # that are recommended
+MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
+
+ERROR = 0.05  # of an interval, and of all looks at a growing sweep together
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The speed ratio candidate / baseline with its 95 % confidence interval, from `n` pairs."""
+
+    ratio: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def width(self) -> float:
+        return self.high - self.low
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of records; an unbounded interval, of one round, is null."""
+        ci95 = [round(self.low, 4), round(self.high, 4)] if math.isfinite(self.high) else None
+        return {"ratio": round(self.ratio, 4), "ci95": ci95, "n": self.n}
+
+
+@functools.lru_cache(maxsize=4096)
+def student_t(degrees: float, error: float = ERROR) -> float:
+    """The quantile of Student's t distribution that `|t|` exceeds with probability `error`, within
+    0.1 %; `degrees` need not be whole.
+    """
+    if degrees > 30:  # Abramowitz and Stegun 1964, 26.7.5
+        z = statistics.NormalDist().inv_cdf(1 - error / 2)
+        terms = (
+            z,
+            (z**3 + z) / 4,
+            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        )
+        return sum(term / degrees**power for power, term in enumerate(terms))
+
+    # With t = sqrt(degrees) tan(angle) the density is cos(angle) ** (degrees - 1): the angle beyond
+    # which a share `error` of its integral over [0, pi / 2] lies.
+    count = 2000
+    width = math.pi / 2 / count
+    cells = [math.sin((index + 0.5) * width) ** (degrees - 1) for index in range(count)]
+    left = error * sum(cells)
+    for index, cell in enumerate(cells):  # from pi / 2 downwards
+        if cell >= left:
+            return math.sqrt(degrees) / math.tan((index + left / cell) * width)
+        left -= cell
+    raise AssertionError("error must be below 1")
+
+
+def interval_of_runs(
+    baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]], looks: int = 1
+) -> Interval:
+    """The interval over repeated runs; `baseline[k]` and `candidate[k]` are the windows (images/s)
+    of repeat k.
+
+    Windows of one run are correlated, so the sample is the runs, by their log median: Welch's
+    interval for two means. A sweep that ends as soon as an interval decides looks several times:
+    see `error_of_look`. For one run per side `UNKNOWN_SPREAD` is added to the variance of its
+    windows (of the log medians of four segments, tripled because neighbouring segments are alike).
+    """
+    assert len(baseline) == len(candidate) > 0
+    sides = _log_medians(baseline), _log_medians(candidate)
+    count, centre = len(baseline), statistics.fmean(sides[1]) - statistics.fmean(sides[0])
+    if count > 1:
+        half = _half_width(_variances(sides), count, error_of_look(looks))
+        return _interval(centre, half, count)
+
+    segments = []  # log medians of the four segments of each run
+    for windows in (*baseline, *candidate):
+        bounds = [len(windows) * index // MIN_WINDOWS for index in range(MIN_WINDOWS + 1)]
+        segments.append(_log_medians([windows[a:b] for a, b in pairwise(bounds)]))
+    within = 3 * statistics.fmean(map(statistics.variance, segments))
+    variance = UNKNOWN_SPREAD**2 + within
+    # Satterthwaite 1946
+    degrees = min(1e6, 2 * (MIN_WINDOWS - 1) * (variance / max(within, 1e-12)) ** 2)
+    return _interval(centre, student_t(degrees) * math.sqrt(2 * variance), count)
+
+
+def error_of_look(looks: int) -> float:
+    """The error that an interval may have if `looks` of them are tried in turn and the first that
+    decides ends it, so that all together err in 5 %: a little under Pocock's constants (1977).
+    """
+    return ERROR / looks**LOOK_COST
+
+
+def _log_medians(runs: Sequence[Sequence[float]]) -> list[float]:
+    return [math.log(statistics.median(windows)) for windows in runs]
+
+
+def _variances(sides: Sequence[Sequence[float]]) -> list[float]:
+    return [max(SMALLEST_SPREAD**2, statistics.variance(logs)) for logs in sides]
+
+
+def _half_width(variances: Sequence[float], count: int, error: float) -> float:
+    """Of Welch's interval (Biometrika 1947) for the difference of two means of `count` values."""
+    total = sum(variances)
+    degrees = (count - 1) * total**2 / sum(variance**2 for variance in variances)
+    return student_t(round(degrees, 2), error) * math.sqrt(total / count)
+
+
+def _interval(centre: float, half: float, count: int) -> Interval:
+    return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half), count)
+
+
+def verdict_of(interval: Interval) -> str:
+    """The candidate is `faster` or `slower`, `no_difference` (within 3 %), or `inconclusive`."""
+    if interval.low > 1 + SMALLEST_DIFFERENCE / 2 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
+        return "faster"
+    if interval.high < 1 - SMALLEST_DIFFERENCE / 2 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:
+        return "slower"
+    is_within = interval.low >= 1 - NO_DIFFERENCE and interval.high <= 1 + NO_DIFFERENCE
+    return "no_difference" if is_within else "inconclusive"
+
+
+def repeats_to_decide(
+    baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]], looks: int = 1
+) -> int | None:
+    """Runs per side, an even number, after which this ratio with this spread has a verdict; None =
+    more than `MAX_REPEATS`. Arguments as in `interval_of_runs`.
+    """
+    sides = _log_medians(baseline), _log_medians(candidate)
+    centre = statistics.fmean(sides[1]) - statistics.fmean(sides[0])
+    variances = [((SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2) ** 2] * 2  # assumed for one run per side
+    if len(baseline) > 1:
+        variances = _variances(sides)
+    for count in range(len(baseline) + 1, MAX_REPEATS + 1):
+        half = _half_width(variances, count, error_of_look(looks))
+        if count % 2 == 0 and verdict_of(_interval(centre, half, count)) != "inconclusive":
+            return count
+    return None
+
+
+@dataclass(frozen=True)
+class Alternation:
+    """Timed blocks of variants of the same work, in one process.
+
+    Blocks run in the order A B B A (A B C C B A for three), which is one round: linear drift of the
+    machine (heat, other users) cancels within a round, so rounds are nearly independent.
+    """
+
+    blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
+    seconds: float
+    stopped_by: str  # "target_ci" or "time_limit"
+
+    @property
+    def rounds(self) -> int:
+        return len(self.blocks[0]) // 2
+
+    def of_rounds(self, numbers: Sequence[int]) -> "Alternation":
+        """Returns these rounds alone."""
+        kept = [[times[2 * n + half] for n in numbers for half in (0, 1)] for times in self.blocks]
+        return replace(self, blocks=kept)
+
+    def speed_ratios(self) -> list[Interval]:
+        """Speed of each variant / speed of the first one: the t interval over the rounds; unbounded
+        for one round.
+        """
+        ratios, count = [], self.rounds
+        for variant in range(len(self.blocks)):
+            logs = list(map(math.log, self.round_ratios(variant)))
+            half = (
+                student_t(count - 1) * statistics.stdev(logs) / math.sqrt(count)
+                if count > 1
+                else math.inf
+            )
+            ratios.append(_interval(statistics.fmean(logs), half, count))
+        return ratios
+
+    def round_ratios(self, variant: int) -> list[float]:
+        """Speed of a variant / that of the first one in each round; the median ignores outliers."""
+        ratios = [
+            first / other for first, other in zip(self.blocks[0], self.blocks[variant], strict=True)
+        ]
+        return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
+
+
+def alternate(
+    blocks: Sequence[Callable[[], float]],
+    *,
+    target_ci: float = 0.02,
+    time_limit_s: float = 60.0,
+    min_rounds: int = 8,
+    counting: Callable[[int], Sequence[int]] | None = None,
+) -> Alternation:
+    """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or
+    time runs out.
+
+    A block runs some steps and returns the seconds per step. At least two rounds are run; with less
+    than `min_rounds` an interval that is narrow by chance would end the measurement too soon.
+
+    counting: of a number of rounds, those whose interval counts for the end; None: all.
+    """
+    times: list[list[float]] = [[] for _ in blocks]
+    order = [*range(len(blocks)), *reversed(range(len(blocks)))]
+    started_at = time.perf_counter()
+    while True:
+        for variant in order:
+            times[variant].append(blocks[variant]())
+        done = Alternation(times, time.perf_counter() - started_at, "target_ci")
+        of_target = done if counting is None else done.of_rounds(counting(done.rounds))
+        if of_target.rounds >= min_rounds and all(
+            ratio.width <= target_ci for ratio in of_target.speed_ratios()[1:]
+        ):
+            return done
+        if done.rounds >= 2 and done.seconds * (done.rounds + 1) / done.rounds > time_limit_s:
+            return Alternation(times, done.seconds, "time_limit")

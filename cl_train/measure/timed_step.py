@@ -1,0 +1,370 @@
+"""The step that is timed: a copy of a model in one layout, and the step that training would run."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cl_train.config.schema import AugmentConfig, ConfigError
+from cl_train.data.device import Batch, MixLabels
+from cl_train.data.transforms import label_mix
+from cl_train.memory_format.convert import convert
+from cl_train.memory_format.crashes import refuse_known_crash
+from cl_train.memory_format.layout import CONTIGUOUS, Layout, images_in, refuse_lazy
+from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
+from cl_train.models.sources import copy_model, head_parameters
+from cl_train.step.backup import random_state_restored
+from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable
+from cl_train.step.make import StepSettings, compiled, make_step
+from cl_train.step.precision import (
+    Precision,
+    autocast,
+    cast_model,
+    kernel_selection,
+    resolve_precision,
+)
+from cl_train.step.train_step import StepParts, train_step, update_weights
+from cl_train.system.distributed import Dist
+from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, step_times_s
+
+CHANNELS_LAST = Layout()
+CHANNELS_LAST_CONV = Layout(conversion="conv")
+LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
+
+MOST_TAKEN = 0.02  # of a step's time, by other processes
+
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The input, the loss and the settings of one step.
+
+    `batch`, `loss` and `output` are arguments of `paired.compare_layouts`.
+    """
+
+    batch_size: int  # images per micro-step
+    input_shape: tuple[int, ...]  # of one image (C, H, W) or video (C, T, H, W)
+    settings: StepSettings
+    device: torch.device
+    mode: str = "train"  # or "infer"
+    batch: Any = None
+    loss: LossFunction | None = None
+    output: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return self.settings.precision
+
+    @property
+    def images_per_step(self) -> int:
+        micro_steps = self.settings.accumulate_steps if self.mode == "train" else 1
+        return self.batch_size * micro_steps
+
+
+def workload_of(
+    model: nn.Module,
+    batch_size: int,
+    image_size: Any,
+    settings: StepSettings,
+    device: Any,
+    *,
+    mode: str = "train",
+    modes: Iterable[str] = ("train", "infer"),
+    **more: Any,
+) -> Workload:
+    """Returns a `Workload` from arguments of the functions for users; `more` are other fields."""
+    refuse_lazy(model)
+    if batch_size < 1 or mode not in modes:
+        raise ConfigError(
+            f"batch_size={batch_size} mode={mode}: at least 1, and one of {', '.join(modes)}"
+        )
+    shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    return Workload(batch_size, shape, settings, device_of(model, device), mode, **more)
+
+
+def settings_of(model: nn.Module, precision: str, device: Any, **more: Any) -> StepSettings:
+    """Returns the settings of a step of `model`; `more` are fields of `StepSettings`."""
+    refuse_lazy(model)
+    return StepSettings(resolve_precision(precision, device_of(model, device)), **more)
+
+
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Returns `device`, or where the model is."""
+    if device is not None:
+        return torch.device(device)
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+class TakenTime:
+    """The time in which threads of this process were ready to run, and others had the cores.
+
+    Linux only; elsewhere it is unknown.
+    """
+
+    def __init__(self) -> None:
+        # Nanoseconds running, nanoseconds waiting, slices.
+        self._files = list(Path("/proc/self/task").glob("*/schedstat"))
+        self.is_known = bool(self._files)
+
+    def seconds(self) -> float:
+        """Of all threads that existed at the start, so far."""
+        return 1e-9 * sum(int(file.read_text().split()[1]) for file in self._files)
+
+
+class Block(NamedTuple):
+    """The median step of a block, and whether it was left alone by other processes."""
+
+    seconds: float
+    is_quiet: bool
+
+
+class TimedStep:
+    """`step` does what training (or inference) does per step; the original model is unchanged.
+
+    Raises ConfigError: torch is known to crash on this model in this layout.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, workload: Workload) -> None:
+        settings, device = workload.settings, workload.device
+        self.layout, self.workload = layout, workload
+        self.model = model_in_layout(model, layout, settings.precision, device)
+        batch = workload.batch
+        if batch is None:
+            batch = noise((workload.batch_size, *workload.input_shape))
+        dtype = settings.precision.input_dtype
+        self.inputs = place_batch(batch, device, dtype, layout.memory_format)
+        self._called = self.model  # compiled, if the settings say so
+        self._mix: MixLabels | None = None
+        self.targets = self._random_targets()
+        self.model.train(workload.mode == "train")
+
+        self.parts: StepParts | None = None
+        if workload.mode == "train":
+            if layout.is_channels_last:
+                refuse_known_crash(self.model, self.forward)
+            self.parts = self._make_parts()
+            self._called = self.parts.model
+        elif settings.compile:
+            self._called = compiled(self.model, settings.compile_mode)
+        self._steps = 0
+        self.step: Callable[[], object] = self.eager_step
+        self._recorder = Recorder(device) if settings.cuda_graph else None
+
+    def _make_parts(self) -> StepParts:
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
+        settings, device = self.workload.settings, self.workload.device
+        parts = make_step(self.model, settings, device, head=head_parameters(self.model))
+        if settings.cuda_graph:
+            make_capturable(parts.optimizer, device)
+        return parts
+
+    def _random_targets(self) -> torch.Tensor | None:
+        """Random labels for a classifier; None for other kinds of models or losses."""
+        workload, settings = self.workload, self.workload.settings
+        has_own_loss = workload.loss is not None or workload.output is not None
+        if has_own_loss or not isinstance(self.inputs, torch.Tensor):
+            return None
+        self.model.eval()
+        # No kernels are searched for a batch of one, which is never measured.
+        with (
+            torch.no_grad(),
+            autocast(settings.precision, workload.device),
+            kernel_selection(autotune=False),
+        ):
+            output = self.model(self.inputs[:1])
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
+            return None
+        if logits.dim() != 2:
+            return None
+
+        classes = logits.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(classes, (len(self.inputs),), generator=generator)
+        labels = labels.to(workload.device)
+        if settings.soft_targets:
+            return F.one_hot(labels, classes).float()
+        mixing = AugmentConfig(mixup=settings.mixup, cutmix=settings.cutmix)
+        self._mix = label_mix(mixing, classes, 0, Dist(0, 1, workload.device))
+        return labels
+
+    def eager_step(self) -> None:
+        """One step, not replayed; the host does not wait for the device."""
+        if self.parts is None:
+            with torch.inference_mode():
+                self.forward()
+        elif self.targets is None:
+            self._step_of_other_loss(self.parts)
+        else:
+            train_step(self.parts, self._micro_batches())
+            self._count_step(self.parts)
+
+    def _micro_batches(self) -> list[Batch]:
+        """The batches of a step, with labels mixed as training does it."""
+        assert self.targets is not None
+        batches = []
+        for number in range(self.workload.settings.accumulate_steps):
+            images, targets = self.inputs, self.targets
+            if self._mix is not None:
+                images, targets = self._mix(images, targets, self._steps, number)
+            batches.append(Batch(images, targets))
+        return batches
+
+    def _count_step(self, parts: StepParts) -> None:
+        self._steps += 1
+        parts.update_average(self._steps)
+
+    def _step_of_other_loss(self, parts: StepParts) -> None:
+        workload = self.workload
+        for _ in range(workload.settings.accumulate_steps):
+            with autocast(workload.precision, workload.device):
+                output = self.forward()
+                if workload.loss is not None:
+                    loss = workload.loss(output)
+                else:
+                    loss = mean_square(output_tensors(output, workload.output))
+            parts.scaler.scale(loss).backward()
+        update_weights(parts)
+        self._count_step(parts)
+
+    def forward(self) -> Any:
+        """Returns the model's output for the batch."""
+        with autocast(self.workload.precision, self.workload.device):
+            return call_model(self._called, self.inputs)
+
+    def warm_up(self) -> None:
+        """Run eager steps, which select kernels, compile and create the optimizer's state."""
+        with self._on_recorders_stream():
+            for _ in range(WARM_UP_STEPS):
+                self.eager_step()
+
+    def record(self) -> None:
+        """Record the step as a CUDA graph, if the workload asks for it.
+
+        Graphs share one memory pool, which eager steps cannot use: record after the warm-up and the
+        peaks of all layouts.
+        """
+        if self._recorder is None:
+            return
+        parts = self.parts
+        if parts is None or self.targets is None:
+            self.step = self._recorder.record(self.eager_step)
+            return
+        static = self._micro_batches()
+        replay = self._recorder.record(partial(train_step, parts, static))
+
+        def step() -> None:
+            for static_batch, batch in zip(static, self._micro_batches(), strict=True):
+                static_batch.images.copy_(batch.images)
+                static_batch.targets.copy_(batch.targets)
+            replay()
+            self._count_step(parts)
+
+        self.step = step
+
+    def block_times_s(self, steps: int) -> list[float]:
+        """Seconds of each of `steps` steps. Waits for the device at the end."""
+        return step_times_s(self.step, steps, self.workload.device)
+
+    def block(self, steps: int, taken: TakenTime | None) -> Block:
+        """Time `steps` steps; on a CPU without those from which other processes took time.
+
+        With one thread that time is subtracted instead. With several, what one of them waits for a
+        core may or may not delay the others.
+        """
+        if taken is None:
+            return Block(median(self.block_times_s(steps)), False)
+        all_s, quiet_s = [], []
+        for _ in range(steps):
+            taken_before_s = taken.seconds()
+            [step_s] = self.block_times_s(1)
+            taken_s = taken.seconds() - taken_before_s
+            if torch.get_num_threads() == 1:
+                step_s = max(step_s - taken_s, 0.1 * step_s)
+                taken_s = 0.0
+            all_s.append(step_s)
+            if taken_s <= MOST_TAKEN * step_s:
+                quiet_s.append(step_s)
+        return Block(median(quiet_s or all_s), bool(quiet_s))
+
+    def peak_memory_gib(self, timed: Sequence["TimedStep"]) -> float:
+        """Memory of a process with only this layout in an eager step.
+
+        It is the peak less what the others of `timed` hold.
+        """
+        other_bytes = sum(step.held_bytes() for step in timed if step is not self)
+        with self._on_recorders_stream():
+            return peak_memory_of_step_gib(
+                self.eager_step, self.held_bytes(), other_bytes, self.workload.device
+            )
+
+    def _on_recorders_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.on_stream()
+
+    def held_bytes(self) -> int:
+        """Bytes of weights, buffers, optimizer state, average and batch, each storage once."""
+        state: list[Any] = [self.inputs, *self.model.parameters(), *self.model.buffers()]
+        if self.parts is not None:
+            optimizer, average = self.parts.optimizer, self.parts.average
+            state += [optimizer.param_groups, list(optimizer.state.values())]
+            state += [] if average is None else list(average.module.state_dict().values())
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def model_in_layout(
+    model: nn.Module, layout: Layout, precision: Precision, device: torch.device
+) -> nn.Module:
+    """Returns a copy on `device` in the dtypes of `precision`.
+
+    It is first contiguous, then converted to `layout`.
+    """
+    copied = cast_model(copy_model(model, device), precision)
+    convert(copied, CONTIGUOUS)
+    if layout.is_channels_last:
+        convert(copied, layout)
+    return copied
+
+
+def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Returns normal noise of `shape`, float32 on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def place_batch(
+    batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format
+) -> Any:
+    """Returns a copy of `batch` on `device`: floating tensors in `dtype`, images in
+    `memory_format`.
+
+    Images are tensors with 4 or 5 dimensions.
+    """
+
+    def place(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
+
+    return images_in(memory_format, tree_map_only(torch.Tensor, place, batch))
+
+
+@contextmanager
+def measurement_state(workload: Workload) -> Iterator[None]:
+    """Select kernels and keep memory as training does; restore the switches and the generators."""
+    if workload.settings.compile:
+        torch._dynamo.reset()  # else the model runs eagerly once the recompile limit is reached
+    keep_freed_memory(workload.device)
+    autotune = not torch.are_deterministic_algorithms_enabled()
+    kernels = kernel_selection(tf32=workload.precision.tf32, autotune=autotune)
+    with random_state_restored(workload.device), kernels:
+        yield

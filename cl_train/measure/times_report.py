@@ -1,0 +1,302 @@
+"""The result of timing operators: calls, rows that sum them up, and what they say."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from cl_train.memory_format.audit_report import short_name
+from cl_train.memory_format.layout import classify
+from cl_train.memory_format.model_call import tensors_in
+from cl_train.step.utilisation import describe
+from cl_train.system.tables import markdown_table
+
+LAYOUTS = ("contiguous", "channels_last")
+PYTHON = "python"
+COPY_KIND = "layout copies"
+_SHOWN = 12  # rows of a table
+
+Times = np.ndarray[Any, Any]  # milliseconds, [rounds, layouts]
+
+
+@dataclass(eq=False)
+class TimedCall:
+    """One operator call in both layouts.
+
+    If one of them lacks it, its time there is 0, and it has no arguments.
+    """
+
+    operator: str  # such as aten.convolution.default, or `python`
+    direction: str  # forward, backward or update
+    module: str
+    kind: str
+    source: str = ""
+    cause: str = ""  # the line whose contiguous gradient it pays for
+    arguments: dict[str, tuple[Any, ...]] = field(
+        default_factory=dict
+    )  # by layout; tensors are on the meta device
+    ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
+
+    @property
+    def convolution(self) -> str:
+        """What determines the kernel of a convolution, its weight first; empty for other
+        operators.
+        """
+        arguments = next(iter(self.arguments.values()), ())
+        if "convolution" not in self.operator or len(arguments) < 9:
+            return ""
+        image, weight, _, stride, _, _, is_transposed, _, groups = arguments[
+            "backward" in self.operator :
+        ][:9]
+        kernel, size, strides = (
+            "x".join(map(str, numbers)) for numbers in (weight.shape[2:], image.shape, stride)
+        )
+        channels, out = (
+            image.shape[1],
+            weight.shape[1] * groups if is_transposed else weight.shape[0],
+        )
+        grouped = "depthwise " if 1 < groups == channels else f"{groups} groups, " * (groups > 1)
+        dtype = str(image.dtype).removeprefix("torch.")
+        return (
+            f"{grouped}{kernel}, {channels} to {out} channels; images {size}, stride {strides},"
+            f" {dtype}"
+        )
+
+    @property
+    def gets_contiguous(self) -> bool:
+        """Whether an image arrives contiguous in the channels_last run: the loss came before it."""
+        arguments = self.arguments.get("channels_last", ())
+        return any(classify(tensor) == "contiguous" for tensor in tensors_in(arguments))
+
+    def __str__(self) -> str:
+        details = "; ".join(filter(None, (self.convolution.partition(";")[0], self.source)))
+        where = f"{self.direction} of `{self.module or '(top)'}`"
+        return f"{short_name(self.operator)} {where}" + f" ({details})" * bool(details)
+
+    def remedy(self) -> str:
+        if self.kind == COPY_KIND:
+            return (
+                f"remove the copy at {self.source or 'the operator before it'}, or keep four"
+                " dimensions"
+            )
+        if self.operator == PYTHON:
+            code = (
+                f"the Python code at {self.source}" if self.source else "the module's Python code"
+            )
+            return f"this is {code}, not an operator"
+        if self.cause:
+            return f"it pays for the contiguous gradient that {self.cause} creates"
+        if self.gets_contiguous:
+            return "it gets a contiguous image: see where channels_last is lost"
+        change = (
+            "try another batch_size=, precision= or torch"
+            if self.convolution
+            else "replace it if it matters"
+        )
+        return f"{change}, or send the program of repro=FILE to PyTorch"
+
+
+class Row:
+    """The calls of a kind, a module or a shape.
+
+    `difference_ms`: what channels_last costs more, median over rounds.
+    """
+
+    def __init__(self, name: str, calls: list[TimedCall], step_ms: float = math.inf) -> None:
+        self.name, self.calls = name, calls
+        ms: Times = np.sum([call.ms for call in calls], axis=0)
+        self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
+        self.share_pct = 100 * self.channels_last_ms / step_ms  # of the step in channels_last
+        ordered = np.sort(ms[:, 1] - ms[:, 0]).tolist()
+        self.difference_ms: float = median(ordered)
+        # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole
+        # range
+        count = len(ordered)
+        outside = max(
+            sum(np.cumsum([math.comb(count, i) for i in range(count)]) <= 0.025 * 2**count), 1
+        )
+        self.interval_ms: tuple[float, float] = ordered[outside - 1], ordered[-outside]
+        self.is_loss, self.is_gain = self.interval_ms[0] > 0, self.interval_ms[1] < 0
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms", "share_pct")
+        return {
+            "name": self.name,
+            "calls": len(self.calls),
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+def _difference(row: Row) -> str:
+    """The milliseconds of a row and its call, or its kind with the module that differs most."""
+    text = f"{abs(row.difference_ms):.2g} ms in {row.name}"
+    if len(row.calls) > 1:
+        ms = defaultdict[str, float](float)
+        for call in row.calls:
+            ms[call.module or "(top)"] += abs(float(np.median(call.ms[:, 1] - call.ms[:, 0])))
+        text += f" (most in `{max(ms, key=ms.__getitem__)}`)"
+    layout_ms = {"contiguous": row.contiguous_ms, "channels_last": row.channels_last_ms}
+    slow, fast = sorted(layout_ms, key=layout_ms.__getitem__, reverse=True)
+    return text + f", only in {slow}" * (layout_ms[fast] < 0.02 * layout_ms[slow])
+
+
+@dataclass
+class OperatorTimes:
+    """The calls of a step, and the whole step (`step_ms`) without the recorder, measured in the
+    same rounds.
+    """
+
+    calls: list[TimedCall]
+    step_ms: Times
+    utilisation: dict[str, Any] | None  # of the faster layout, see `step.utilisation`
+
+    def __post_init__(self) -> None:
+        self.speed_ratio = float(np.median(self.step_ms[:, 0] / self.step_ms[:, 1]))
+        rows_ms = np.sum([call.ms for call in self.calls], axis=0)
+        shares_pct = np.median(100 * rows_ms / self.step_ms, axis=0).tolist()
+        # of the layout that they explain worse
+        self.explained_pct: float = max(shares_pct, key=lambda pct: abs(pct - 100))
+        self._tabulate()
+
+    def charge(self, creators: Mapping[tuple[str, str, str], str]) -> None:
+        """Charge calls, by direction, module and operator, to the line that creates the contiguous
+        gradient for which they pay.
+        """
+        for call in self.calls:
+            if cause := creators.get((call.direction, call.module, call.operator)):
+                call.cause, call.kind = cause, f"contiguous gradient of {cause}"
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        self.tables = {
+            "kinds": self.rows(lambda call: f"{call.kind} {call.direction}"),
+            "modules": self.rows(lambda call: call.module or "(top)"),
+            "operators": self.rows(lambda call: call),
+            "convolutions": self.rows(
+                lambda call: call.convolution and f"{call.direction}: {call.convolution}"
+            ),
+        }
+        self.tables["kinds"].sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
+
+    def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
+        """Calls grouped by `key`, but those without one: differences beyond noise first, the
+        largest at the top.
+        """
+        groups: dict[object, list[TimedCall]] = defaultdict(list)
+        for call in self.calls:
+            groups[key(call)].append(call)
+        step_ms = float(np.median(self.step_ms[:, 1]))
+        rows = [Row(str(name), calls, step_ms) for name, calls in groups.items() if name]
+        return sorted(
+            rows, key=lambda row: (not row.is_loss | row.is_gain, -abs(row.difference_ms))
+        )
+
+    def worst(self) -> Row:
+        """The operator call by which channels_last loses most, by itself if there is such a call;
+        if it loses none, the call that differs most.
+        """
+        rows = [row for row in self.tables["operators"] if row.calls[0].operator != PYTHON]
+        losses = [row for row in rows if row.is_loss]
+        by_itself = (row for row in losses if not row.calls[0].gets_contiguous)
+        return next(by_itself, (losses or rows)[0])
+
+    def main_differences(self, *, is_gain: bool) -> list[Row]:
+        """The rows by which channels_last saves, or loses, most, at most three, and its copies: a
+        call that is a third of its kind's difference, else the kind.
+        """
+
+        def counts(row: Row) -> bool:
+            return row.is_gain if is_gain else row.is_loss
+
+        calls = [row for row in self.tables["operators"] if counts(row)]
+        rows: list[Row] = []
+        for kind in self.rows(lambda call: call.kind):
+            large = [
+                row
+                for row in calls
+                if row.calls[0].kind == kind.name
+                and abs(row.difference_ms) > abs(kind.difference_ms) / 3
+            ]
+            rows += large or [kind] * counts(kind)
+        rows.sort(key=lambda row: -abs(row.difference_ms))
+        copies = [row for row in rows[3:] if row.calls[0].kind == COPY_KIND]
+        least_ms = 0.02 * abs(rows[0].difference_ms) if rows else 0.0
+        return [row for row in rows[:3] if abs(row.difference_ms) > least_ms] + copies[:1]
+
+    def summary(self) -> list[str]:
+        """Three lines: where channels_last saves and loses time, the step's time, how much of it
+        the rows explain.
+        """
+        gained, lost = (
+            "; ".join(map(_difference, self.main_differences(is_gain=is_gain))) or "nothing"
+            for is_gain in (True, False)
+        )
+        contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
+        step = (
+            f"the step takes {contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in"
+            " channels_last"
+        )
+        explained = (
+            f"the rows explain {self.explained_pct:.0f} % of the step ({len(self.step_ms)} rounds)"
+        )
+        if self.explained_pct < 90:
+            explained += ", less than 90 %: do not trust them"
+        elif self.explained_pct > 110:
+            explained += (
+                ", more than all of it: the recorder leaves cold caches; trust differences, not"
+                " sums"
+            )
+        return [
+            f"channels_last saves {gained}. It loses {lost}",
+            f"{step}: {self.speed_ratio:.2f}x",
+            explained,
+        ]
+
+    def advice(self) -> list[str]:
+        """What to do about the calls that slow a layout by 1 % of the step, one line each. In the
+        contiguous run only Python code and copies are a fault.
+        """
+        least_ms = 0.01 * float(np.median(self.step_ms))
+        rows = [row for row in self.tables["operators"] if abs(row.difference_ms) > least_ms]
+        losses = [row for row in rows if row.is_loss]
+        gains = [
+            row
+            for row in rows
+            if row.is_gain and (row.calls[0].operator == PYTHON or row.calls[0].kind == COPY_KIND)
+        ]
+        lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
+        lines += [
+            f"{row.name} slows the contiguous run: {row.calls[0].remedy()}" for row in gains[:3]
+        ]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rounds": len(self.step_ms),
+            "step_ms": dict(zip(LAYOUTS, np.median(self.step_ms, axis=0).tolist(), strict=True)),
+            "speed_ratio": self.speed_ratio,
+            "explained_pct": self.explained_pct,
+            "advice": self.advice(),
+            "utilisation": self.utilisation,
+            **{name: [row.to_dict() for row in rows] for name, rows in self.tables.items()},
+        }
+
+    def conclusions(self) -> list[str]:
+        """What the times say, the most important line first."""
+        used = [describe(self.utilisation)] if self.utilisation else []
+        return [*self.summary(), *used, *(f"- {line}" for line in self.advice())]
+
+    def tables_text(self) -> str:
+        """The first rows of each table, as Markdown."""
+        shown = {name: rows[:_SHOWN] for name, rows in self.tables.items() if rows}
+        return "\n\n".join(
+            f"{name}:\n\n{markdown_table([row.to_dict() for row in rows])}"
+            for name, rows in shown.items()
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*self.conclusions(), "", self.tables_text()])

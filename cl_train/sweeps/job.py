@@ -1,0 +1,144 @@
+"""The process of one job of a sweep, and how it ended: `job.json` in its folder."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cl_train.config.command_line import quoted
+from cl_train.errors import ConfigError
+from cl_train.sweeps.plan import Job
+from cl_train.sweeps.runs import Run, read_run
+from cl_train.sweeps.slots import Slot
+from cl_train.system.files import lock_file
+from cl_train.system.processes import SAVE_SIGNAL, end_with_parent
+from cl_train.system.run_folder import CONFIG, SUMMARY
+
+PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+LOG_NAME = "job.log"  # in the folder of a job, from its start on
+JOB_NAME = "job.json"  # how its last process ended
+_ERROR = re.compile(
+    r"(?:\[rank\d+\]: ?)?[\w.]*(?:Error|Exception|Interrupt|Fault|Exit)\b|.*\bthe run failed: "
+)
+
+
+def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
+    """Start the process of a job, which ends when this process is killed: a job must not outlive
+    the sweep.
+
+    Raises ConfigError: the folder is not one of this sweep. LockHeld: an earlier process of the job
+    still writes to it.
+    """
+    words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
+    if any(path.is_symlink() for path in (folder, log, folder / JOB_NAME)):
+        raise ConfigError(f"{folder} is, or has, a symbolic link")
+    if log.exists():
+        words = _continued(words, folder)
+    elif folder.exists():
+        raise ConfigError(f"{folder} exists already, and this sweep has not created it")
+    folder.mkdir(exist_ok=True)
+    (folder / JOB_NAME).unlink(missing_ok=True)
+
+    launch = [sys.executable]
+    if job.nproc > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            [*launch, *PROGRAM, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, **devices},
+            process_group=0,  # Ctrl-C in a terminal must reach it once, from the sweep
+            preexec_fn=_begin_job,
+        )
+    if slot.cores:
+        os.sched_setaffinity(process.pid, slot.cores)
+    return process
+
+
+def _begin_job() -> None:
+    """In the new process: a fork during a `StopRequest` has made it ignore these signals."""
+    for signum in (signal.SIGINT, SAVE_SIGNAL):
+        signal.signal(signum, signal.SIG_DFL)
+    end_with_parent(signal.SIGTERM)
+
+
+def _continued(words: Sequence[str], folder: Path) -> list[str]:
+    """The settings of a job that was started before: it goes on from its checkpoint, or begins
+    again without one.
+    """
+    summary = folder / SUMMARY
+    with lock_file(folder / ".lock"):
+        # It has damaged records, or was disturbed.
+        is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()
+        if is_completed or not any((folder / "checkpoints").glob("*.pt")):
+            return [*words, "overwrite=true"]
+    size = re.search(rb"^batch_size: \d+$", (folder / CONFIG).read_bytes(), re.MULTILINE)
+    measured = [size[0].decode().replace(": ", "=")] if size and "batch_size=auto" in words else []
+    others = [w for w in words if not w.startswith("resume=") and w != "batch_size=auto"]
+    return [*others, *measured, "resume=auto"]
+
+
+# --- how it ended ---
+
+
+def read_job(folder: Path) -> Run:
+    """The completed run of a job. Raises ConfigError: it is not completed, or a comparison cannot
+    read its records; the message says why.
+    """
+    if not folder.exists():
+        raise ConfigError("has not run")
+    try:
+        run = read_run(folder)
+        damage = next((problem for problem in run.problems if "cannot be read" in problem), None)
+        if run.summary.get("status") == "completed" and damage is None:
+            return run
+        damage = damage or "no summary.json says that it is completed"
+    except ConfigError as error:
+        damage = str(error)
+    raise ConfigError(_how_it_ended(folder) or damage)
+
+
+def problem_of(folder: Path) -> str | None:
+    """Why the job of this folder is not completed; None if it is."""
+    try:
+        read_job(folder)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _how_it_ended(folder: Path) -> str | None:
+    """In words, from `job.json` and the log; None after exit code 0."""
+    try:
+        ended = json.loads((folder / JOB_NAME).read_text(encoding="utf-8"))
+        exit_code, signal_name = ended["exit_code"], ended["signal"]
+    except FileNotFoundError:
+        return "runs, or was killed"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{JOB_NAME} cannot be read"
+    if exit_code == 0:
+        return None
+    if signal_name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        return f"interrupted, stopped by {signal_name}"
+    if signal_name:
+        hint = ", often because memory ran out (see dmesg)" if signal_name == "SIGKILL" else ""
+        return f"killed by {signal_name}{hint}"
+    return f"{_last_error(folder)[:300]} (exit code {exit_code})"
+
+
+def _last_error(folder: Path) -> str:
+    """The line of the log that says why the job failed; torchrun prints more after it."""
+    log = folder / LOG_NAME
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
+    return (errors or lines or ["no output"])[-1]

@@ -1,0 +1,85 @@
+"""`benchmark against=ENV`: one model in two environments, each in a process of its own."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cl_train.commands.benchmark import measure_against
+from cl_train.config.schema import BenchmarkSettings
+from cl_train.errors import ConfigError
+from cl_train.measure.environments import parse_environment
+
+# A sitecustomize module that is imported by the other environment only.
+SLOW_RELU = """
+import importlib.abc, sys, time
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torchvision.models.resnet":
+            sys.meta_path.remove(self)
+            import torch
+            relu = torch.nn.functional.relu
+            def slow(x, inplace=False):
+                for _ in range(200):
+                    torch.erfinv(x.detach() * 0.5)
+                return relu(x, inplace)
+            torch.nn.functional.relu = slow
+
+sys.meta_path.insert(0, Finder())
+"""
+WRONG_RELU = SLOW_RELU.replace("return relu(x, inplace)", "return relu(x, inplace) * 1.5")
+
+
+def compared(against: list[str], **changes: Any) -> tuple[dict[str, Any], str]:
+    settings: dict[str, Any] = {"model": ["resnet18"], "batch_size": [2], "image_size": 64}
+    settings |= {"precision": ["fp32"], "device": "cpu", "layouts": ["channels_last"]}
+    settings |= {"against": against, "time_limit_s": 4.0} | changes
+    document, text = measure_against(BenchmarkSettings(**settings))
+    (pair,) = document["results"][0]["pairs"]
+    return pair, text
+
+
+def test_a_python_or_variables() -> None:
+    both = parse_environment([sys.executable, "OMP_NUM_THREADS=4", "A="])
+    assert (both.python, both.variables) == (sys.executable, {"OMP_NUM_THREADS": "4", "A": ""})
+    assert parse_environment(["A=1"]).python == sys.executable
+    for words in (["/no/such/python"], [str(Path.cwd())], [sys.executable, sys.executable]):
+        with pytest.raises(ConfigError, match="name one Python"):
+            parse_environment(words)
+
+
+def test_several_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match="against= compares one batch_size"):
+        compared(["A=1"], batch_size=[2, 4])
+
+
+@pytest.mark.slow
+def test_a_slow_operator_of_an_environment_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "sitecustomize.py").write_text(SLOW_RELU)
+    pair, text = compared([f"PYTHONPATH={tmp_path}"], time=True)
+    assert pair["verdict"] == "faster" and pair["ratio"] > 1.1 and "faster" in text
+    assert pair["operators"][0]["operator"] == "aten::erfinv"
+    assert pair["operators"][0]["candidate_ms"] == 0.0
+    assert pair["versions"]["baseline"] == pair["versions"]["candidate"]
+    assert "aten::erfinv" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_other_results_are_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "sitecustomize.py").write_text(WRONG_RELU)
+    pair, text = compared([f"PYTHONPATH={tmp_path}"], time_limit_s=1.0)
+    assert pair["verdict"] == "not_comparable" and "not comparable" in text
+    assert pair["parity"]["relative_distance"] > pair["parity"]["limit"]
+
+
+@pytest.mark.slow
+def test_an_environment_without_torch_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    with pytest.raises(ConfigError, match=r"torch 2\.4 and torchvision"):
+        compared([f"PYTHONPATH={tmp_path}"])

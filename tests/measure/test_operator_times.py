@@ -1,0 +1,384 @@
+"""Planted costs are the first row, with their time; a row becomes a program; operators are probed;
+the command.
+"""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cl_train import classify, convert
+from cl_train.commands.audit import main
+from cl_train.config.schema import PRECISIONS, ConfigError
+from cl_train.measure import operator_times, time_recorder
+from cl_train.measure.operator_times import time_operators
+from cl_train.measure.times_report import COPY_KIND, OperatorTimes, Row, TimedCall
+from cl_train.measure.times_repro import reproduction
+from cl_train.memory_format import audit as layout
+from cl_train.memory_format.operators import PROBES
+from cl_train.step.precision import cast_model, resolve_precision
+from tests.memory_format.test_audit import Call, with_gradient
+
+CPU = torch.device("cpu")
+SLEEP_MS = 20.0
+
+
+def sleep_if(tensor: torch.Tensor, layout: str) -> Any:
+    if classify(tensor) == layout:
+        time.sleep(SLEEP_MS / 1000)
+
+
+def model_with(*planted: Any) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        *map(Call, planted),
+        nn.Conv2d(8, 8, 3),
+    )
+    model = nn.Sequential(*layers)
+    convert(model)
+    return model
+
+
+def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
+    return times_on(
+        model, torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last), **options
+    )
+
+
+def times_on(model: nn.Module, batch: Any, **options: Any) -> OperatorTimes:
+    """In this process: what changes the model is seen."""
+    timer = partial(time_operators, time_limit_s=0.2)
+    times = inspect.unwrap(layout.audit)(model, batch, time_operators=timer, **options).times
+    assert isinstance(times, OperatorTimes)
+    return times
+
+
+class SlowConvolution(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sleep_if(x, "channels_last")
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_planted_sleeps_are_the_first_rows_with_their_time() -> None:
+    model = model_with(
+        lambda x: sleep_if(x, "channels_last") or x * 1,
+        lambda x: sleep_if(x, "contiguous") or x * 1,
+        with_gradient(lambda gradient: sleep_if(gradient, "channels_last") or gradient),
+    )
+    model.append(SlowConvolution(8, 8, 3).to(memory_format=torch.channels_last))
+    times = times_of(model)
+    for rows in (times.tables["modules"], times.tables["operators"]):
+        planted = {row.calls[0].module: row for row in rows[:4]}
+        for module, sign in (("3", 1), ("4", -1), ("5", 1), ("7", 1)):
+            row = planted[module]
+            assert sign * row.difference_ms == pytest.approx(SLEEP_MS, rel=0.1) and (
+                row.is_loss or row.is_gain
+            )
+    calls = {row.calls[0].module: row.calls[0] for row in times.tables["operators"][:4]}
+    assert {call.operator for call in calls.values()} == {"python"}
+    directions = [calls[module].direction for module in "3457"]
+    assert directions == ["forward", "forward", "backward", "forward"]
+    # the first line names all four, each with the line that sleeps; so does the advice
+    sleep_line = f"test_operator_times.py:{inspect.getsourcelines(sleep_if)[1] + 2}"
+    saved, lost = times.summary()[0].split(". It loses ")
+    assert saved.count(sleep_line) == 1 and saved.endswith("only in contiguous")
+    assert lost.count(sleep_line) == 3
+    assert sum(sleep_line in line for line in times.advice()) == 4
+
+
+def small(rank: int = 2) -> nn.Sequential:
+    conv, norm = (nn.Conv2d, nn.BatchNorm2d) if rank == 2 else (nn.Conv3d, nn.BatchNorm3d)
+    return nn.Sequential(conv(3, 8, 3), norm(8), nn.ReLU(), conv(8, 8, 3))
+
+
+def of_body(forward: Any) -> nn.Module:
+    """A model of one child, which `forward` takes with the model's arguments."""
+    model = small()
+    return Call(partial(forward, model), model)
+
+
+class Gpu:
+    """A device with a queue, 100 times as fast as the host that fills it; times in ms."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def launch(self, ms: float) -> None:
+        self.host += 0.01
+        self.device = max(self.host, self.device) + ms
+
+    def event(self, **words: Any) -> Any:
+        def record(stream: object = None) -> None:
+            self.host += 0.002
+            event.at = max(self.host, self.device)
+
+        event = SimpleNamespace(record=record, synchronize=lambda: None)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+class Kernels(TorchDispatchMode):
+    """An operator takes the host 0.1 ms and the device 1 us, `detach` nothing."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.gpu.host += 0.05
+        if function is not torch.ops.aten.detach.default:
+            self.gpu.launch(0.001)
+        self.gpu.host += 0.05
+        return function(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's launches, which take 100 times as long here, do not count."""
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles / 2e6))
+    with Kernels(gpu), time_recorder.TimeRecorder("contiguous", True, lambda: 0.0, {}) as recorder:
+        recorder.start("forward")
+        for _ in range(5):
+            torch.ones(3).detach().relu()
+    relus_s = [seconds for key, seconds in recorder.seconds().items() if "relu" in key[2]]
+    assert relus_s == pytest.approx([1e-6] * 5)
+
+
+IMAGES = torch.randn(2, 3, 8, 8)
+BATCHES: dict[str, tuple[Any, Any]] = {
+    "video": (partial(small, 3), torch.randn(2, 3, 6, 8, 8)),
+    "dict": (lambda: of_body(lambda body, *, image: {"out": body(image)}), {"image": IMAGES}),
+    "list of images": (
+        lambda: of_body(lambda body, images: body(torch.stack(images))),
+        ([IMAGES[0], IMAGES[1]],),
+    ),
+    "frozen": (lambda: small().requires_grad_(False), IMAGES),
+    "no backward": (small, IMAGES),
+    "bf16": (small, IMAGES),
+    "fp16_o2": (small, IMAGES.half()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_are_timed_and_the_model_is_unchanged(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        operator_times, "utilisation", lambda gflop, step, *_: {"training": step > 1.5 * gflop}
+    )
+    build, batch = BATCHES[name]
+    precision = resolve_precision(name if name in PRECISIONS else "fp32", CPU)
+    model = cast_model(build(), precision)
+    convert(model)
+    state = {key: (value.clone(), value.stride()) for key, value in model.state_dict().items()}
+    options = {
+        "precision": precision,
+        "backward": name != "no backward",
+    }
+    times = times_on(model, batch, **options)
+    trains = name not in ("frozen", "no backward")
+    assert {call.direction for call in times.calls} == (
+        {"forward", "backward", "update"} if trains else {"forward"}
+    )
+    assert times.utilisation == {"training": trains} and times.tables["convolutions"]
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key][0]) and value.stride() == state[key][1]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_copies_are_a_row_and_convolutions_a_table() -> None:
+    layers = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    model = nn.Sequential(model_with(lambda x: x.contiguous()), *layers)
+    convert(model)
+    times = times_of(model, loss=lambda output: output.sum())
+    copies = {row.name: row for row in times.tables["kinds"]}["layout copies forward"]
+    assert copies.contiguous_ms == 0 < copies.channels_last_ms and len(copies.calls) == 1
+    shapes = {row.name: row for row in times.tables["convolutions"]}
+    assert len(shapes) == 8 and all(
+        len(row.calls) == 1 and row.contiguous_ms > 0 for row in shapes.values()
+    )
+    grouped = "2 groups, 3x3, 8 to 8 channels; images 2x8x8x8, stride 1x1, float32"
+    assert {f"forward: {grouped}", f"backward: {grouped}"} < shapes.keys()
+    names = [str(call) for call in times.calls]
+    assert "convolution_backward backward of `2` (depthwise 3x3, 8 to 8 channels)" in names
+    assert len(str(times).splitlines()[1]) < 130
+    assert json.loads(json.dumps(times.to_dict()))["rounds"] >= 4
+
+
+@pytest.mark.slow
+def test_backward_python_belongs_to_the_innermost_module_and_to_its_line() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if classify(gradient) == "channels_last":
+                time.sleep(SLEEP_MS / 1000)  # this line
+            return gradient * 1
+
+    model = nn.Sequential(model_with(), nn.Sequential(nn.Identity(), Call(Slow.apply)))
+    row = times_of(model).tables["operators"][0]
+    code, first = inspect.getsourcelines(Slow.backward)
+    line = first + next(index for index, text in enumerate(code) if "# this line" in text)
+    assert str(row.calls[0]).endswith(
+        f"backward of `1.1` (tests/measure/{Path(__file__).name}:{line})"
+    )
+
+
+def times_with(*calls: TimedCall) -> OperatorTimes:
+    return OperatorTimes(list(calls), np.array([[10.0, 10.0]] * 9), {})
+
+
+def shifted(call: TimedCall, difference_ms: float, **fields: Any) -> TimedCall:
+    ms = np.array([[1.0, 1.0 + difference_ms + index / 1e4] for index in range(9)])
+    return replace(call, ms=ms, **fields)
+
+
+def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small() -> None:
+    relu, image = call_of([], "aten.relu.default"), torch.empty(1, 2, 2, 2, device="meta")
+    many = [shifted(relu, 0.5, module=f"m{index}", kind="element-wise") for index in range(4)]
+    copy = shifted(relu, 0.02, module="copy", kind=COPY_KIND, source="net.py:7")
+    python = shifted(
+        relu, -0.9, operator="python", module="pause", kind="Python", source="net.py:3"
+    )
+    fed = shifted(relu, 0.3, module="fed", kind="pooling", arguments={"channels_last": (image,)})
+    pays = shifted(relu, 0.2, module="pays", kind="pooling")
+    times = times_with(*many, copy, python, fed, pays)
+    first = times.summary()[0]
+    assert "0.9 ms in python forward of `pause` (net.py:3)" in first
+    assert "ms in element-wise (most in `m" in first
+    assert "relu forward of `fed`" in first and first.endswith("relu forward of `copy` (net.py:7)")
+    advice = "\n".join(times.advice())
+    assert "`copy`" not in advice and "`pause` (net.py:3) slows the contiguous run" in advice
+    assert "gets a contiguous image" in fed.remedy() and "PyTorch" in pays.remedy()
+    times.charge({("forward", "pays", "aten.relu.default"): "net.py:9 `x.mean()`"})
+    assert "net.py:9" in pays.remedy()
+    assert "contiguous gradient of net.py:9 `x.mean()`" in {
+        row.name.rsplit(" ", 1)[0] for row in times.tables["kinds"]
+    }
+
+
+def call_of(ms: list[tuple[float, float]], name: str = "aten.relu.default") -> TimedCall:
+    return TimedCall(name, "forward", name, "element-wise", ms=np.array(ms))
+
+
+def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explained() -> None:
+    noisy = call_of(
+        [(1, 1 + difference) for difference in (-3, -1, 1, 2, 3, 4, 5, 6, 7)], "aten.noisy.default"
+    )
+    certain = call_of([(1, 2 + index / 10) for index in range(9)], "aten.certain.default")
+    row = Row("", [noisy])
+    assert Row("", [call_of([(0, index) for index in range(17)])]).interval_ms == (
+        4,
+        12,
+    )  # P(at most 4 of 17) = 2.45 %
+    assert row.interval_ms == (-1, 6) and row.difference_ms == 3 and not row.is_loss | row.is_gain
+    times = OperatorTimes([noisy, certain], np.array([[10.0, 8.0]] * 9), {})
+    assert [row.name for row in times.tables["modules"]] == [
+        "aten.certain.default",
+        "aten.noisy.default",
+    ]
+    assert times.tables["modules"][0].share_pct == pytest.approx(100 * 2.4 / 8)
+    assert times.worst().calls == [certain] and times.speed_ratio == 1.25
+    assert times.explained_pct == pytest.approx(20) and "do not trust" in times.summary()[2]
+
+
+@pytest.mark.slow
+def test_a_row_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
+    rows = times_of(model_with(nn.MaxPool2d(2))).tables["operators"]
+    found = {
+        row.calls[0].operator.split(".")[1]: row for row in rows if len(row.calls[0].arguments) == 2
+    }
+    operators = (
+        "convolution",
+        "convolution_backward",
+        "max_pool2d_with_indices_backward",
+        "_fused_sgd_",
+    )
+    programs = [
+        reproduction(found[name], "a model", "cpu") for name in (*operators, "native_batch_norm")
+    ]
+    path = tmp_path / "slow.py"
+    path.write_text("\n".join(programs))  # one process: importing torch takes longer than the rest
+    assert (
+        "cl_train" not in path.read_text() and max(len(text.splitlines()) for text in programs) < 45
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", path], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(
+        r"^(contiguous|channels_last) +(\w+) +([\d.]+) ms", done.stdout, re.MULTILINE
+    )
+    assert [layout for layout, _, _ in printed] == ["contiguous", "channels_last"] * 5
+    assert all(float(ms) > 0 for *_, ms in printed) and done.stdout.count("threads") == 5
+
+
+@pytest.mark.slow
+def test_the_command_tells_all_and_writes_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32"]
+    files = ["repro=slow.py", "chart=times.png", "out=audit.json"]
+    assert main([*words, "time=true", "time_limit_s=1", "max_lost=0", *files]) == 1
+    output = capsys.readouterr().out
+    assert (
+        "more than max_lost=0" in output
+        and "cat (forward)" in output
+        and "shufflenetv2.py:95" in output
+    )
+    report = json.loads(Path("audit.json").read_text())
+    assert report["times"]["modules"] and report["exceeded"] is True
+    assert report["totals"]["lost"] == 32 and report["step_ms"] > 0
+    compile(Path("slow.py").read_text(), "slow.py", "exec")
+    *layouts, last = [line.split()[0] for line in report["alone"]]
+    # A copy that only one layout makes is timed in that layout alone.
+    assert last == "torch" and "channels_last" in layouts
+    assert Path("times.png").read_bytes().startswith(b"\x89PNG")
+    assert report["times"]["utilisation"]["gflop_per_image"] > 0
+    for wrong, message in (
+        (["time=true", "repro=slow.py"], "^repro=.*exists"),
+        (["chart=a.png"], "need time=true"),
+        (["modl=resnet18"], "did you mean model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main([*words, *wrong])
+    assert main([*words, "measure=false", "max_lost=40"]) == 0
+    assert main(["operators=true", "json=true", "precision=fp32"]) == 0
+    table = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(table["operators"]) == len(PROBES) and table["dtype"] == "float32"
+    words = [
+        "model=tests.networks:small",
+        "num_classes=5",
+        "data.image_size=32",
+        "precision=fp32",
+        "compile=true",
+    ]
+    assert main([*words, "json=true"]) == 0
+    compiled = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [graph["direction"] for graph in compiled["compiled"]] == ["forward", "backward"]

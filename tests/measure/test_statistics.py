@@ -1,0 +1,215 @@
+"""Statistics with known answers, and simulated sweeps of equal and of different sides."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cl_train.measure.statistics import (
+    SMALLEST_SPREAD,
+    Alternation,
+    Interval,
+    error_of_look,
+    interval_of_runs,
+    repeats_to_decide,
+    student_t,
+    verdict_of,
+)
+
+REPEATS = (1, 2, 3, 5)
+SPREADS = (0.005, 0.03, 0.05)  # between processes, of log speed
+
+
+def verdicts(
+    repeats: int,
+    spread: float,
+    ratio: float,
+    trials: int,
+    noise: float = 0.01,
+    windows: int = 30,
+    drift: float = 0.0,
+) -> dict[str, float]:
+    """The percentage of each verdict in simulated sweeps A B B A ... of `repeats` runs per side, B
+    at `ratio`.
+
+    Windows have first-order autocorrelation 0.9 and standard deviation `noise` (log speed), and the
+    machine a random walk of `drift` per window through the whole sweep.
+    """
+    rng = np.random.default_rng(0)
+    shape, phi = (trials, repeats, 2, windows), 0.9
+    log_speed = rng.normal(0, noise, shape)
+    for index in range(1, windows):
+        log_speed[..., index] *= math.sqrt(1 - phi**2)
+        log_speed[..., index] += phi * log_speed[..., index - 1]
+    log_speed += rng.normal(0, drift, (trials, 2 * repeats * windows)).cumsum(1).reshape(shape)
+    log_speed[:, 1::2] = log_speed[:, 1::2, ::-1]  # the second repeat ran B A
+    log_speed += rng.normal(0, spread, (trials, repeats, 2, 1)) + np.log([1.0, ratio])[:, None]
+    runs = np.exp(log_speed).tolist()
+    found = Counter(
+        verdict_of(interval_of_runs(*([pair[i] for pair in sweep] for i in (0, 1))))
+        for sweep in runs
+    )
+    return {
+        name: 100 * found[name] / trials
+        for name in ("faster", "slower", "no_difference", "inconclusive")
+    }
+
+
+def test_a_difference_of_five_percent_is_found_with_three_repeats_and_none_where_none_is() -> None:
+    """8 % is three standard errors above the 5 % of a 95 % interval; the whole table is below."""
+    assert verdicts(3, 0.01, 1.05, 300)["faster"] >= 80
+    assert verdicts(3, 0.01, 0.95, 300)["slower"] >= 80
+    for repeats in (1, 2, 5):
+        found = verdicts(repeats, 0.05, 1.0, 400)
+        assert found["faster"] + found["slower"] <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("conditions", [{}, {"noise": 0.05, "windows": 10}, {"drift": 0.001}])
+def test_the_error_rates_in_docs_comparison(conditions: dict[str, Any]) -> None:
+    rates = {
+        (n, spread): verdicts(n, spread, 1.0, 2000, **conditions)
+        for spread in SPREADS
+        for n in REPEATS
+    }
+    assert max(found["faster"] + found["slower"] for found in rates.values()) <= 6, rates
+
+
+def test_the_interval_of_rounds_is_the_t_interval() -> None:
+    blocks = [math.exp(-log) for log in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)]
+    _, interval = Alternation([[1.0] * 8, blocks], 1.0, "").speed_ratios()
+    half = 3.182446 * math.sqrt(1 / 60) / 2  # stdev of the four is sqrt(1/60)
+    expected = (math.exp(0.25), math.exp(0.25 - half), math.exp(0.25 + half), 4)
+    assert (interval.ratio, interval.low, interval.high, interval.n) == pytest.approx(expected)
+    _, one = Alternation([[1.0] * 2, blocks[:2]], 1.0, "").speed_ratios()
+    assert (one.low, one.high, verdict_of(one)) == (0.0, math.inf, "inconclusive"), (
+        "one round gives no verdict"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "ratio", "high", "verdict"),
+    [
+        (1.02, 1.05, 1.08, "faster"),
+        (0.92, 0.95, 0.98, "slower"),
+        (1.0, 1.05, 1.11, "inconclusive"),
+        (0.5, 1.0, 2.0, "inconclusive"),
+        (0.98, 1.0, 1.04, "inconclusive"),
+        (0.975, 1.0, 1.025, "no_difference"),
+        (1.001, 1.005, 1.009, "no_difference"),  # beyond noise, but too small to matter
+    ],
+)
+def test_verdicts(low: float, ratio: float, high: float, verdict: str) -> None:
+    assert verdict_of(Interval(ratio, low, high, 3)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "repeats"),
+    [
+        ([100, 101], [120, 121], 4),  # decided already: what the next look would need
+        ([100, 104, 102], [106, 109, 104], 6),
+        ([100, 160], [101, 159], None),
+        ([100], [110], 4),  # the spread of one run per side is assumed
+        ([100], [103], 14),
+    ],
+)
+def test_the_repeats_that_decide_are_even(
+    baseline: list[float], candidate: list[float], repeats: int | None
+) -> None:
+    sides = [[[float(speed)] * 8 for speed in side] for side in (baseline, candidate)]
+    assert repeats_to_decide(sides[0], sides[1]) == repeats
+
+
+def test_quantiles_of_t_agree_with_tables() -> None:
+    """Of 2.5, 0.5 and 0.05 % on a side; Fisher and Yates 1963."""
+    tables = {1: (12.706, 63.657, 636.62), 2: (4.303, 9.925, 31.599), 4: (2.776, 4.604, 8.610)}
+    tables |= {10: (2.228, 3.169, 4.587), 30: (2.042, 2.750, 3.646), 120: (1.980, 2.617, 3.373)}
+    for degrees, quantiles in tables.items():
+        found = [student_t(degrees, error) for error in (0.05, 0.01, 0.001)]
+        assert found == pytest.approx(quantiles, rel=2e-3), degrees
+    assert student_t(1) > student_t(1.5) > student_t(2), "degrees need not be whole"
+
+
+def sequential_verdicts(
+    spreads: tuple[float, float], ratio: float, sweeps: int = 2000, max_repeats: int = 12
+) -> tuple[dict[str, float], float]:
+    """Percent of each verdict of sweeps with repeats=auto, and the mean number of repeats."""
+    rng = np.random.default_rng(0)
+    logs = [rng.normal(0, spreads[0], (sweeps, max_repeats))]
+    logs.append(rng.normal(math.log(ratio), spreads[1], (sweeps, max_repeats)))
+    looks = range(2, max_repeats + 1, 2)
+    verdicts, used = np.full(sweeps, "inconclusive", object), np.full(sweeps, max_repeats)
+    for count in looks:
+        means = [side[:, :count].mean(1) for side in logs]
+        # As interval_of_runs, for all sweeps at once.
+        variances = [np.maximum(SMALLEST_SPREAD**2, s[:, :count].var(1, ddof=1)) for s in logs]
+        degrees = (count - 1) * sum(variances) ** 2 / sum(v**2 for v in variances)
+        quantiles = [student_t(round(value, 1), error_of_look(len(looks))) for value in degrees]
+        half, centre = quantiles * np.sqrt(sum(variances) / count), means[1] - means[0]
+        for sweep in np.flatnonzero(verdicts == "inconclusive"):
+            ends = (centre[sweep], centre[sweep] - half[sweep], centre[sweep] + half[sweep])
+            verdict = verdict_of(Interval(*map(math.exp, ends), count))
+            if verdict != "inconclusive":
+                verdicts[sweep], used[sweep] = verdict, count
+    names = ("faster", "slower", "no_difference", "inconclusive")
+    return {name: 100 * float((verdicts == name).mean()) for name in names}, float(used.mean())
+
+
+EQUAL, UNEQUAL = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08), ((0.01, 0.05), (0.005, 0.08), (0.02, 0.08))
+
+
+@pytest.mark.parametrize(
+    "spreads",
+    [*((spread, spread) for spread in EQUAL), *UNEQUAL, *(pair[::-1] for pair in UNEQUAL)],
+)
+def test_sequential_looks_err_in_five_percent_at_most(spreads: tuple[float, float]) -> None:
+    """The table in docs/comparison.md."""
+    equal, repeats = sequential_verdicts(spreads, 1.0)
+    small, repeats_of_small = sequential_verdicts(spreads, 1.05)
+    large, repeats_of_large = sequential_verdicts(spreads, 1.15)
+    row = f"{100 * spreads[0]:g} / {100 * spreads[1]:g} % | "
+    row += f"{equal['faster'] + equal['slower']:.1f} | {equal['no_difference']:.0f} | {repeats:.1f}"
+    for found, used in ((small, repeats_of_small), (large, repeats_of_large)):
+        row += f" | {found['faster']:.0f} | {used:.1f}"
+    print(f"| {row} |")
+    assert equal["faster"] + equal["slower"] <= 5, row
+    assert small["slower"] + small["no_difference"] <= 1 and large["faster"] >= 85, row
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "ratio", "half"),
+    [
+        # The variances of two values each are log(1.04)^2 / 2 and log(1.05)^2 / 2.
+        (
+            [100.0, 104.0],
+            [120.0, 126.0],
+            math.sqrt(1.2 * 126 / 104),
+            student_t(1.91) * math.hypot(0.039221, 0.048790) / 2,  # Welch's degrees
+        ),
+        (
+            [100.0] * 3,
+            [120.0] * 3,
+            1.2,
+            2.776 * 0.01 * math.sqrt(2 / 3),
+        ),  # runs that happen to be alike
+        ([100.0], [120.0], 1.2, 1.96 * 0.05 * math.sqrt(2)),  # one run per side: processes differ
+    ],
+)
+def test_the_interval_of_runs_is_the_t_interval(
+    baseline: Any, candidate: Any, ratio: float, half: float
+) -> None:
+    interval = interval_of_runs(
+        *([[speed] * 8 for speed in side] for side in (baseline, candidate))
+    )
+    assert interval.ratio == pytest.approx(ratio)
+    assert math.log(interval.high / interval.low) / 2 == pytest.approx(half, abs=1e-4)
+
+
+def test_one_uneven_run_per_side_widens_the_interval() -> None:
+    uneven = [[100.0] * 10 + [103.0] * 10 + [106.0] * 10 + [109.0] * 10]
+    assert (
+        interval_of_runs(uneven, uneven).width
+        > 1.3 * interval_of_runs([[100.0] * 8], [[100.0] * 8]).width
+    )

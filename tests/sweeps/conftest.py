@@ -1,0 +1,12 @@
+"""Shared by the tests of sweeps and their reports."""
+
+import pytest
+
+
+@pytest.fixture
+def tables_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without the chart and TensorBoard, which take most of the time."""
+    from cl_train.sweeps import report
+
+    monkeypatch.setattr(report, "write_chart", lambda *_: False)
+    monkeypatch.setattr(report, "write_dashboard", lambda *_: None)
