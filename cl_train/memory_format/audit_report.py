@@ -5,13 +5,17 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-Outcome = Literal["kept", "lost", "restored", "created", "ambiguous", "contiguous"]
+from cl_train.system.tables import markdown_table
+
+Outcome = Literal["kept", "lost", "restored", "created", "inherited", "ambiguous", "contiguous"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 @dataclass
 class Origin:
-    """The location of a call; a backward call has that of the forward call whose autograd node it belongs to."""
+    """The location of a call; a backward call has that of the forward call whose autograd node it
+    belongs to.
+    """
 
     direction: Literal["forward", "backward"]
     module: str = ""
@@ -24,12 +28,15 @@ class Origin:
 class Call(Origin):
     """One operator call of a step; equal calls of one line of code are one entry with their number.
 
-    `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in backward also: a
-    gradient made contiguous although its activation is channels_last); "restored", contiguous in and channels_last out;
-    "created", a gradient that counts as lost but was made without reading a channels_last tensor, which moves no bytes;
-    "ambiguous", size-1 dimensions leave both formats possible; "contiguous", in and out.
-    `copy`: "explicit", the call is a copy; "hidden", the kernel permutes its input first; "strided", an element-wise
-    kernel reads one input with large strides; "", no copy.
+    `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in
+    backward also: a gradient made contiguous although its activation is channels_last); "restored",
+    contiguous in and channels_last out; "created", a gradient that counts as lost but was made
+    without reading a channels_last tensor, which moves no bytes; "inherited", a loss only because
+    it reads a created gradient; "ambiguous", size-1 dimensions leave both formats possible;
+    "contiguous", in and out.
+    `copy`: "explicit", the call is a copy; "hidden", the kernel permutes its input first;
+    "strided", an element-wise kernel reads one input with large strides; "", no copy.
+    `cause`: the `place` of the call that made one of its inputs contiguous.
     """
 
     operator: str
@@ -41,20 +48,39 @@ class Call(Origin):
     copy: str = ""
     moved_bytes: int = 0
     copy_ms: float | None = None
+    cause: str = ""
     count: int = 1
 
     @property
     def name(self) -> str:
         return short_name(self.operator)
 
+    @property
+    def where(self) -> str:
+        """The line of code, for a reader."""
+        return f"{self.source} `{self.line}`" if self.source else "no line of Python"
+
+    @property
+    def place(self) -> str:
+        """The operator, its module and its line."""
+        return f"{self.name} of `{self.module or '(top)'}` at {self.source or self.where}"
+
     def advice(self) -> str:
         """What to do about a loss."""
         if self.module_type == "Parameter":
-            return "The parameter is contiguous and its gradient is not; a gradient takes its parameter's strides."
+            return "The parameter is contiguous: its gradient takes the parameter's strides."
+        if not self.inputs:
+            return "Create it in channels_last: a convolution or a pooling has to convert it."
         if self.copy == "explicit" and self.direction == "forward":
-            return "Remove this copy (a .contiguous(), a .reshape); a flatten before the classifier cannot be avoided."
-        if any(given.startswith("contiguous") for given in self.inputs):
-            return "One of its inputs was contiguous already: see the loss before it."
+            return "Remove this copy (a .contiguous(), a .reshape), unless it is the classifier's."
+        if self.copy == "explicit":
+            return "Remove this copy, or the reshape whose gradient it is."
+        if self.cause:
+            return f"One of its inputs was contiguous already, from {self.cause}."
+        if any(described.startswith("contiguous") for described in self.inputs):
+            return "One of its inputs was contiguous already: make that one channels_last."
+        if self.name in ("mm", "bmm", "addmm", "baddbmm"):
+            return "Exchange and transpose its operands, so that its columns are channels."
         return "This kernel returns contiguous: replace it if the share matters."
 
 
@@ -71,12 +97,16 @@ class LayoutReport:
     calls: list[Call] = field(default_factory=list)
     step_bytes: int = 0
     step_ms: float | None = None
-    times: Any = None  # the `operator_times.OperatorTimes` of both layouts, if measured
+    times: Any = None  # the `measure.times_report.OperatorTimes` of both layouts, if measured
     compiled: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
         """The calls with this outcome, sorted by the bytes that they moved."""
-        found = [call for call in self.calls if call.outcome == outcome and direction in (None, call.direction)]
+        found = [
+            call
+            for call in self.calls
+            if call.outcome == outcome and direction in (None, call.direction)
+        ]
         return sorted(found, key=lambda call: -call.moved_bytes * call.count)
 
     @property
@@ -99,75 +129,132 @@ class LayoutReport:
         """Milliseconds of a step spent on such copies; None if not measured."""
         return None if self.step_ms is None else _total(self.calls, "copy_ms")
 
-    def verdict(self) -> list[str]:
-        """The conclusions as text, the most expensive loss first."""
-        if self.model_memory_format == "contiguous" and not self.of("kept"):
-            return ["the model and its input are contiguous, so nothing can be lost; convert the model first"]
-        lines = [
-            f"{self._cost(calls, f'{calls[0].name} ({calls[0].direction}) returned contiguous')}. {calls[0].advice()}"
-            for calls in grouped(self.of("lost"), "operator", "direction", "source", "copy")
-        ] or ["no operator loses channels_last"]
-        for calls in grouped(self.of("restored"), "copy"):
-            lines.append(self._cost(calls, "a contiguous input was converted to channels_last"))
-        for calls in grouped(self.of("created"), "operator"):
-            what = "(backward) created a contiguous gradient and moved nothing: no loss (as of a mean or a slice)"
-            lines.append(f"{_count(calls)} x {calls[0].name} {what}")
-        if self.copy_ms is not None and self.step_ms:
-            pct = 100 * self.copy_ms / self.step_ms
-            lines.append(f"measured: {self.copy_ms:.2f} ms of a step of {self.step_ms:.2f} ms ({pct:.1f} %)")
+    def headline(self) -> str:
+        """The result in one line."""
+        lost = self.of("lost")
+        if not lost and self.model_memory_format == "contiguous" and not self.of("kept"):
+            return f"{self.model} and its input are contiguous: convert the model first"
+        if not lost:
+            return f"{self.model}: no operator loses channels_last"
+        places = {call.module for call in lost}
+        causes = {call.place for call in lost}
+        paying = [call for call in self.calls if call.outcome == "lost" or call.cause in causes]
+        number = "1 place; it costs" if len(places) == 1 else f"{len(places)} places; they cost"
+        return f"{self.model} loses channels_last in {number} {self._cost(paying)}"
+
+    def losses(self) -> list[dict[str, Any]]:
+        """A row for each line of code that loses the format, the most expensive first."""
+        rows = []
+        for calls in grouped(self.of("lost"), "operator", "direction", "source", "copy"):
+            first, causes = calls[0], {call.place for call in calls}
+            paying = calls + [call for call in self.of("restored") if call.cause in causes]
+            rows.append(
+                {
+                    "calls": _count(calls),
+                    "operator": f"{first.name} ({first.direction})",
+                    "line": first.where,
+                    "first module": f"{first.module or '(top)'} {list(first.shape)}",
+                    "% of bytes": self._bytes_pct(paying),
+                    "ms": None if self.step_ms is None else _total(paying, "copy_ms"),
+                    "copy": first.copy,
+                    "advice": first.advice(),
+                }
+            )
+        return rows
+
+    def notes(self) -> list[str]:
+        """What is paid for contiguous tensors that no loss made, the most expensive first."""
+        lines = []
+        lost = {call.place for call in self.of("lost")}
+        creators = {call.place: call for call in self.of("created")}
+        paying = self.of("restored") + self.of("inherited")
+        for calls in sorted(
+            grouped(paying, "cause"), key=lambda calls: -_total(calls, "moved_bytes")
+        ):
+            cause, number = calls[0].cause, _count(calls)
+            pays = f"{number} call pays" if number == 1 else f"{number} calls pay"
+            cost = f"{pays} {self._cost(calls)}"
+            if cause in creators:
+                lines.append(f"{_of_creator(creators[cause])}; {cost}")
+            elif cause not in lost:
+                first = f"(first {calls[0].where} in {calls[0].module or '(top)'})"
+                lines.append(f"the batch or a weight is contiguous; {cost} to convert it {first}")
         return lines
 
-    def _cost(self, calls: list[Call], what: str) -> str:
-        """The number of calls, what they cost, and the line of code and the module of the first."""
-        first, pct = calls[0], 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
-        cost = f"{pct:.1f} % of the step's bytes" + f", {_total(calls, 'copy_ms'):.2g} ms" * (self.step_ms is not None)
-        where = f"{first.source} `{first.line}`" if first.source else "no line of Python"
-        module = f"{first.module or '(top)'} {list(first.shape)}"
-        return f"{_count(calls)} x {what}: {cost}, {first.copy} copy (first at {where} in {module})"
+    def inherited(self) -> dict[tuple[str, str, str], str]:
+        """By direction, module and operator of a call that pays for a created gradient: the line
+        that creates it.
+        """
+        creators = {call.place: call.where for call in self.of("created")}
+        return {
+            (call.direction, call.module, call.operator): creators[call.cause]
+            for call in self.calls
+            if call.cause in creators
+        }
+
+    def _bytes_pct(self, calls: list[Call]) -> float:
+        return 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
+
+    def _cost(self, calls: list[Call]) -> str:
+        """Measured if the step was, else in bytes."""
+        if self.step_ms:
+            ms = _total(calls, "copy_ms")
+            return (
+                f"{100 * ms / self.step_ms:.2g} % of the step ({ms:.2g} of {self.step_ms:.4g} ms)"
+            )
+        return f"{self._bytes_pct(calls):.2g} % of the step's bytes"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
         return {
-            "schema_version": 3,
+            "schema_version": 4,
             **vars(self),
             "times": self.times and self.times.to_dict(),
             "totals": self.totals,
             "moved_bytes": self.moved_bytes,
             "copy_ms": self.copy_ms,
             "moved_pct": round(self.moved_pct, 3),
-            "verdict": self.verdict(),
-            "calls": [asdict(call) for outcome in OUTCOMES[1:5] for call in self.of(outcome)],
+            "verdict": [self.headline(), *self.notes()],
+            "losses": self.losses(),
+            "calls": [
+                asdict(call)
+                for outcome in OUTCOMES
+                if outcome not in ("kept", "contiguous")
+                for call in self.of(outcome)
+            ],
         }
 
     def __str__(self) -> str:
         totals = ", ".join(f"{number} {outcome}" for outcome, number in self.totals.items())
-        moved = f"; conversions move {self.moved_pct:.1f} % of the step's bytes" * bool(self.moved_bytes)
+        moved = (
+            f"; conversions move {self.moved_pct:.1f} % of the step's bytes"
+            if self.moved_bytes
+            else ""
+        )
         where = f"{self.precision} on {self.device}, torch {self.torch}"
-        model = f"{self.model} ({self.model_memory_format}), input {self.input}, {where}"
-        parts = [model, f"operator calls: {totals}{moved}", *(f"- {line}" for line in self.verdict())]
-        if self.compiled:
-            parts += ["", "compiled graphs:", "", markdown_table(self.compiled)]
-        return "\n".join([*parts, "", str(self.times)] if self.times else parts)
+        parts = [
+            *(self.times.conclusions() if self.times else ()),
+            self.headline(),
+            f"{self.model} ({self.model_memory_format}), input {self.input}, {where}",
+            f"operator calls: {totals}{moved}",
+            *(f"- {line}" for line in self.notes()),
+        ]
+        for rows, title in ((self.losses(), "losses"), (self.compiled, "compiled graphs")):
+            if rows:
+                parts += ["", f"{title}:", "", markdown_table(rows)]
+        return "\n".join([*parts, "", self.times.tables_text()] if self.times else parts)
 
 
-def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Rows with equal keys as a Markdown table with aligned columns; empty for no rows."""
-    if not rows:
-        return ""
-
-    def cell(value: object) -> str:
-        text = "" if value is None else str(value)
-        if isinstance(value, float):
-            text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # not 1.23e+03
-        if isinstance(value, tuple):
-            text = f"[{', '.join(map(cell, value))}]"
-        return text.replace("|", "\\|").replace("\n", " ")
-
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        f"| {' | '.join(text.ljust(width) for text, width in zip(line, widths, strict=True))} |" for line in lines
-    )
+def _of_creator(call: Call) -> str:
+    """A created gradient, and what its author can do."""
+    where = f"`{call.module or '(top)'}` ({call.module_type})"
+    if call.source:
+        where = f"{call.where} in {where}"
+    created = f"{where}: its backward pass creates a contiguous gradient"
+    if not call.name.startswith("div"):
+        return created
+    keeping = "x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)"
+    return f"{created} (of a mean; in your own model, {keeping} keeps it)"
 
 
 def grouped(calls: list[Call], *fields: str) -> list[list[Call]]:

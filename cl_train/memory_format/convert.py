@@ -17,8 +17,8 @@ from cl_train.memory_format.layout import (
     CONVOLUTIONS,
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
+    Layout,
     classify,
-    images_in,
     named_tensors,
     refuse_lazy,
     to_memory_format,
@@ -33,9 +33,12 @@ _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
 
 @dataclass
 class ConversionReport:
-    """The tensors of 4 or 5 dimensions: names of those that `convert` changed, and reasons for those left unchanged.
+    """The tensors of 4 or 5 dimensions: names of those that `convert` changed, and reasons for
+    those left unchanged.
 
-    `moved_bytes`: of tensors whose bytes were reordered; for ambiguous ones only the strides changed.
+    `tensors`: number of the parameters, and of the buffers of 4 or 5 dimensions.
+    `moved_bytes`: of tensors whose bytes were reordered; for ambiguous ones only the strides
+    changed.
     """
 
     mode: str
@@ -45,17 +48,20 @@ class ConversionReport:
     ambiguous: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    tensors: int = 0
     moved_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "memory_format": MEMORY_FORMAT_NAMES[self.memory_format]}
 
     def __str__(self) -> str:
+        mode = "" if self.mode == "full" else f" (conversion={self.mode})"
         lines = [
-            f"{MEMORY_FORMAT_NAMES[self.memory_format]} ({self.mode}): {len(self.changed)} tensors changed "
-            f"({self.moved_bytes / 2**20:.1f} MiB), {len(self.unchanged)} had the format already, {len(self.left)} "
-            f"left unchanged; {len(self.ambiguous)} of all have both formats at once (one channel, or 1x1)"
+            f"{MEMORY_FORMAT_NAMES[self.memory_format]}{mode}: {len(self.changed)} of"
+            f" {self.tensors} tensors changed"
         ]
+        if self.unchanged:
+            lines[0] += f", {len(self.unchanged)} had the format already"
         for reason in dict.fromkeys(self.left.values()):
             names = [name for name, why in self.left.items() if why == reason]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -65,105 +71,82 @@ class ConversionReport:
 
 def convert(
     model: Any,
-    mode: str = "full",
+    mode: str | Layout = "full",
     select: Iterable[str] | Predicate | None = None,
     memory_format: torch.memory_format | str = torch.channels_last,
 ) -> ConversionReport:
     """Convert the parameters and buffers of `model` in place; their values do not change.
 
-    Each Parameter stays the same object, so optimizers, hooks, tied weights and `requires_grad` are unaffected;
-    gradients are converted too. Convert after building and loading the model, and before DDP, EMA and the first
-    compiled call. `memory_format=torch.contiguous_format` converts back.
+    Each Parameter stays the same object, so optimizers, hooks, tied weights and `requires_grad` are
+    unaffected; gradients are converted too. Convert after building and loading the model, and
+    before DDP, EMA and the first compiled call. `memory_format=torch.contiguous_format` converts
+    back.
 
     Args:
-        model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export` program.
-        mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`; "conv", those of modules
-            that are convolutions, as `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", those of the
-            selected modules; "mixed", every tensor but those of the selected modules, which stay contiguous and copy
-            their images at their borders, by forward hooks (not for scripted models, nor for modules that change
-            their input in place for their caller); "none", nothing. Exported programs: full and none only.
-        select: for modes "select" and "mixed": shell patterns of module names (a pattern includes the module's
+        model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export`
+            program.
+        mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`;
+            "conv", those of modules that are convolutions, as
+            `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", those of the selected
+            modules; "none", nothing. Exported programs: full and none only. A `Layout` stands for
+            all three arguments.
+        select: for mode "select": shell patterns of module names (a pattern includes the module's
             children), or a predicate of (name, module).
-        memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of 4 dimensions become
-            channels_last, tensors of 5 channels_last_3d; or `contiguous_format`. Or its name.
+        memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of
+            4 dimensions become channels_last, tensors of 5 channels_last_3d; or
+            `contiguous_format`. Or its name.
 
-    Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model that is, contains or is
-    inside DDP or FSDP; sharded parameters.
+    Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model that
+    is, contains or is inside DDP or FSDP; sharded parameters.
     """
+    if isinstance(mode, Layout):
+        return convert(model, mode.conversion, mode.select, mode.memory_format)
+    if mode == "mixed":
+        raise ConfigError(
+            "conversion=mixed is gone: it gained at small images only; use full, conv or select"
+        )
     if mode not in MODES:
-        raise ConfigError(f"conversion={mode}: no such mode; use {', '.join(MODES)}{suggest(mode, MODES)}")
+        raise ConfigError(
+            f"conversion={mode}: no such mode; use {', '.join(MODES)}{suggest(mode, MODES)}"
+        )
     memory_format = MEMORY_FORMATS.get(memory_format, memory_format)  # type: ignore[arg-type]
     if memory_format not in MEMORY_FORMAT_NAMES:
         known = suggest(str(memory_format), MEMORY_FORMATS)
-        raise ConfigError(f"a model cannot be converted to {memory_format}; use {', '.join(MEMORY_FORMATS)}{known}")
+        raise ConfigError(
+            f"a model cannot be converted to {memory_format}; use"
+            f" {', '.join(MEMORY_FORMATS)}{known}"
+        )
     report = ConversionReport(mode, memory_format)
     refuse_lazy(model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.DataParallel):
-        report.notes.append("DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun")
+        report.notes.append(
+            "DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun"
+        )
     tensors = named_tensors(model)
     _refuse_distributed(model, tensors)
+    report.tensors = sum(
+        isinstance(tensor, nn.Parameter) or tensor.dim() in CHANNELS_LAST
+        for tensor in tensors.values()
+    )
     selected = set(tensors) if mode == "full" else set()
-    islands: list[nn.Module] = []
-    if mode in ("conv", "select", "mixed"):
+    if mode in ("conv", "select"):
         chosen = _chosen(model, mode, select)
-        selected = {name for name in tensors if (_WITHIN_MODULE.sub("", name) in chosen) == (mode != "mixed")}
-        islands = _islands(model, chosen, memory_format) if mode == "mixed" else []
+        selected = {name for name in tensors if _WITHIN_MODULE.sub("", name) in chosen}
         if not chosen:
             report.notes.append(f"conversion={mode} takes modules, and finds none: use full")
-    for module, hooks, key in borders(model) if isinstance(model, nn.Module) and mode != "none" else ():
-        del hooks[key]  # from no other dict: in a model that was unpickled a user's hook may have the same key
-        if hooks is module._forward_pre_hooks:
-            module._forward_pre_hooks_with_kwargs.pop(key)
     for group in _groups_sharing_memory(tensors):
         _convert_group(group, selected, memory_format, report)
-    for module in islands:
-        convert(module, memory_format=torch.contiguous_format)
-    for module in islands:
-        module.register_forward_pre_hook(_contiguous_inputs, with_kwargs=True)
-        module.register_forward_hook(_channels_last_outputs)
     return report
 
 
-def _islands(model: nn.Module, chosen: set[str], memory_format: torch.memory_format) -> list[nn.Module]:
-    """The chosen modules that no other chosen one contains; a shared one once."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    parents = {name: {name[:index] for index, letter in enumerate(name) if letter == "."} | {""} for name in chosen}
-    islands = list(dict.fromkeys(modules[name] for name in chosen if not parents[name] - {name} & chosen))
-    if islands and memory_format == torch.contiguous_format:
-        raise ConfigError("conversion=mixed: the other modules must be channels_last")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in (model, *islands)):
-        raise ConfigError("conversion=mixed: scripted modules run no hooks; convert before torch.jit.script")
-    return islands
-
-
-def _contiguous_inputs(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Lists and dicts stay the objects that they are: the module may change them for its caller."""
-
-    def contiguous(value: Any) -> Any:
-        return images_in(torch.contiguous_format, value) if isinstance(value, torch.Tensor) else value
-
-    return tuple(map(contiguous, inputs)), {name: contiguous(value) for name, value in named.items()}
-
-
-def _channels_last_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return images_in(torch.channels_last, output)
-
-
-def borders(model: nn.Module) -> list[tuple[nn.Module, dict[int, Any], int]]:
-    """The hooks by which `convert` made layouts mixed: of each the module, its dict of hooks, and the key."""
-    return [
-        (module, hooks, key)
-        for module in model.modules()
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for key, hook in hooks.items()
-        if hook in (_contiguous_inputs, _channels_last_outputs)
-    ]
-
-
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """DDP and FSDP have buckets and shards with the strides that the model had; a wrapper tensor hides its strides."""
-    kinds: list[type] = [type(module) for module in model.modules()] if isinstance(model, nn.Module) else []
+    """DDP and FSDP have buckets and shards with the strides that the model had; a wrapper tensor
+    hides its strides.
+    """
+    kinds: list[type] = (
+        [type(module) for module in model.modules()] if isinstance(model, nn.Module) else []
+    )
     refused = [kind for kind in kinds if _DISTRIBUTED & {base.__name__ for base in kind.__mro__}]
     images = [tensor for tensor in tensors.values() if tensor.dim() in CHANNELS_LAST]
     refused += [type(tensor) for tensor in images if is_traceable_wrapper_subclass(tensor)]
@@ -173,21 +156,36 @@ def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
-    """Names of the convolutions, or the modules that the predicate or a shell pattern takes, these with children."""
+    """Names of the convolutions, or the modules that the predicate or a shell pattern takes, these
+    with children.
+    """
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))
     if mode == "conv":
         names = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
-        scripted = {name for name, module in modules.items() if getattr(module, "original_name", "") in names}
-        return scripted | {name for name, module in modules.items() if isinstance(module, CONVOLUTIONS)}
+        scripted = {
+            name
+            for name, module in modules.items()
+            if getattr(module, "original_name", "") in names
+        }
+        return scripted | {
+            name for name, module in modules.items() if isinstance(module, CONVOLUTIONS)
+        }
     if callable(select):
         return {name for name, module in modules.items() if select(name, module)}
     if not (patterns := list(select or ())):
-        raise ConfigError(f"conversion={mode} needs select=<module names>, for instance select='layer1*,layer2*'")
+        raise ConfigError(
+            f"conversion={mode} needs select=<module names>, for instance select='layer1*,layer2*'"
+        )
     heads = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
     if unknown := [pattern for pattern in patterns if not heads[pattern]]:
-        raise ConfigError([f"select={name}: the model has no such module{suggest(name, modules)}" for name in unknown])
+        raise ConfigError(
+            [
+                f"select={name}: the model has no such module{suggest(name, modules)}"
+                for name in unknown
+            ]
+        )
     prefixes = tuple(f"{head}." for found in heads.values() for head in found)
     return {name for name in modules if f"{name}.".startswith(prefixes)}
 
@@ -197,13 +195,19 @@ def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str
     strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     groups: list[dict[str, torch.Tensor]] = []
     device, end = None, 0
-    for name, tensor in sorted(strided.items(), key=lambda item: (str(item[1].device), item[1].data_ptr())):
+    for name, tensor in sorted(
+        strided.items(), key=lambda item: (str(item[1].device), item[1].data_ptr())
+    ):
         start = tensor.data_ptr()
-        if tensor.device != device or start >= end or start == 0:  # meta tensors are all at address 0
+        if (
+            tensor.device != device or start >= end or start == 0
+        ):  # meta tensors are all at address 0
             groups.append({})
             device, end = tensor.device, start
         groups[-1][name] = tensor
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         end = max(end, start + extent * tensor.element_size() if tensor.numel() else start)
     position = {name: index for index, name in enumerate(tensors)}
     return sorted(groups, key=lambda group: min(position[name] for name in group))
@@ -211,21 +215,31 @@ def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str
 
 @torch.no_grad()
 def _convert_group(
-    group: Mapping[str, torch.Tensor], selected: set[str], memory_format: torch.memory_format, report: ConversionReport
+    group: Mapping[str, torch.Tensor],
+    selected: set[str],
+    memory_format: torch.memory_format,
+    report: ConversionReport,
 ) -> None:
     """Convert the tensors of one memory block; they still share memory afterwards."""
     candidates = {name: tensor for name, tensor in group.items() if tensor.dim() in CHANNELS_LAST}
     if not candidates:
         return
     first = next(iter(candidates.values()))
-    report.ambiguous += [name for name, tensor in candidates.items() if classify(tensor) == "ambiguous"]
-    views = {(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in group.values()}
+    report.ambiguous += [
+        name for name, tensor in candidates.items() if classify(tensor) == "ambiguous"
+    ]
+    views = {
+        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in group.values()
+    }
     reason = ""
     if not selected & candidates.keys():
         reason = "not selected"
     elif len(views) > 1:
         reason = "shares its memory with a tensor of another shape"
-    elif any(size > 1 and stride == 0 for size, stride in zip(first.shape, first.stride(), strict=True)):
+    elif any(
+        size > 1 and stride == 0 for size, stride in zip(first.shape, first.stride(), strict=True)
+    ):
         reason = "expanded (stride 0): converting it would allocate its full size"
     if reason:
         report.left |= dict.fromkeys(candidates, reason)
@@ -238,6 +252,8 @@ def _convert_group(
     if classify(first) != "ambiguous":
         report.moved_bytes += len(candidates) * converted.nbytes
     for tensor in {id(tensor): tensor for tensor in candidates.values()}.values():
-        tensor.data = converted  # the object must stay: optimizers, hooks and tied modules refer to it
+        tensor.data = (
+            converted  # the object must stay: optimizers, hooks and tied modules refer to it
+        )
         if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
             tensor.grad.data = to_memory_format(tensor.grad, memory_format)

@@ -1,19 +1,21 @@
 """The memory format of a tensor and of a model's parameters, and its name in records.
 
-A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride < W-stride < H-stride
-< N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, the contiguous and the
-channels_last order are the same bytes: such a tensor is *ambiguous*. Video, [N,C,D,H,W], has the same two formats;
-torch calls the second one `channels_last_3d`.
+A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride <
+W-stride < H-stride < N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1,
+or H == W == 1, the contiguous and the channels_last order are the same bytes: such a tensor is
+*ambiguous*. Video, [N,C,D,H,W], has the same two formats; torch calls the second one
+`channels_last_3d`.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import Config, ConfigError
 
 StrideOrder = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
@@ -27,15 +29,51 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the nu
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
-def classify(tensor: torch.Tensor) -> StrideOrder:
-    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], determined by the order of its strides.
+@dataclass(frozen=True)
+class Layout:
+    """The memory format of the input and, with `conversion` and `select`, of the model.
 
-    Unlike `is_contiguous(memory_format=...)` this accepts slices: half of the channels of a channels_last image is
-    channels_last.
+    The last two are the arguments of `convert`; without arguments all is channels_last.
+    """
+
+    memory_format: torch.memory_format = torch.channels_last
+    conversion: str = "full"
+    select: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Layout | None":
+        """The layout that a run's settings name; None: they leave the choice to a measurement."""
+        if cfg.channels_last == "auto":
+            return None
+        if cfg.channels_last == "false":
+            return CONTIGUOUS
+        return cls(torch.channels_last, cfg.conversion, tuple(cfg.select))
+
+    @property
+    def is_channels_last(self) -> bool:
+        return self.memory_format != torch.contiguous_format
+
+    @property
+    def name(self) -> str:
+        """`contiguous`, `channels_last`, or with a conversion, `channels_last_conv`."""
+        suffix = "" if self.conversion == "full" else f"_{self.conversion}"
+        return MEMORY_FORMAT_NAMES[self.memory_format] + suffix
+
+
+CONTIGUOUS = Layout(torch.contiguous_format)
+
+
+def classify(tensor: torch.Tensor) -> StrideOrder:
+    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], determined by the order of its
+    strides.
+
+    Unlike `is_contiguous(memory_format=...)` this accepts slices: half of the channels of a
+    channels_last image is channels_last.
 
     Returns:
-        "ambiguous" if both orders hold (C == 1, H == W == 1, no elements); "other" for any other number of dimensions,
-        any other order, expanded (stride 0) dimensions, and tensors without strides (sparse).
+        "ambiguous" if both orders hold (C == 1, H == W == 1, no elements); "other" for any other
+        number of dimensions, any other order, expanded (stride 0) dimensions, and tensors without
+        strides (sparse).
     """
     if tensor.layout != torch.strided or tensor.dim() not in CHANNELS_LAST:
         return "other"
@@ -59,10 +97,11 @@ def _strides_descend(tensor: torch.Tensor, order: Sequence[int]) -> bool:
 
 
 def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """`tensor` with the strides of `memory_format`, also in size-1 dimensions; the same object if it already has them.
+    """`tensor` with the strides of `memory_format`, also in size-1 dimensions; the same object if
+    it already has them.
 
-    `.contiguous(memory_format=...)` does not change the strides of [N,1,H,W] and [N,C,1,1]. channels_last means
-    channels_last_3d for a tensor [N,C,D,H,W].
+    `.contiguous(memory_format=...)` does not change the strides of [N,1,H,W] and [N,C,1,1].
+    channels_last means channels_last_3d for a tensor [N,C,D,H,W].
     """
     if memory_format != torch.contiguous_format:
         memory_format = CHANNELS_LAST[tensor.dim()]
@@ -73,7 +112,9 @@ def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -
 
 
 def images_in(memory_format: torch.memory_format, values: Any) -> Any:
-    """Nested values, the tensors of 4 and 5 dimensions in `memory_format`; a list or dict is a new one."""
+    """Nested values, the tensors of 4 and 5 dimensions in `memory_format`; a list or dict is a new
+    one.
+    """
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         return to_memory_format(tensor, memory_format) if tensor.dim() in CHANNELS_LAST else tensor
@@ -82,12 +123,20 @@ def images_in(memory_format: torch.memory_format, values: Any) -> Any:
 
 
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
-    """The format that all tensors of 4 or 5 dimensions have, or "mixed"; if all are ambiguous, their strides decide."""
-    images = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in (4, 5)]
+    """The format that all tensors of 4 or 5 dimensions have, or "mixed"; if all are ambiguous,
+    their strides decide.
+    """
+    images = [
+        t
+        for t in tensors
+        if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in (4, 5)
+    ]
     found = {classify(tensor) for tensor in images} - {"ambiguous"}
     if found:
         return found.pop() if found in ({"channels_last"}, {"contiguous"}) else "mixed"
-    is_marked = any(to_memory_format(tensor, torch.contiguous_format) is not tensor for tensor in images)
+    is_marked = any(
+        to_memory_format(tensor, torch.contiguous_format) is not tensor for tensor in images
+    )
     return "channels_last" if is_marked else "contiguous"
 
 
@@ -98,17 +147,28 @@ def model_memory_format(model: Any) -> str:
 
 
 def named_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a module or an exported program; tied tensors appear under each of their names."""
+    """Parameters and buffers of a module or an exported program; tied tensors appear under each of
+    their names.
+    """
     if isinstance(model, torch.export.ExportedProgram):
         named = {**model.state_dict, **model.constants}
         return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    return dict(
+        [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    )
 
 
 def refuse_lazy(model: Any) -> None:
     """Raises ConfigError if this is no model, or a tensor of the model has no shape yet."""
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
-        raise ConfigError(f"a {type(model).__name__} is no model ({model!r:.60}): give a torch.nn.Module")
+        raise ConfigError(
+            f"a {type(model).__name__} is no model ({model!r:.60}): give a torch.nn.Module"
+        )
     for name, tensor in named_tensors(model).items():
         if nn.parameter.is_lazy(tensor):
-            raise ConfigError(f"{name} is lazy and has no shape yet: run one batch through the model first")
+            raise ConfigError(
+                f"{name} is lazy and has no shape yet: run one batch through the model first"
+            )

@@ -1,4 +1,6 @@
-"""Converting models: strides, identity of parameters, sharing, reversal; and the layouts of state that follows them."""
+"""Converting models: strides, identity of parameters, sharing, reversal; and the layouts of state
+that follows them.
+"""
 
 import copy
 import json
@@ -20,13 +22,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load
 from cl_train.data.device import Batch
-from cl_train.memory_format.audit import audit
-from cl_train.memory_format.convert import borders, convert
+from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import Dist, processes
-from cl_train.training.build import build_train_state
+from cl_train.training.build import build_train_state, step_settings
 from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks
 
@@ -35,7 +36,9 @@ CHANNELS_LAST = torch.channels_last
 
 
 def convolutions(*more: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), *more)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), *more
+    )
 
 
 def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -73,8 +76,18 @@ def with_scale() -> nn.Module:
 ORIGINAL = "parametrizations.weight.original"
 CONVERSIONS: list[tuple[nn.Module, dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     (convolutions(), {}, {"0.weight": (27, 1, 9, 3), "2.weight": (8, 1, 8, 8)}, "channels_last"),
-    (with_scale(), {"mode": "conv"}, {"0.weight": (27, 1, 9, 3), "1.weight": (36, 1, 12, 4)}, "mixed"),
-    (nn.Sequential(nn.Conv2d(8, 8, 1)), {}, {"0.weight": (8, 1, 8, 8)}, "channels_last"),  # told by its strides
+    (
+        with_scale(),
+        {"mode": "conv"},
+        {"0.weight": (27, 1, 9, 3), "1.weight": (36, 1, 12, 4)},
+        "mixed",
+    ),
+    (
+        nn.Sequential(nn.Conv2d(8, 8, 1)),
+        {},
+        {"0.weight": (8, 1, 8, 8)},
+        "channels_last",
+    ),  # told by its strides
     (
         nn.Sequential(nn.Conv3d(3, 8, 3), nn.Conv3d(8, 8, 1), nn.Conv2d(3, 8, 3)),
         {"memory_format": torch.channels_last_3d},
@@ -84,7 +97,11 @@ CONVERSIONS: list[tuple[nn.Module, dict[str, Any], dict[str, tuple[int, ...]], s
     (
         nn.Sequential(spectral_norm(nn.Conv2d(8, 8, 3)), weight_norm(nn.Conv2d(8, 8, 3))),
         {"mode": "select", "select": ["?"]},
-        {f"0.{ORIGINAL}": (72, 1, 24, 8), f"1.{ORIGINAL}0": (1, 1, 1, 1), f"1.{ORIGINAL}1": (72, 1, 24, 8)},
+        {
+            f"0.{ORIGINAL}": (72, 1, 24, 8),
+            f"1.{ORIGINAL}0": (1, 1, 1, 1),
+            f"1.{ORIGINAL}1": (72, 1, 24, 8),
+        },
         "channels_last",
     ),
 ]
@@ -92,15 +109,24 @@ CONVERSIONS: list[tuple[nn.Module, dict[str, Any], dict[str, tuple[int, ...]], s
 
 @pytest.mark.parametrize(("model", "arguments", "changed", "memory_format"), CONVERSIONS)
 def test_strides_of_converted_models(
-    model: nn.Module, arguments: dict[str, Any], changed: dict[str, tuple[int, ...]], memory_format: str
+    model: nn.Module,
+    arguments: dict[str, Any],
+    changed: dict[str, tuple[int, ...]],
+    memory_format: str,
 ) -> None:
     before, values = strides(model), copy.deepcopy(model.state_dict())
     assert model_memory_format(model) == "contiguous"
     assert convert(model, "none").left and strides(model) == before
     report = convert(model, **arguments)
-    assert strides(model) == before | changed and {*report.changed} == {n for n in changed if changed[n] != before[n]}
-    assert report.ambiguous == [name for name in changed if model.state_dict()[name][0, 0].numel() == 1]
-    assert report.moved_bytes == sum(4 * values[name].numel() for name in set(changed) - set(report.ambiguous))
+    assert strides(model) == before | changed and {*report.changed} == {
+        n for n in changed if changed[n] != before[n]
+    }
+    assert report.ambiguous == [
+        name for name in changed if model.state_dict()[name][0, 0].numel() == 1
+    ]
+    assert report.moved_bytes == sum(
+        4 * values[name].numel() for name in set(changed) - set(report.ambiguous)
+    )
     assert model_memory_format(model) == memory_format
     assert not convert(model, **arguments).changed
     assert convert(model, memory_format="contiguous").changed and strides(model) == before
@@ -160,68 +186,6 @@ def test_select_by_pattern_and_predicate() -> None:
     ]
 
 
-def test_selected_modules_of_a_mixed_model_compute_contiguous_between_copies() -> None:
-    model, seen = torchvision.models.resnet18(num_classes=5).eval(), {}
-    images = torch.randn(2, 3, 64, 64).to(memory_format=CHANNELS_LAST)
-    expected = model(images)
-    convert(model, "mixed", ["layer4", "layer4.0", "layer1.0.conv?"])
-    model = copy.deepcopy(model)  # as an EMA or a benchmark does
-    layers = (model.layer1[0].conv2, model.layer1[1].conv2, model.layer4[0].conv1)
-    assert [classify(layer.weight) for layer in layers] == ["contiguous", "channels_last", "contiguous"]
-    for name in ("layer1.0.conv2", "layer1.1.conv2", "layer4.1", "avgpool"):
-
-        def see(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-            seen[name] = (classify(inputs[0]), classify(output))
-
-        model.get_submodule(name).register_forward_hook(see, prepend=True)
-    torch.testing.assert_close(model(images), expected)
-    assert seen.pop("avgpool")[0] == "channels_last"
-    of_all = {name: set(formats) for name, formats in seen.items()}
-    assert of_all == {"layer1.0.conv2": {"contiguous"}, "layer1.1.conv2": {"channels_last"}, "layer4.1": {"contiguous"}}
-    with pytest.raises(ConfigError, match="leave out conversion=mixed"):
-        audit(model, images, time=True)
-    convert(model, "none")
-    assert len(borders(model)) == 6 and not borders(model.layer2)
-    (key,) = layers[0]._forward_pre_hooks  # a hook registered in an unpickled model may have the same key
-    layers[0]._forward_hooks[key] = lambda *_: seen.update(own=())
-    convert(model, memory_format=torch.contiguous_format)
-    assert not borders(model)
-    model(images.contiguous())
-    assert seen.pop("own") == ()
-    assert {formats for name, formats in seen.items() if name != "avgpool"} == {("contiguous", "contiguous")}
-
-
-class Named(nn.Module):
-    """A shared convolution, called by name, that appends to its caller's list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.second = Collecting(4, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-        self.second(found, image=self.first(found, image=x))
-        return torch.cat(found)
-
-
-class Collecting(nn.Conv2d):
-    def forward(self, found: list[torch.Tensor], image: torch.Tensor) -> torch.Tensor:
-        self.seen = classify(image)
-        found.append(super().forward(image))
-        return found[-1]
-
-
-def test_shared_modules_lists_and_keyword_arguments_at_the_borders() -> None:
-    model, images = Named(), torch.randn(2, 4, 6, 6).to(memory_format=CHANNELS_LAST)
-    expected = model(images)
-    convert(model, "mixed", ["second"])
-    torch.testing.assert_close(model(images), expected)
-    assert model.second.seen == "contiguous"
-
-
-MIXED = {"mode": "mixed", "select": ["0"]}
-
-
 def exported() -> Any:
     return torch.export.export(nn.Conv2d(3, 8, 3), (torch.randn(2, 3, 8, 8),))
 
@@ -241,15 +205,25 @@ def mesh() -> Any:
     [
         (convolutions, {"mode": "ful"}, "did you mean full"),
         (convolutions, {"mode": "select"}, "needs select="),
-        (torchvision.models.resnet18, {"mode": "mixed", "select": ["layr1"]}, "no such module; did you mean layer1"),
-        (torchvision.models.resnet18, {"mode": "select", "select": ["layr1"]}, "no such module; did you mean layer1"),
+        (
+            torchvision.models.resnet18,
+            {"mode": "select", "select": ["layr1"]},
+            "no such module; did you mean layer1",
+        ),
         (convolutions, {"memory_format": torch.preserve_format}, "preserve_format"),
         (convolutions, {"memory_format": "channels_lst"}, "did you mean channels_last"),
-        (convolutions, {**MIXED, "memory_format": "contiguous"}, "must be channels_last"),
-        (lambda: nn.Sequential(torch.jit.script(nn.Conv2d(4, 4, 3))), MIXED, "scripted"),
-        (exported, {"mode": "conv"}, "conversion=conv: an exported program has no modules; use full"),
+        (convolutions, {"mode": "mixed", "select": ["0"]}, "is gone.*use full, conv or select"),
+        (
+            exported,
+            {"mode": "conv"},
+            "conversion=conv: an exported program has no modules; use full",
+        ),
         (dict, {}, "dict"),
-        (lambda: nn.Sequential(nn.parallel.DistributedDataParallel(convolutions())), {}, "DistributedDataParallel"),
+        (
+            lambda: nn.Sequential(nn.parallel.DistributedDataParallel(convolutions())),
+            {},
+            "DistributedDataParallel",
+        ),
         (lambda: nn.Sequential(fully_shard(convolutions(), mesh=mesh())), {}, "FSDP"),
         (lambda: with_weight(lambda weight: distribute_tensor(weight, mesh())), {}, "DTensor"),
         (lambda: with_weight(lambda weight: TwoTensor(weight, weight.clone())), {}, "TwoTensor"),
@@ -276,40 +250,66 @@ def test_images_have_strides_that_tell_their_format_and_silence_is_noted() -> No
     marked = to_memory_format(image, CHANNELS_LAST)
     assert to_memory_format(marked, torch.contiguous_format).stride() == (16, 16, 4, 1)
     assert "finds none: use full" in str(convert(exported().module(), "conv"))
-    assert convert(nn.Sequential(torch.jit.script(nn.Conv2d(4, 4, 3))), "conv").changed == ["0.weight"]
+    assert convert(nn.Sequential(torch.jit.script(nn.Conv2d(4, 4, 3))), "conv").changed == [
+        "0.weight"
+    ]
 
 
-# --- two processes on gloo: gradients share memory and strides with DDP's buckets, graphed or not ---------------------
+# --- two processes on gloo: gradients share memory and strides with DDP's buckets, graphed or not -
 
-CASES: tuple[dict[str, object], ...] = ({}, {"ddp_static_graph": True}, {"cuda_graph": True})  # the last: recorded
+CASES: tuple[dict[str, object], ...] = (
+    {},
+    {"ddp_static_graph": True},
+    {"cuda_graph": True},
+)  # the last: recorded
 
 
 @pytest.mark.slow
 def test_gradients_have_the_strides_of_weights_and_buckets(tmp_path: Path) -> None:
     ranks = fork_two_ranks(tmp_path, main)
-    assert not any("Grad strides do not match bucket view strides" in rank.output() for rank in ranks)
+    assert not any(
+        "Grad strides do not match bucket view strides" in rank.output() for rank in ranks
+    )
     losses = json.loads(ranks[0].output().splitlines()[-1])
     assert losses == pytest.approx(losses[:1] * len(CASES), rel=1e-5)
 
 
 def loss_after_looking(words: dict[str, object], dist: Dist) -> float:
-    """Six steps, then one more backward pass whose gradients are looked at before they are dropped."""
+    """Six steps, then one more backward pass whose gradients are looked at before they are
+    dropped.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(0)
-        settings = {"model": "tests.networks:small", "precision": "fp32", "channels_last": True, "device": "cpu"}
+        settings = {
+            "model": "tests.networks:small",
+            "precision": "fp32",
+            "channels_last": True,
+            "device": "cpu",
+        }
         cfg = load({**settings, "data": {"name": "synthetic"}, **words})
-        state = build_train_state(cfg, resolve_precision("fp32", dist.device), 3, dist, lr=0.1)
-        for step in range(6):
-            images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(10 * step + dist.rank))
+        precision = resolve_precision("fp32", dist.device)
+        step = step_settings(cfg, precision, dist, soft=False)
+        state = build_train_state(cfg, step, 3, dist, lr=0.1)
+        for number in range(6):
+            generator = torch.Generator().manual_seed(10 * number + dist.rank)
+            images = torch.randn(4, 3, 32, 32, generator=generator)
             batch = Batch(images.to(memory_format=torch.channels_last), torch.arange(4) % 3)
             loss = state.train_step([batch]).loss
         loss_of(state.parts.model(batch.images), batch.targets).backward()
     assert not [item for item in caught if "strides" in str(item.message)]
     gradients = [(parameter.grad, parameter) for parameter in state.model.parameters()]
-    assert len({gradient.untyped_storage().data_ptr() for gradient, _ in gradients}) == 1, "views of the one bucket"
+    assert len({gradient.untyped_storage().data_ptr() for gradient, _ in gradients}) == 1, (
+        "views of the one bucket"
+    )
     assert all(gradient.stride() == parameter.stride() for gradient, parameter in gradients)
-    assert sum(g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last) for g, _ in gradients) == 2
+    assert (
+        sum(
+            g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last)
+            for g, _ in gradients
+        )
+        == 2
+    )
     torch.distributed.all_reduce(loss)
     return loss.item() / 2
 

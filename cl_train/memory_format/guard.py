@@ -1,0 +1,73 @@
+"""A guard for training loops: raises at the first operator that loses channels_last."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from typing import Literal
+
+from cl_train.errors import ConfigError, LayoutLost
+from cl_train.memory_format.audit_report import Call
+from cl_train.memory_format.layout_recorder import LayoutRecorder
+
+
+@contextmanager
+def layout_guard(
+    on_loss: Literal["raise", "warn"] = "raise",
+    allow: Sequence[str] = (),
+    strict: bool = False,
+) -> Iterator[None]:
+    """Watch every operator of the block, forward and backward, in any training loop; costs as much
+    as a debugger.
+
+    Convert the model and its input first: what never was channels_last cannot be lost. The image is
+    followed through views and tokens. A loss of tokens is raised by the operator that reads them.
+
+    Args:
+        on_loss: "raise" `LayoutLost` with the operator, line, module, shapes and strides, or "warn"
+            about each loss.
+        allow: shell patterns of operators, modules, types of modules, or lines ("model.py:12") that
+            may lose it.
+        strict: also raise where the backward pass pays for a gradient that a kernel of torch
+            creates contiguous, such as that of a global mean.
+    """
+    if on_loss not in ("raise", "warn"):
+        raise ConfigError(f"on_loss={on_loss}: must be raise or warn")
+    allowed = [allow] if isinstance(allow, str) else allow
+    warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
+    creators: set[str] = set()
+
+    def check(call: Call) -> None:
+        if call.outcome == "created":
+            creators.add(call.place)
+        pays = call.moved_bytes and call.cause in creators
+        if call.outcome != "lost" and not (strict and pays):
+            return
+        if any(fnmatch(text, pattern) for text in _names(call) for pattern in allowed):
+            return
+        message = _message(call)
+        if on_loss == "raise":
+            raise LayoutLost(message)
+        file, _, line = call.source.rpartition(":")
+        warnings.warn_explicit(
+            message, UserWarning, file or __file__, int(line or 1), registry=warned
+        )
+
+    with LayoutRecorder(on_call=check):
+        yield
+
+
+def _names(call: Call) -> tuple[str, ...]:
+    """What a pattern may name."""
+    file_and_line = call.source.rpartition("/")[2]
+    of_module = call.module, call.module_type
+    return call.name, call.operator, *of_module, call.source, file_and_line, call.line
+
+
+def _message(call: Call) -> str:
+    module = f"module {call.module or '(top)'} ({call.module_type or 'no module'})"
+    became = f"{', '.join(call.inputs)} became contiguous" if call.inputs else "it wrote contiguous"
+    return (
+        f"{call.name} lost channels_last in {call.direction}: {became} {list(call.shape)} with "
+        f"strides {list(call.strides)}, at {call.where}, in {module}. {call.advice()}"
+    )

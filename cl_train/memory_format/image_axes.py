@@ -1,0 +1,154 @@
+"""Which dimensions of a tensor are channels and which are pixels, followed through views by their
+strides.
+
+Memory that an operator has written is described by its axes: the stride at which each dimension of
+the written tensor advances, and the kind of that dimension. A view needs no rule of its own,
+whatever operator made it (flatten, permute, unflatten, chunk, unfold, ...): its strides show along
+which axes its dimensions run. Only operators that write need rules, and few do: most keep the
+number of dimensions.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from cl_train.memory_format.layout import StrideOrder
+
+OTHER, PIXEL, CHANNEL = range(3)  # the batch, broadcast and unknown dimensions are OTHER
+
+Kinds = tuple[int, ...]  # of the dimensions of a tensor
+
+
+class MergedKind(int):
+    """The kind of a dimension that runs along several axes, and these: sizes and kinds, the fastest
+    first.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+
+    def __new__(cls, kind: int, parts: tuple[tuple[int, int], ...]) -> "MergedKind":
+        merged = super().__new__(cls, kind)
+        merged.parts = parts
+        return merged
+
+
+class Axes(NamedTuple):
+    """The dimensions of memory, the fastest first."""
+
+    strides: tuple[int, ...]  # bytes
+    kinds: Kinds
+
+
+NO_IMAGE = Axes((), ())
+
+
+def image_kinds(rank: int) -> Kinds:
+    """Those of an image [N,C,H,W], a video [N,C,D,H,W], or a signal [N,C,L]."""
+    return (OTHER, CHANNEL, *[PIXEL] * (rank - 2))
+
+
+def is_shared_by_batch(tensor: torch.Tensor) -> bool:
+    """Whether every image of the batch reads the same values, as from a table of positions."""
+    return tensor.dim() > 0 and len(tensor) > 1 and tensor.stride(0) == 0
+
+
+def axes_of(tensor: torch.Tensor, kinds: Kinds) -> Axes:
+    """The axes of memory into which `tensor`, whose dimensions have these kinds, was written."""
+    axes = []
+    for size, stride, kind in zip(tensor.shape, tensor.stride(), kinds, strict=True):
+        if size < 2 or stride == 0:
+            continue
+        stride *= tensor.element_size()
+        parts = kind.parts if isinstance(kind, MergedKind) else ()
+        if math.prod(part for part, _ in parts) != size:
+            parts = ((size, kind),)
+        for part, part_kind in parts:
+            axes.append((stride, int(part_kind)))
+            stride *= part
+    axes.sort()
+    return Axes(tuple(stride for stride, _ in axes), tuple(kind for _, kind in axes))
+
+
+def kinds_of(tensor: torch.Tensor, axes: Axes) -> Kinds:
+    """The kinds of the dimensions of a view of memory with these axes."""
+    itemsize = tensor.element_size()
+    kinds = []
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size < 2 or stride == 0:
+            kinds.append(OTHER)
+            continue
+        first = bisect_right(axes.strides, stride * itemsize) - 1
+        last = bisect_right(axes.strides, stride * itemsize * (size - 1)) - 1
+        if first == last:
+            kinds.append(axes.kinds[first] if first >= 0 else OTHER)
+        else:
+            kinds.append(_merged_kind(axes, max(first, 0), last, stride * itemsize, size))
+    return tuple(kinds)
+
+
+def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> MergedKind:
+    """Of a dimension that runs along these axes: the kind with the most elements.
+
+    Groups of pixels beside many channels are features of a patch; few channels beside many pixels
+    are the finer pixels of a depth-to-space.
+    """
+    starts = [max(start, stride) for start in axes.strides[first : last + 1]]
+    ends = [*starts[1:], stride * size]
+    parts = tuple(
+        (end // start, kind)
+        for start, end, kind in zip(starts, ends, axes.kinds[first : last + 1], strict=True)
+    )
+    elements = {OTHER: 1, PIXEL: 1, CHANNEL: 1}
+    for part, kind in parts:
+        elements[kind] *= part
+    if elements[PIXEL] == elements[CHANNEL] == 1:
+        return MergedKind(OTHER, parts)
+    return MergedKind(PIXEL if elements[PIXEL] > elements[CHANNEL] else CHANNEL, parts)
+
+
+def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
+    """Whether memory goes from channel to channel (channels_last) or from pixel to pixel
+    (contiguous).
+
+    "ambiguous": one channel or one pixel only, or no element. "other": expanded.
+    """
+    if not tensor.numel():
+        return "ambiguous"
+    nearest: dict[int, int] = {}
+    for size, stride, kind in zip(tensor.shape, tensor.stride(), kinds, strict=True):
+        if size < 2:
+            continue
+        if stride == 0:
+            return "other"
+        nearest[kind] = min(stride, nearest.get(kind, stride))
+    if CHANNEL not in nearest or PIXEL not in nearest:
+        return "ambiguous"
+    return "channels_last" if nearest[CHANNEL] < nearest[PIXEL] else "contiguous"
+
+
+def product_kinds(left: Kinds | None, right: Kinds | None) -> Kinds | None:
+    """Those of a matrix product.
+
+    A matrix that is no image, as weights are, maps an axis to one of the same kind: channels to
+    features, tokens to tokens. Two images give pairs of pixels or of channels, which are no image.
+    """
+    return None if left and right else left or right
+
+
+def kept_kinds(rank: int, operands: Iterable[Kinds], reduced: Sequence[int] | None) -> Kinds | None:
+    """Those of an output whose dimensions have the places that they have in its operands.
+
+    The operand that knows most of them counts. `reduced`: dimensions that the operator removes.
+    Returns None if no operand has as many dimensions.
+    """
+    candidates = []
+    for kinds in operands:
+        if len(kinds) > rank and reduced is not None:
+            gone = {dim % len(kinds) for dim in reduced}
+            kinds = tuple(kind for dim, kind in enumerate(kinds) if dim not in gone)
+        if len(kinds) == rank:
+            candidates.append(kinds)
+    return max(candidates, key=lambda kinds: rank - kinds.count(OTHER), default=None)

@@ -1,0 +1,409 @@
+"""Records the operator calls of a step that read or write images, and which keep channels_last."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from sys import _getframe
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from cl_train.memory_format.audit_report import Call, Origin, Outcome
+from cl_train.memory_format.image_axes import (
+    CHANNEL,
+    NO_IMAGE,
+    PIXEL,
+    Axes,
+    Kinds,
+    axes_of,
+    image_kinds,
+    is_shared_by_batch,
+    kept_kinds,
+    kinds_of,
+    product_kinds,
+    stride_order,
+)
+from cl_train.memory_format.layout import CHANNELS_LAST, StrideOrder, classify
+from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
+
+# Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
+_OF_IMAGES = ("conv", "pool", "im2col", "col2im")
+_UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+
+
+class Traits(NamedTuple):
+    """What the recorder needs to know of an operator."""
+
+    name: str
+    is_view: bool
+    is_allocation: bool
+    is_copy: bool
+    is_pointwise: bool
+    is_product: bool
+    is_of_images: bool
+    is_in_place: bool
+    dim_argument: int | None  # position of the argument that names dimensions
+
+
+@cache
+def traits_of(function: Any) -> Traits:
+    schema = function._schema
+    name = schema.name.removeprefix("aten::")
+    aliases = [returned.alias_info for returned in schema.returns if returned.alias_info]
+    arguments = [argument.name for argument in schema.arguments]
+    return Traits(
+        name=name,
+        is_view=name in _UNDECLARED_VIEWS or any(not alias.is_write for alias in aliases),
+        is_allocation="empty" in name,
+        is_copy=schema.name in COPIES,
+        is_pointwise=torch.Tag.pointwise in function.tags,
+        is_product=name in ("mm", "bmm", "addmm", "baddbmm"),
+        is_of_images="convert" not in name and any(word in name for word in _OF_IMAGES),
+        is_in_place=any(alias.is_write for alias in aliases),
+        dim_argument=arguments.index("dim") if "dim" in arguments else None,
+    )
+
+
+class Written(NamedTuple):
+    """How memory was written last."""
+
+    function: Any
+    origin: Origin
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is known of memory that an operator of the step has allocated, written or viewed."""
+
+    reference: StorageWeakRef  # as long as it lives, no other memory gets the same id
+    axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
+    cause: Call | None = None  # the call that made the image there contiguous
+    writer: Written | None = None  # None: no module's operator, or it is as contiguous as the batch
+
+
+class Operand(NamedTuple):
+    """A tensor that an operator reads or writes."""
+
+    tensor: torch.Tensor
+    kinds: Kinds | None  # None: no image
+    order: StrideOrder | None
+    memory: Memory | None  # None: nothing is known of it
+
+
+class LayoutRecorder(OriginRecorder):
+    """Gives `on_call` the calls that read or write images, in any number of dimensions.
+
+    A call is judged by the order in which its inputs and outputs store channels and pixels (see
+    `image_axes`). A copy of tokens is judged when it is read: transposed keys, whose product with
+    the queries of an attention is no image, are no loss. A contiguous image that a convolution or
+    a pooling reads, and that no loss explains, is a loss of the operator that wrote it.
+    """
+
+    def __init__(self, on_call: Callable[[Call], None]) -> None:
+        super().__init__()
+        self.step_bytes = 0
+        self._on_call = on_call
+        self._memory: dict[int, Memory] = {}  # by storage
+        self._most_memory = 4096  # entries; then those of freed memory are dropped
+        self._unread: dict[int, Call] = {}  # by storage: copies of tokens
+        self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
+        self._has_channels_last = False  # before that there is nothing to lose, nor to follow
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None and not self._depth:
+            for call in self._unread.values():
+                self._on_call(call)
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # there composite operators, such as contiguous, arrive whole
+            with self:
+                result = function.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        traits = traits_of(function)
+        inputs = _strided((args, kwargs))
+        if traits.is_view:
+            for tensor in inputs:
+                self._note_viewed(tensor)
+            result = function(*args, **kwargs)
+            self.origin(_getframe(1))
+            return result
+        # described before the call, because an in-place operator changes its arguments
+        operands = [self._operand(tensor, traits) for tensor in _read(traits, inputs)]
+        result = function(*args, **kwargs)
+        outputs = _strided(result)
+        origin = self.origin(_getframe(1))
+        reduced = _dims(traits, args, kwargs)
+        produced = [self._output(tensor, traits, origin, operands, reduced) for tensor in outputs]
+        call = None
+        if not traits.is_allocation:
+            self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
+            self._settle_unread(traits, operands, produced)
+            if origin.direction == "forward":
+                self._note_forward(traits, operands, produced)
+            call = self._judge(function, traits, origin, operands, produced)
+        self._remember(function, traits, origin, operands, produced, call)
+        if call and call.outcome == "lost" and traits.is_copy and not _is_image(produced[0]):
+            self._unread[_storage(produced[0].tensor)] = call
+        elif call:
+            self._on_call(call)
+        return result
+
+    # --- what a tensor holds ---
+
+    def _memory_of(self, tensor: torch.Tensor, *, is_new: bool = False) -> Memory | None:
+        """Known or new; None for a part of unknown memory, such as of a bucket of DDP."""
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None and (is_new or tensor.nbytes >= storage.nbytes()):
+            if len(self._memory) > self._most_memory:
+                alive = {id: m for id, m in self._memory.items() if not m.reference.expired()}
+                self._memory, self._most_memory = alive, 4096 + 2 * len(alive)
+            memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage))
+        return memory
+
+    def _note_viewed(self, tensor: torch.Tensor) -> None:
+        """The axes of an image that comes from outside the step, the batch or a weight."""
+        if not self._has_channels_last or tensor.dim() not in CHANNELS_LAST:
+            return
+        if _storage(tensor) in self._memory or classify(tensor) != "channels_last":
+            # a contiguous one has nothing to lose, and may be no image: a table of positions
+            return
+        memory = self._memory_of(tensor)
+        if memory:
+            memory.axes = axes_of(tensor, image_kinds(tensor.dim()))
+
+    def _operand(self, tensor: torch.Tensor, traits: Traits) -> Operand:
+        memory = self._memory.get(_storage(tensor))
+        axes = memory.axes if memory else None
+        if memory is None and not traits.is_of_images and is_shared_by_batch(tensor):
+            return Operand(tensor, None, None, None)
+        if tensor.dim() in CHANNELS_LAST and (axes is None or traits.is_of_images):
+            order = classify(tensor)
+            if order == "other" and memory and memory.cause:
+                order = "contiguous"  # and permuted
+            self._has_channels_last |= order == "channels_last"
+            return Operand(tensor, image_kinds(tensor.dim()), order, memory)
+        if not axes or axes is NO_IMAGE:
+            return Operand(tensor, None, None, memory)
+        kinds = kinds_of(tensor, axes)
+        return Operand(tensor, kinds, stride_order(tensor, kinds), memory)
+
+    def _output(
+        self,
+        tensor: torch.Tensor,
+        traits: Traits,
+        origin: Origin,
+        operands: list[Operand],
+        reduced: Sequence[int] | None,
+    ) -> Operand:
+        memory, rank = self._memory_of(tensor, is_new=not traits.is_in_place), tensor.dim()
+        kinds: Kinds | None
+        if traits.is_in_place and memory and memory.axes and memory.axes is not NO_IMAGE:
+            kinds = kinds_of(tensor, memory.axes)
+        elif traits.is_of_images and rank > 2:
+            kinds = image_kinds(rank)
+        elif traits.is_product:
+            kinds = product_kinds(operands[-2].kinds, operands[-1].kinds)
+        else:
+            # beside what is no image, such as an attention map, a parameter or a scale is none
+            # either
+            is_mixed = any(each.memory and each.memory.axes is NO_IMAGE for each in operands)
+            known = [
+                each.kinds
+                for each in operands
+                if each.kinds and not (is_mixed and (not each.memory or each.order == "ambiguous"))
+            ]
+            kinds = kept_kinds(rank, known, reduced)
+        is_activation = origin.direction == "backward" and tuple(tensor.shape) in self._activations
+        if is_activation and not {CHANNEL, PIXEL} <= set(kinds or ()):
+            kinds = image_kinds(rank)
+        order = stride_order(tensor, kinds) if kinds else None
+        return Operand(tensor, kinds, order, memory)
+
+    def _note_forward(
+        self, traits: Traits, operands: list[Operand], produced: list[Operand]
+    ) -> None:
+        """The shapes of channels_last images, and a loss that only its reader shows."""
+        for each in (*operands, *produced):
+            if each.order == "channels_last" and _is_image(each):
+                self._activations.add(tuple(each.tensor.shape))
+        if not (operands and traits.is_of_images and self._has_channels_last):
+            return
+        memory = operands[0].memory
+        if operands[0].order == "contiguous" and memory and memory.writer and not memory.cause:
+            memory.cause = _call(*memory.writer, "lost")
+            self._on_call(memory.cause)
+
+    def _remember(
+        self,
+        function: Any,
+        traits: Traits,
+        origin: Origin,
+        operands: list[Operand],
+        produced: list[Operand],
+        call: Call | None,
+    ) -> None:
+        """What the outputs hold from now on."""
+        contiguous = [each for each in operands if each.order == "contiguous"]
+        cause = next((each.memory.cause for each in contiguous if each.memory), None)
+        is_outside = any(
+            not (each.memory and (each.memory.cause or each.memory.writer)) for each in contiguous
+        )
+        is_written = origin.direction == "forward" and len(self.running) > 1 and not is_outside
+        for tensor, kinds, order, memory in produced:
+            if memory is None:
+                continue
+            if not operands or not self._has_channels_last:
+                memory.axes = None
+            elif not (traits.is_in_place and memory.axes):
+                memory.axes = axes_of(tensor, kinds) if kinds else NO_IMAGE
+            is_made_here = call is not None and call.outcome in ("lost", "created")
+            memory.cause = None if order != "contiguous" else call if is_made_here else cause
+            memory.writer = Written(function, origin, *_place(tensor)) if is_written else None
+
+    # --- what a call does ---
+
+    def _settle_unread(
+        self, traits: Traits, operands: list[Operand], produced: list[Operand]
+    ) -> None:
+        """Copies of tokens that this call reads are losses, unless it makes pairs of them."""
+        for operand in operands if self._unread else ():
+            call = self._unread.pop(_storage(operand.tensor), None)
+            if call:
+                if traits.is_product and produced[0].kinds is None:
+                    call.outcome = "contiguous"
+                self._on_call(call)
+
+    def _judge(
+        self,
+        function: Any,
+        traits: Traits,
+        origin: Origin,
+        operands: list[Operand],
+        produced: list[Operand],
+    ) -> Call | None:
+        """The call with its outcome; None without images."""
+        is_backward = origin.direction == "backward"
+        images = [each for each in operands if each.order]
+        results = [each for each in produced if each.order]
+        outcome = _outcome(
+            {each.order for each in images},
+            {each.order for each in results},
+            is_gradient=is_backward
+            and any(
+                each.order == "contiguous" and tuple(each.tensor.shape) in self._activations
+                for each in results
+            ),
+        )
+        if outcome is None:
+            return None
+        contiguous = [each.memory for each in images if each.order == "contiguous"]
+        cause = next((memory.cause for memory in contiguous if memory and memory.cause), None)
+        permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
+        moved_bytes = sum(2 * each.tensor.nbytes for each in images if each.order == permuted)
+        if outcome == "lost" and is_backward and (not moved_bytes or traits.is_product):
+            outcome, moved_bytes = "created", 0
+        elif outcome == "lost" and is_backward and contiguous:
+            causes = [memory.cause if memory else None for memory in contiguous]
+            if all(each and each.outcome == "created" for each in causes):
+                outcome = "inherited"
+        call = _call(function, origin, *_place(results[0].tensor), outcome)
+        call.inputs = tuple(
+            f"{each.order} {_dtype(each.tensor.dtype)} {list(each.tensor.shape)}" for each in images
+        )
+        if moved_bytes:
+            call.moved_bytes = moved_bytes
+            call.copy = (
+                "explicit" if traits.is_copy else "strided" if traits.is_pointwise else "hidden"
+            )
+        if cause:
+            call.cause = cause.place
+        return call
+
+
+def _outcome(
+    before: set[StrideOrder | None], after: set[StrideOrder | None], *, is_gradient: bool
+) -> Outcome | None:
+    """`is_gradient`: a contiguous output is the gradient of a channels_last activation."""
+    if "contiguous" in after:
+        if "channels_last" in before or (is_gradient and "contiguous" not in before):
+            return "lost"
+        return "ambiguous" if before == {"ambiguous"} else "contiguous"
+    if "channels_last" in after:
+        return "restored" if "contiguous" in before else "kept"
+    if "ambiguous" in after:
+        return "ambiguous" if before & {"channels_last", "ambiguous"} else "contiguous"
+    return None
+
+
+def _is_image(operand: Operand) -> bool:
+    return operand.kinds == image_kinds(operand.tensor.dim())
+
+
+def _call(
+    function: Any,
+    origin: Origin,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    outcome: Outcome,
+) -> Call:
+    return Call(
+        operator=str(function),
+        outcome=outcome,
+        **vars(origin),
+        shape=shape,
+        strides=strides,
+        dtype=_dtype(dtype),
+    )
+
+
+def _read(traits: Traits, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs whose values are read: not what a copy overwrites, nor an example of a dtype."""
+    if traits.name.startswith("new_"):
+        return []
+    return inputs[-1:] if traits.is_copy else inputs
+
+
+def _dims(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int] | None:
+    """The dimensions that the argument `dim` names."""
+    place = traits.dim_argument
+    if place is None:
+        return None
+    dim = args[place] if place < len(args) else kwargs.get("dim")
+    return [dim] if isinstance(dim, int) else dim
+
+
+def _strided(tree: Any) -> list[torch.Tensor]:
+    return [
+        leaf
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+    ]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _place(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

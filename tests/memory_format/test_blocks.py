@@ -1,0 +1,188 @@
+"""Blocks of vision models, with attention, tokens, windows and own gradients: audit, guard and
+`max_lost` find the layout lost where plain torch's strides say so, at its line, and nowhere else.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cl_train
+from cl_train.errors import LayoutLost
+from cl_train.memory_format.audit import audit
+from tests.memory_format.test_audit import Call, converted, images, with_gradient
+
+C, S = 8, 8  # channels, and the height and width of the images: equal, so that sizes tell nothing
+linear, norm, gate = nn.Linear(C, C), nn.LayerNorm(C), torch.rand(C)
+BIAS = torch.rand(1, 2, S * S, S * S).to(memory_format=torch.channels_last)
+POSITIONS = torch.rand(1, S * S, S * S, 3)
+mix, table = nn.Linear(S * S, S * S), torch.randperm(S * S)
+by_head = nn.Linear(3, 2)
+
+
+def tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def image(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(1, 2).unflatten(2, (S, S))
+
+
+def heads(t: torch.Tensor) -> torch.Tensor:
+    return t.unflatten(2, (2, C // 2)).transpose(1, 2)
+
+
+def merged(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(1, 2).flatten(2)
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+def positioned(scores: torch.Tensor) -> torch.Tensor:
+    positions = by_head(POSITIONS.expand(len(scores), -1, -1, -1)).permute(0, 3, 1, 2)
+    weights = scores.softmax(-1) + positions.softmax(-1)
+    weights /= weights.sum(-1).unsqueeze(-1)
+    return weights
+
+
+def partition(x: torch.Tensor) -> torch.Tensor:
+    """Windows of 4 x 4 pixels, [windows, tokens, channels]."""
+    parts = x.permute(0, 2, 3, 1).unflatten(2, (S // 4, 4)).unflatten(1, (S // 4, 4))
+    return parts.transpose(2, 3).reshape(-1, 16, C)
+
+
+def reverse(t: torch.Tensor) -> torch.Tensor:
+    parts = t.unflatten(0, (-1, S // 4, S // 4)).unflatten(3, (4, 4))
+    return parts.transpose(2, 3).reshape(-1, S, S, C).permute(0, 3, 1, 2)
+
+
+def grid(x: torch.Tensor) -> torch.Tensor:
+    line = torch.linspace(-1, 1, S)
+    return torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).expand(len(x), -1, -1, -1)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tokens": lambda x: image(linear(norm(tokens(x))).relu()),
+    "attention of one head": lambda x: image(attended(*linear(tokens(x)).expand(3, -1, -1, -1))),
+    "attention of heads": lambda x: image(merged(attended(*[heads(linear(tokens(x)))] * 3))),
+    "flash attention": lambda x: image(
+        merged(F.scaled_dot_product_attention(*[heads(linear(tokens(x)))] * 3))
+    ),
+    "non-local": lambda x: (
+        torch.bmm(torch.bmm(tokens(x), x.flatten(2)).softmax(-1), tokens(x))
+        .transpose(1, 2)
+        .unflatten(2, (S, S))
+    ),
+    "windows": lambda x: reverse(linear(partition(x))),
+    "shifted windows": lambda x: reverse(linear(partition(x.roll((1, 1), (2, 3))))).roll(
+        (-1, -1), (2, 3)
+    ),
+    "channels mixed by einsum": lambda x: torch.einsum("nchw,cd->nhwd", x, linear.weight).permute(
+        0, 3, 1, 2
+    ),
+    "linear of a permuted image": lambda x: linear(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "layer norm of a permuted image": lambda x: norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "softmax of tokens": lambda x: image(tokens(x).softmax(-1)),
+    "squeeze and excitation": lambda x: x * linear(x.mean((2, 3))).sigmoid()[:, :, None, None],
+    "chunks and cat": lambda x: torch.cat([part.relu() for part in x.chunk(2, 1)], 1),
+    "stack of scales": lambda x: (
+        torch.stack([tokens(x), 2 * tokens(x)]).sum(0).mT.unflatten(2, (S, S))
+    ),
+    "transposed and back": lambda x: x.transpose(2, 3).relu().transpose(2, 3),
+    "pixels chosen": lambda x: image(tokens(x)[:, table]),
+    "pixel shuffle and back": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "own function": with_gradient(lambda gradient: 2 * gradient),
+    "gated attention map": lambda x: image(
+        merged(
+            (torch.rand(1, 2, 1, 1) * (heads(tokens(x)) @ heads(tokens(x)).mT) + BIAS).div_(9)
+            @ heads(tokens(x))
+        )
+    ),
+    "attention map with a table of positions": lambda x: image(
+        merged(positioned(heads(tokens(x)) @ heads(tokens(x)).mT) @ heads(tokens(x)))
+    ),
+    "copied and given back": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+}
+
+LOST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tokens copied": lambda x: tokens(x).transpose(1, 2).contiguous().view(x.shape),
+    "tokens flattened": lambda x: x.flatten(2).contiguous().unflatten(2, (S, S)),
+    "product of channels": lambda x: torch.bmm(
+        linear.weight.expand(len(x), -1, -1), x.flatten(2)
+    ).view(x.shape),
+    "values before weights": lambda x: torch.bmm(
+        x.flatten(2), torch.eye(S * S).expand(2, -1, -1)
+    ).view(x.shape),
+    "softmax of pixels": lambda x: x.reshape(len(x), C, -1).softmax(-1).view(x.shape),
+    "triplet attention": lambda x: x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
+    "transposed copy": lambda x: x.transpose(2, 3).contiguous(),
+    "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, linear.weight).contiguous(),
+    "tokens mixed": lambda x: mix(x.flatten(2)).unflatten(2, (S, S)),
+    "windows of planes": lambda x: (
+        x.unflatten(3, (2, 4))
+        .unflatten(2, (2, 4))
+        .transpose(3, 4)
+        .contiguous()
+        .transpose(3, 4)
+        .flatten(4)
+        .flatten(2, 3)
+    ),
+    "channel shuffle": lambda x: x.unflatten(1, (2, C // 2)).transpose(1, 2).flatten(1, 2),
+    "cat with new channels": lambda x: torch.cat([x[:, 1:], torch.zeros(len(x), 1, S, S)], 1),
+    "stack": lambda x: torch.stack([x[:, :4], x[:, 4:]], 2).flatten(1, 2),
+    "gather": lambda x: x.flatten(2).gather(2, table.expand(len(x), C, -1)).unflatten(2, (S, S)),
+    "grid sample": lambda x: F.grid_sample(x.contiguous(), grid(x), align_corners=False),
+    "rolled": lambda x: x.flatten(2).roll(1, 2).unflatten(2, (S, S)),
+    "Fourier transform": lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(S, S)),
+    "instance norm": lambda x: F.instance_norm(x),
+    "unfold and fold": lambda x: F.fold(F.unfold(x, 3, padding=1), (S, S), 3, padding=1),
+    "unbound and stacked": lambda x: torch.stack([plane * 2 for plane in x.unbind(1)], 1),
+}
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def model_of(block: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    return converted(nn.Sequential(nn.Conv2d(3, C, 3), Call(block), nn.Conv2d(C, C, 3)))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_block_that_keeps_the_layout_gives_no_alarm(name: str) -> None:
+    assert is_channels_last(KEPT[name](images(2, C, S, S)))
+    x = images(2, 3, S + 2, S + 2)
+    report = audit(model_of(KEPT[name]), x)
+    assert report.losses() == [] and report.of("restored", "forward") == []
+    with cl_train.layout_guard():
+        model_of(KEPT[name])(x).square().sum().backward()
+        with torch.inference_mode():
+            model_of(KEPT[name])(x)
+    assert not nn.modules.module._global_forward_hooks
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_block_that_loses_the_layout_is_named_at_its_line(name: str) -> None:
+    assert not is_channels_last(LOST[name](images(2, C, S, S)))
+    x = images(2, 3, S + 2, S + 2)
+    report = audit(model_of(LOST[name]), x, backward=False)
+    assert report.totals["lost"]
+    lines = {int(call.source.rpartition(":")[2]) for call in report.of("lost")}
+    lambdas, first = inspect.getsourcelines(LOST[name])
+    assert lines <= set(range(first, first + len(lambdas))), lines
+    restored = [call for call in report.of("restored") if call.module == "2"]
+    assert len(restored) == 1 and Path(__file__).name in restored[0].cause
+    with (
+        pytest.raises(LayoutLost, match=f"{Path(__file__).name}:{min(lines)} "),
+        cl_train.layout_guard(),
+    ):
+        model_of(LOST[name])(x)
+    with torch.inference_mode(), pytest.raises(LayoutLost), cl_train.layout_guard():
+        model_of(LOST[name])(x)

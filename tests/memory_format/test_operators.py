@@ -1,0 +1,161 @@
+"""The table of torch's operators: eager formats by strides, and planted wrong predictions are
+found.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._decomp import core_aten_decompositions
+
+from cl_train.commands.audit import main
+from cl_train.config.schema import ConfigError
+from cl_train.memory_format import operators
+from cl_train.memory_format.operators import (
+    PROBES,
+    VIDEO_SHAPE,
+    conformance,
+    conformance_program,
+    differs,
+    operator_support,
+    probe,
+)
+from cl_train.memory_format.operators import SHAPE as IMAGE_SHAPE
+
+CPU = torch.device("cpu")
+
+
+def pixel_major(tensor: torch.Tensor) -> bool:
+    """Channels innermost: the strides of C, W, H, (D,) N ascend."""
+    n, c, *rest = tensor.stride()
+    order = [c, *reversed(rest), n]
+    return order == sorted(set(order))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_table_agrees_with_direct_strides(dtype: torch.dtype) -> None:
+    rows = operator_support(CPU, dtype)
+    assert len(rows) == len(PROBES) >= 110
+    assert sum(row["forward"] == "error" for row in rows) <= 3
+    for row in rows:
+        if row["forward"] == "error":
+            continue
+        is_video = "(v" in row["operator"]
+        shape = VIDEO_SHAPE if is_video else IMAGE_SHAPE
+        memory_format = torch.channels_last_3d if is_video else torch.channels_last
+        x = torch.randn(shape).to(dtype, memory_format=memory_format).requires_grad_()
+        gradients: list[torch.Tensor] = []
+        x.register_hook(gradients.append)
+        output = probe(row["operator"], x)
+        if output.dim() == x.dim():
+            assert pixel_major(output) == (row["forward"] == "channels_last"), row
+            gradient = torch.ones_like(output, memory_format=memory_format)
+        else:
+            gradient = torch.ones_like(output)
+        if row["backward"] == "none":
+            assert not output.requires_grad, row
+        elif row["backward"] != "error":
+            output.backward(gradient)
+            assert pixel_major(gradients[0]) == (row["backward"] == "channels_last"), row
+
+
+@contextmanager
+def planted(operator: Any, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`operator` has a wrong decomposition."""
+    table = {**core_aten_decompositions(), operator: wrong}
+    with monkeypatch.context() as patch:
+        patch.setattr("torch._decomp.core_aten_decompositions", lambda: table)
+        yield
+
+
+aten = torch.ops.aten
+WRONG: dict[str, tuple[str, Any, Any, str]] = {
+    "strides": (
+        "F.relu(x)",
+        aten.relu.default,
+        lambda x: x.clamp(min=0).contiguous(),
+        "contiguous (512, 64, 8, 1)",
+    ),
+    "values": ("F.silu(x)", aten.silu.default, lambda x: x * x.sigmoid() * 1.01, "values, by"),
+    "shape": (
+        "torch.full_like(x, 2)",
+        aten.full_like.default,
+        lambda x, value, **_: x[:, :4].clone(),
+        "shape (2, 4, 8, 8)",
+    ),
+    "error": ("F.gelu(x)", aten.gelu.default, lambda x, **_: x.foo, "AttributeError"),
+    "in place": (
+        "x * ones(8).view(1, 8, 1, 1)",
+        aten.mul.Tensor,
+        lambda x, y: torch.div(x, 1 / y).contiguous(),
+        "contiguous",
+    ),
+    "like": (
+        "torch.zeros_like(x)",
+        aten.zeros_like.default,
+        lambda x, **_: x.new_empty(x.shape).fill_(0),
+        "contiguous",
+    ),
+    "video": (
+        "F.relu(v)",
+        aten.relu.default,
+        lambda x: x.clamp(min=0).contiguous(),
+        "contiguous (1152, 144, 36, 6, 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_planted_differences_are_found_with_what_differs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expression, operator, wrong, difference = WRONG[name]
+    clean = conformance(CPU, torch.float32, ("fake", "decompose"), [expression])
+    assert not any(map(differs, clean))
+    with planted(operator, wrong, monkeypatch):
+        rows = conformance(CPU, torch.float32, ("fake", "decompose"), [expression])
+    assert rows[0]["decompose"].startswith(difference) and rows[0]["fake"] == "same"
+
+
+def test_a_difference_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
+    """Of a bug that torch has had since 2.11: compiled, roll returns contiguous memory."""
+    probes = ["F.relu(x)", "torch.as_strided(x.roll(1, 0), (5, 10), (4, 1), 0)"]
+    rows = conformance(CPU, torch.float32, ("decompose",), probes)
+    assert [differs(row) for row in rows] == [True, True, False, False]
+    assert rows[0]["decompose"].startswith("values, by")
+    text = conformance_program(rows[0], CPU, torch.float32)
+    assert "cl_train" not in text
+    path = tmp_path / "bug.py"
+    path.write_text(text)
+    done = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "forward   eager (4, 1), decompose (4, 1)" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "values" in line][:1]
+    assert float(line.split()[-1]) > 0.1
+
+
+def test_the_command_counts_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators.conformance, "__defaults__", (("x.roll(1, 2)", "F.relu(x)"),))
+    words = ["operators=true", "against=fake", "precision=fp32"]
+    program = tmp_path / "bug.py"
+    assert main([*words, "max_differences=1", f"repro={program}"]) == 1
+    assert "2 of 4 outputs and gradients differ" in capsys.readouterr().out
+    compile(program.read_text(), "bug.py", "exec")
+    assert main([*words, "max_differences=2", "json=true"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["differences"] == 2 and report["operators"][0]["operator"] == "x.roll(1, 2)"
+    for wrong in (
+        ["against=fake"],
+        ["operators=true", "against=eager"],
+        ["operators=true", "repro=a.py"],
+    ):
+        with pytest.raises(ConfigError):
+            main(wrong)
