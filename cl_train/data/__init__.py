@@ -1,6 +1,7 @@
-"""Images: from a folder of JPEGs to normalised batches on the device; docs/architecture.md has the way in order.
+"""Images: from a folder of JPEGs to normalised batches on the device; docs/architecture.md has the
+way in order.
 
-Read `build.py` first: it lists the images (`images.py`: folders; `tar_shards.py`; `user_dataset.py`: Datasets of the
-user), then makes the loader of each split. `image_loader.py` serves other programs only. May import
-system and config.
+Read `build.py` first: it lists the images (`images.py`: folders; `tar_shards.py`;
+`user_dataset.py`: Datasets of the user), then makes the loader of each split. `image_loader.py`
+serves other programs only. May import system and config.
 """

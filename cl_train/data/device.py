@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # (images, targets, epoch, number of the batch)
+# (images, targets, epoch, number of the batch) -> (images, targets)
+MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 COPIES_UNDER_WAY = 2  # at most, of the loader's batches to a GPU, when the next batch is requested
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,20 @@ class DeviceFormat:
 
 @dataclass(frozen=True)
 class Batch:
-    """Normalised images, float [N, 3, H, W], and labels on the device: int64 [N], or float [N, classes] after MixUp."""
+    """Normalised images, float [N, 3, H, W], and labels on the device.
+
+    Labels are int64 [N], or float [N, classes] after MixUp.
+    """
 
     images: Tensor
     targets: Tensor
 
 
 class RawBatch(NamedTuple):
-    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N]; in the loader's memory
-    (see `HostLoader.batches`), or copied to the device."""
+    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N].
+
+    It is in the loader's memory (see `HostLoader.batches`), or copied to the device.
+    """
 
     images: Tensor
     targets: Tensor
@@ -48,27 +55,48 @@ class Normalise:
     """(x / 255 - mean) / std in float32, in the requested dtype and memory format."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat) -> None:
-        if not len(mean) == len(std) > 0 or not all(map(math.isfinite, [*mean, *std])) or min(std) <= 0:
-            raise ValueError(f"mean {list(mean)} and std {list(std)}: one number per channel each, std above 0")
+        if (
+            not len(mean) == len(std) > 0
+            or not all(map(math.isfinite, [*mean, *std]))
+            or min(std) <= 0
+        ):
+            raise ValueError(
+                f"mean {list(mean)} and std {list(std)}: one number per channel each, std above 0"
+            )
         if not form.dtype.is_floating_point or form.dtype.itemsize == 1:
-            raise ValueError(f"dtype={form.dtype}: normalised images need float32, float16, bfloat16 or float64")
+            raise ValueError(
+                f"dtype={form.dtype}: normalised images need float32, float16, bfloat16 or float64"
+            )
         if form.memory_format not in (torch.channels_last, torch.contiguous_format):
-            raise ValueError(f"memory_format={form.memory_format}: use torch.channels_last or torch.contiguous_format")
+            raise ValueError(
+                f"memory_format={form.memory_format}: use torch.channels_last or"
+                " torch.contiguous_format"
+            )
         self.format = form
-        self._scale = torch.tensor([1 / (255 * s) for s in std], dtype=torch.float32, device=form.device)
+        self._scale = torch.tensor(
+            [1 / (255 * s) for s in std], dtype=torch.float32, device=form.device
+        )
         offset = [-m / s for m, s in zip(mean, std, strict=True)]
         self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 [N, C, H, W] on the device, of any layout -> floating point [N, C, H, W]. Floats are only cast."""
+        """uint8 [N, C, H, W] on the device, of any layout -> floating point [N, C, H, W].
+
+        Floats are only cast.
+        """
         form = self.format
         if images.is_floating_point():
-            return images.to(form.dtype, memory_format=form.memory_format, copy=form.device.type == "cpu")
-        out = torch.empty(images.shape, dtype=form.dtype, device=form.device, memory_format=form.memory_format)
+            return images.to(
+                form.dtype, memory_format=form.memory_format, copy=form.device.type == "cpu"
+            )
+        out = torch.empty(
+            images.shape, dtype=form.dtype, device=form.device, memory_format=form.memory_format
+        )
         if form.device.type != "cpu":
             self.in_one_kernel(images, out)
             return out
-        # Chunks that fit the cache, as rows of W*C numbers: broadcasting over C is not vectorised, seven times slower.
+        # Chunks that fit the cache, as rows of W*C numbers: broadcasting over C is not vectorised,
+        # seven times slower.
         count, channels, _, width = images.shape
         scale, offset = self._scale.repeat(width), self._offset.repeat(width)
         for first in range(0, count, _CHUNK_IMAGES):
@@ -79,36 +107,48 @@ class Normalise:
         return out
 
     def in_one_kernel(self, images: Tensor, out: Tensor) -> None:
-        """uint8 in, `out`'s dtype and layout out, float32 between: on CUDA without any intermediate tensor."""
+        """uint8 in, `out`'s dtype and layout out, float32 between: on CUDA without any intermediate
+        tensor.
+        """
         torch.addcmul(self._offset.view(-1, 1, 1), images, self._scale.view(-1, 1, 1), out=out)
 
 
 def to_device(
     batches: Iterable[RawBatch], normalise: Normalise, mix: MixLabels | None = None, ahead: int = 1
 ) -> Iterator[Batch]:
-    """The loader's batches on the device, normalised, then mixed; on CUDA `ahead` of them are prepared in advance."""
+    """Yields the loader's batches on the device, normalised, then mixed.
+
+    On CUDA `ahead` of them are prepared in advance.
+    """
     device = normalise.format.device
 
     def prepare(moved: RawBatch) -> tuple[Tensor, Tensor]:
-        # On a CPU nothing was moved, and the loader's memory is about to be filled again.
-        images, targets = normalise(moved.images), moved.targets.clone() if device.type == "cpu" else moved.targets
+        images, targets = normalise(moved.images), moved.targets
+        if device.type == "cpu":  # nothing was moved, and the loader's memory is filled again soon
+            targets = targets.clone()
         return mix(images, targets, moved.epoch, moved.number) if mix else (images, targets)
 
     return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead))
 
 
-@cache  # one per device: the allocator caches memory per stream, and a stream per epoch would keep that of each epoch
+# one per device: the allocator caches memory per stream, and a stream per epoch would keep that of
+# each epoch
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int) -> Iterator[Any]:
-    """`prepare` of each batch on the device; on CUDA all of it on a side stream, `ahead` batches in advance."""
+def _prepared(
+    batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int
+) -> Iterator[Any]:
+    """Yields `prepare` of each batch; on CUDA on a side stream, `ahead` of them in advance."""
     if device.type != "cuda":
         for host in batches:
             yield prepare(tree_map_only(Tensor, lambda tensor: tensor.to(device), host))
         return
-    side, ready, copying = _side_stream(device), deque[tuple[Any, torch.cuda.Event]](), deque[torch.cuda.Event]()
+    side = _side_stream(device)
+    ready = deque[tuple[Any, torch.cuda.Event]]()
+    copying = deque[torch.cuda.Event]()
 
     def take() -> Any:
         batch, prepared = ready.popleft()
@@ -116,18 +156,22 @@ def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: tor
         current.wait_event(prepared)
         for tensor in tree_leaves(batch):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
-                tensor.record_stream(current)  # else the allocator would reuse the memory on the side stream
+                # else the allocator would reuse the memory on the side stream
+                tensor.record_stream(current)
         return batch
 
     try:
         for host in batches:
             with torch.cuda.stream(side):
-                moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), host)
+                moved = tree_map_only(
+                    Tensor, lambda tensor: tensor.to(device, non_blocking=True), host
+                )
                 copying.append(side.record_event())
                 ready.append((prepare(moved), side.record_event()))
             while copying and copying[0].query():
                 copying.popleft()
-            if len(copying) > COPIES_UNDER_WAY:  # the host waits for the oldest copy: the loader fills its memory again
+            if len(copying) > COPIES_UNDER_WAY:
+                # the host waits for the oldest copy: the loader fills its memory again
                 copying.popleft().synchronize()
             if len(ready) > ahead:
                 yield take()
@@ -141,13 +185,15 @@ def _prepared(batches: Iterable[Any], prepare: Callable[[Any], Any], device: tor
 class DevicePrefetcher:
     """Iterates over a DataLoader's batches on the device, copied and normalised in advance.
 
-    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run on a side stream;
-    copies overlap with the computation if the loader pins its memory. On a CPU, nothing is prepared in advance.
+    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run
+    on a side stream; copies overlap with the computation if the loader pins its memory. On a CPU,
+    nothing is prepared in advance.
 
-    Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H, W] with a channel for
-    each entry of `mean` are images: they become (x / 255 - mean) / std in `dtype` and `memory_format`. In a batch
-    without them, the first floating-point tensor [N, C, H, W] is assumed to be normalised images and converted to
-    `dtype` and `memory_format`. Other tensors are only moved, everything else is passed on.
+    Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H,
+    W] with a channel for each entry of `mean` are images: they become (x / 255 - mean) / std in
+    `dtype` and `memory_format`. In a batch without them, the first floating-point tensor [N, C, H,
+    W] is assumed to be normalised images, and is converted to `dtype` and `memory_format`. Other
+    tensors are only moved, everything else is passed on.
 
     Args:
         loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
@@ -155,8 +201,8 @@ class DevicePrefetcher:
         ahead: batches on the device that are prepared in advance.
 
     Raises:
-        ValueError: `mean` and `std` of different length, a `std` that is not positive, or a dtype or layout that
-            normalised images cannot have.
+        ValueError: `mean` and `std` of different length, a `std` that is not positive, or a dtype
+            or layout that normalised images cannot have.
     """
 
     def __init__(
@@ -170,7 +216,9 @@ class DevicePrefetcher:
         ahead: int = 1,
     ) -> None:
         self._loader, self._ahead, self._channels = loader, ahead, len(mean)
-        self._normalise = Normalise(mean, std, DeviceFormat(torch.device(device), dtype, memory_format))
+        self._normalise = Normalise(
+            mean, std, DeviceFormat(torch.device(device), dtype, memory_format)
+        )
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -179,7 +227,8 @@ class DevicePrefetcher:
         return _prepared(self._loader, self._prepare, self._normalise.format.device, self._ahead)
 
     def _prepare(self, batch: Any) -> Any:
-        form, tensors = self._normalise.format, [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 4]
+        form = self._normalise.format
+        tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 4]
         raw = {id(x) for x in tensors if x.dtype == torch.uint8 and x.shape[1] == self._channels}
         if raw:
             return tree_map_only(Tensor, lambda x: self._normalise(x) if id(x) in raw else x, batch)

@@ -1,7 +1,8 @@
-"""For any training loop: the loader of train.py, and `channels_last_collate` for `torch.utils.data.DataLoader`."""
+"""For any training loop: the loader of train.py, and `channels_last_collate` for
+`torch.utils.data.DataLoader`.
+"""
 
 import math
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,22 +24,28 @@ from cl_train.system.distributed import Dist
 
 
 class ImageLoader(AbstractContextManager["ImageLoader"]):
-    """Iterates over the batches of one split; created by `image_loader`. `classes`: their names, in the order of the
-    labels. `bad_images`: names and reasons of the images that could not be read so far."""
+    """Iterates over the batches of one split; `image_loader` makes it.
+
+    `classes`: names, in the order of the labels. `bad_images`: names and reasons of the images that
+    could not be read so far.
+    """
 
     def __init__(self, data: Data, split: str, normalise: Normalise | None) -> None:
         assert isinstance(data, ImageData)
         self.classes, self.bad_images, self._normalise = data.classes, data.bad_images, normalise
         self._loader = data.train_loader if split == "train" else data.val_loader
         self._epoch = self._first_batch = 0
-        weakref.finalize(self, self._loader.close).atexit = False  # a loader that is no longer used ends its workers
+        # a loader that is no longer used ends its workers
+        weakref.finalize(self, self._loader.close).atexit = False
 
     def __len__(self) -> int:
         """Batches per epoch of this rank."""
         return self._loader.batch_count()
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Start the next iteration at batch `first_batch` of `epoch`; later iterations are the following epochs."""
+        """Start the next iteration at batch `first_batch` of `epoch`; later iterations are the
+        following epochs.
+        """
         self._epoch, self._first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -80,69 +87,94 @@ def image_loader(
 ) -> ImageLoader:
     """Batches of a folder of images, loaded as in train.py.
 
-        with image_loader("/datasets/imagenet", batch_size=256, device="cuda", dtype=torch.float16) as loader:
-            for epoch in range(90):
-                for images, targets in loader: ...
+    `with image_loader(root, batch_size=256, device="cuda") as loader:`, then for every epoch
+    `for images, targets in loader: ...`.
 
-    Training images get torchvision's RandomResizedCrop and horizontal flip; order and random numbers depend only on
-    `seed` and the epoch; the last, smaller batch is dropped. Validation images are resized and centre-cropped, each
-    once. Each iteration is the next epoch; `set_epoch(epoch, first_batch)` resumes at any batch.
+    Training images get torchvision's RandomResizedCrop and horizontal flip; order and random
+    numbers depend only on `seed` and the epoch; the last, smaller batch is dropped. Validation
+    images are resized and centre-cropped, each once. Each iteration is the next epoch;
+    `set_epoch(epoch, first_batch)` resumes at any batch.
 
     Args:
         root, split: folder that holds `train/<class>/*` and `val/<class>/*`; "train" or "val".
         batch_size: images per rank.
-        workers: processes; None = usable cores / ranks of this machine, at most 16; 0 = none.
+        workers: processes; None = usable cores / ranks of this machine, at most 32; 0 = none.
         device: where batches go; None = uint8 batches stay on the host, not normalised.
         dtype, memory_format, mean, std: of batches on a device: (x / 255 - mean) / std.
         rank, world_size: None = those of `torch.distributed` if it is initialised, else 0 and 1.
-        skip_bad_images: replace (val: leave out) images that cannot be read instead of raising; see `bad_images`.
+        skip_bad_images: replace (val: leave out) images that cannot be read instead of raising; see
+            `bad_images`.
         val_fraction, extensions: as the settings `data.val_fraction` and `data.extensions`.
 
     Returns:
-        An iterable over (images, targets): images uint8, or `dtype` on a device, [N, 3, image_size, image_size];
-        targets int64 [N]. It has a length, and workers that `close()`, or the end of a `with` block, ends.
+        An iterable over (images, targets): images uint8, or `dtype` on a device, [N, 3, image_size,
+        image_size]; targets int64 [N]. It has a length, and workers that `close()`, or the end of a
+        `with` block, ends.
 
     Raises:
-        ConfigError: (a ValueError) a wrong type or range, or no such folder, no classes, too few images for a batch.
+        ConfigError: a wrong type or range, no such folder, no classes, or too few images for a
+            batch.
         BadImageError, WorkerError: while iterating; the message names the image.
         RuntimeError: another thread is iterating.
     """
     if split not in ("train", "val") or not isinstance(batch_size, int):
-        raise ValueError(f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole number")
-    settings: dict[str, Any] = {"name": "folder", "root": str(root), "image_size": image_size, "workers": workers}
-    settings |= {"mean": list(mean), "std": list(std), "val_fraction": val_fraction, "extensions": list(extensions)}
-    settings |= {"on_bad_image": "skip" if skip_bad_images else "error", "max_bad_images": sys.maxsize}
+        raise ValueError(
+            f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole"
+            " number"
+        )
+    settings: dict[str, Any] = {
+        "name": "folder",
+        "root": str(root),
+        "image_size": image_size,
+        "workers": workers,
+        "mean": list(mean),
+        "std": list(std),
+        "val_fraction": val_fraction,
+        "extensions": list(extensions),
+        "on_bad_image": "skip" if skip_bad_images else "error",
+        "max_bad_images": 2**31,
+    }
     cfg = load({"batch_size": batch_size, "seed": seed, "data": settings})
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
-    normalise = None if device is None else Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
+    normalise = None
+    if device is not None:
+        normalise = Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    data = build_data(cfg.data, augment, batch_size=batch_size, seed=seed, dist=dist, training=split == "train")
+    data = build_data(
+        cfg.data, augment, batch_size=batch_size, seed=seed, dist=dist, training=split == "train"
+    )
     return ImageLoader(data, split, normalise)
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:
     if rank is None and world_size is None:
         joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank, world_size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+        rank, world_size = (
+            (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+        )
     if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size")
+        raise ValueError(
+            f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size"
+        )
     return Dist(rank, world_size, device)
 
 
-# --- collation with one copy per image --------------------------------------------------------------------------------
+# --- collation with one copy per image ------------------------------------------------------------
 
 
 def channels_last_collate(samples: Sequence[Any]) -> Any:
     """Collate samples as `default_collate` does, with images in channels_last.
 
-    `DataLoader(dataset, collate_fn=channels_last_collate)`. Samples are images, or tuples, lists or dicts that hold
-    images, at any depth. An image is a PIL image (mode L, RGB or RGBA), an ndarray [H, W, C], or a tensor [C, H, W] of
-    any strides, uint8 or floating point. It is copied once, into a batch [N, C, H, W] of the same dtype with strides
-    (H*W*C, 1, W*C, C), which is in shared memory when this runs in a DataLoader worker. Everything else (labels, boxes,
-    names) is collated by `default_collate`; tuples that hold images stay tuples, which it would turn into lists.
+    `DataLoader(dataset, collate_fn=channels_last_collate)`. Samples are images, or tuples, lists or
+    dicts that hold images, at any depth. An image is a PIL image (mode L, RGB or RGBA), an ndarray
+    [H, W, C], or a tensor [C, H, W] of any strides, uint8 or floating point. It is copied once,
+    into a batch [N, C, H, W] of the same dtype with strides (H*W*C, 1, W*C, C), which is in shared
+    memory when this runs in a DataLoader worker. Everything else (labels, boxes, names) is collated
+    by `default_collate`; tuples that hold images stay tuples, which it would turn into lists.
 
     Raises:
-        ValueError: samples of different structure, or images of different shape or dtype; names the sample's index.
+        ValueError: samples of different structure, or images of different shape or dtype; names the
+        sample's index.
     """
     if not samples:
         raise ValueError("cannot collate an empty list of samples")
@@ -153,10 +185,13 @@ def channels_last_collate(samples: Sequence[Any]) -> Any:
 def _collate(members: list[Any]) -> Any:
     first = members[0]
     if isinstance(first, (Mapping, tuple, list, Tensor, np.ndarray, Image.Image)):
-        expected = _form(first)
+        expected = _described(first)
         for index, member in enumerate(members):
-            if (found := _form(member)) != expected:
-                raise ValueError(f"cannot collate: sample {index} has {found}, sample 0 has {expected}")
+            if _described(member) != expected:
+                raise ValueError(
+                    f"cannot collate: sample {index} has {_described(member)}, sample 0 has"
+                    f" {expected}"
+                )
     if _is_image(first):
         return _stack(members)
     if isinstance(first, Mapping):
@@ -176,11 +211,14 @@ def _is_image(value: Any) -> bool:
 
 
 def _holds_image(value: Any) -> bool:
-    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return _is_image(value) or any(map(_holds_image, members))
+    if isinstance(value, Mapping):
+        return any(map(_holds_image, value.values()))
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_image, value))
+    return _is_image(value)
 
 
-def _form(value: Any) -> tuple[Any, ...]:
+def _described(value: Any) -> tuple[Any, ...]:
     kind = type(value).__name__
     if isinstance(value, Image.Image):
         return "PIL image", value.size[::-1], f"mode {value.mode}"
@@ -192,24 +230,33 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 
 def _stack(images: list[Any]) -> Tensor:
-    """Images of equal size -> [N, C, H, W] with channels_last strides, also where N, C, H or W is 1."""
+    """Images of equal size -> [N, C, H, W] with channels_last strides, also where N, C, H or W is
+    1.
+    """
     first = images[0]
     if 0 in (first.size if isinstance(first, Image.Image) else first.shape):
-        raise ValueError(f"cannot collate images without pixels: {_form(first)}")
+        raise ValueError(f"cannot collate images without pixels: {_described(first)}")
     if isinstance(first, Tensor):
         if first.device.type != "cpu" or first.layout != torch.strided:
-            raise ValueError(f"cannot collate {first.layout} images on {first.device}: use dense ones on the CPU")
+            raise ValueError(
+                f"cannot collate {first.layout} images on {first.device}: use dense ones on the CPU"
+            )
         channels, height, width = first.shape
         batch = _empty((len(images), height, width, channels), first.dtype)
         if channels > 4 or all(image.stride(0) == 1 for image in images):
-            torch.cat([image.permute(1, 2, 0) for image in images], out=batch.view(-1, width, channels))
+            torch.cat(
+                [image.permute(1, 2, 0) for image in images], out=batch.view(-1, width, channels)
+            )
         else:
             for row, image in zip(batch, images, strict=True):
-                for channel in range(channels):  # contiguous images: half the time of one strided copy
+                # contiguous images: half the time of one strided copy
+                for channel in range(channels):
                     row[:, :, channel].copy_(image[channel])
         return batch.permute(0, 3, 1, 2)
     if isinstance(first, Image.Image) and first.mode not in ("L", "RGB", "RGBA"):
-        raise ValueError(f"cannot collate PIL images of mode {first.mode}: use image.convert('RGB')")
+        raise ValueError(
+            f"cannot collate PIL images of mode {first.mode}: use image.convert('RGB')"
+        )
     arrays = [np.asarray(image) for image in images]
     shape = (len(arrays), *arrays[0].shape, 1)[:4]  # a grey PIL image gives [H, W]
     batch = _empty(shape, torch.from_numpy(np.empty(0, arrays[0].dtype)).dtype)
@@ -218,7 +265,9 @@ def _stack(images: list[Any]) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised batch; in a worker in shared memory, so that sending it to the parent does not copy it again."""
+    """An uninitialised batch; in a worker in shared memory, so that sending it to the parent does
+    not copy it again.
+    """
     size = math.prod(shape) * dtype.itemsize
     if get_worker_info() is None:  # NumPy asks for huge pages, which fault in faster
         return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)

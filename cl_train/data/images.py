@@ -1,8 +1,10 @@
-"""Encoded images: the list of a split's images, folders of them, their bytes, and their pixels. Imports no torch.
+"""Encoded images: the list of a split's images, folders of them, their bytes, and their pixels.
+Imports no torch.
 
-simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. Files that it refuses or warns about (CMYK and YCCK, PNGs named
-.JPEG, stray bytes between markers) are decoded by Pillow, which therefore determines which images are bad. EXIF
-orientation is ignored, as in torchvision, TensorFlow and the published accuracies.
+simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. Files that it refuses or warns about (CMYK and
+YCCK, PNGs named .JPEG, stray bytes between markers) are decoded by Pillow, which therefore
+determines which images are bad. EXIF orientation is ignored, as in torchvision, TensorFlow and the
+published accuracies.
 """
 
 import contextlib
@@ -39,9 +41,10 @@ EXTENSIONS = (".jpg", ".jpeg", ".png")
 JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
-_DEFAULT_FORMATS = ("JPEG", "PNG")  # the formats that Pillow may parse: fewer parsers, fewer vulnerabilities
+_DEFAULT_FORMATS = ("JPEG", "PNG")  # that Pillow may parse: fewer parsers, fewer vulnerabilities
 _CACHED_FROM = 50_000  # images; listing fewer takes less than a second
-_SETTLED_NS = 2_000_000_000  # a folder that changed this shortly ago may change again without a new modification time
+# a folder that changed this shortly ago may change again without a new modification time
+_SETTLED_NS = 2_000_000_000
 _NAMED = 5  # names in a message; a folder can hold a thousand
 
 
@@ -51,8 +54,11 @@ class BadImage(Exception):
 
 @dataclass(frozen=True)
 class Split:
-    """The encoded images of one split, in a fixed order. `names` holds the encoded names one after the other, each from
-    its `starts`. Arrays: a forked worker that reads a list of Python objects copies its memory page by page."""
+    """The encoded images of one split, in a fixed order.
+
+    `names` holds the encoded names one after the other, each from its `starts`. Arrays: a forked
+    worker that reads a list of Python objects copies its memory page by page.
+    """
 
     names: npt.NDArray[np.uint8]
     starts: Indices
@@ -72,8 +78,10 @@ class Split:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Both splits of a data set; `classes` in the order of the labels; `fingerprint` of the list, not of the files;
-    `notes`: remarks for the user, one sentence each."""
+    """Both splits of a data set; `classes` in the order of the labels.
+
+    `fingerprint`: of the list, not of the files. `notes`: remarks for the user, one sentence each.
+    """
 
     classes: tuple[str, ...]
     train: Any  # Split, or the user's Dataset; None: evaluation only
@@ -84,16 +92,17 @@ class ImageSource:
 
 def packed(names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Indices]:
     """`names` and `starts` of a `Split`."""
-    return np.frombuffer(b"".join(names), np.uint8), np.cumsum([0, *map(len, names)], dtype=np.int64)
+    starts = np.cumsum([0, *map(len, names)], dtype=np.int64)
+    return np.frombuffer(b"".join(names), np.uint8), starts
 
 
 def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str]) -> str:
-    """Of the classes, and of each split's attributes `arrays`."""
-    found = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
+    """Returns the SHA-256 of the class names and of these arrays of each split."""
+    content = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
     for split in splits:
         for name in arrays:
-            found.update(getattr(split, name).data)
-    return found.hexdigest()[:16]
+            content.update(getattr(split, name).data)
+    return content.hexdigest()[:16]
 
 
 def listed(names: Sequence[object]) -> str:
@@ -102,12 +111,15 @@ def listed(names: Sequence[object]) -> str:
     return ", ".join(map(str, names[:_NAMED])) + more if names else "nothing"
 
 
-# --- folders: root/train/<class>/* and root/val/<class>/*, or one folder of classes that is split in two --------------
+# --- folders: root/train/<class>/* and root/val/<class>/*, or one folder that is split in two -----
 
 
 @dataclass(frozen=True)
 class FolderSplit(Split):
-    """The images of one split, sorted by class and name. Their names are paths relative to `folder`."""
+    """The images of one split, sorted by class and name.
+
+    Their names are paths relative to `folder`.
+    """
 
     folder: Path
 
@@ -119,11 +131,16 @@ class FolderSplit(Split):
 
 
 def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
-    """List the images below `root`, or take the list from the user's cache folder. Raises ConfigError: a folder that is
-    missing or cannot be read, no classes, different classes in the splits, or classes without images."""
+    """List the images below `root`, or take the list from the user's cache folder.
+
+    Raises ConfigError: a folder that is missing or cannot be read, no classes, different classes in
+    the splits, or classes without images.
+    """
     cfg = cfg or DataConfig()
-    layout = (cfg.val_split, cfg.val_fraction, *cfg.extensions, *([] if training else ["evaluation"]))
-    key = f"folder {root.resolve()}{layout}"
+    options = (cfg.val_split, cfg.val_fraction, *cfg.extensions)
+    if not training:
+        options += ("evaluation",)
+    key = f"folder {root.resolve()}{options}"
     try:
         base, val = _split_folders(root, cfg, training)
         splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
@@ -132,18 +149,29 @@ def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
         unreadable(error)
 
 
-def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> FolderSplit:
-    """All images below `root`, or below its folder of validation images if it has one, sorted by name. An image below
-    the folder of a class has its label, others -100. Raises ConfigError: no images."""
+def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> ImageSource:
+    """All images below `root`, or below its folder of validation images if it has one, sorted by
+    name, as `val`. An image below the folder of a class has its label, others -100. Raises
+    ConfigError: no images.
+    """
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
-    suffixes, top = tuple(os.fsencode(extension.lower()) for extension in extensions), os.fsencode(folder)
-    paths = (os.path.join(below, name) for below, _, names in os.walk(top, onerror=unreadable) for name in names)
-    names = sorted(os.path.relpath(path, top) for path in paths if path.lower().endswith(suffixes))
-    if not names:
-        raise ConfigError(f"data.root '{root}' has no images ({', '.join(extensions)}) in it or in a folder below")
+    top = os.fsencode(folder)
+    suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
+    files = sorted(
+        os.path.relpath(os.path.join(below, name), top)
+        for below, _, names in os.walk(top, onerror=unreadable)
+        for name in names
+        if not name.startswith(b".")
+    )
+    images = [name for name in files if name.lower().endswith(suffixes)]
+    note = ignored_files(folder, [os.fsdecode(name) for name in set(files).difference(images)])
+    if not images:
+        what = f"data.root '{root}' has no images ({', '.join(extensions)}) in it or below it"
+        raise ConfigError(f"{what}. {note}" if note else what)
     label_of = {os.fsencode(name): label for label, name in enumerate(classes)}
-    labels = [label_of.get(name.partition(b"/")[0], -100) for name in names]
-    return FolderSplit(*packed(names), np.array(labels, np.int64), folder)
+    labels = [label_of.get(name.partition(b"/")[0], -100) for name in images]
+    split = FolderSplit(*packed(images), np.array(labels, np.int64), folder)
+    return ImageSource(tuple(classes), None, split, "", (note,) if note else ())
 
 
 def unreadable(error: OSError) -> NoReturn:
@@ -152,12 +180,19 @@ def unreadable(error: OSError) -> NoReturn:
 
 
 def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
-    """The folders that hold the classes of both splits; the same folder if it is to be split, or without training."""
+    """The folders that hold the classes of both splits; the same folder if it is to be split, or
+    without training.
+    """
     if re.match(r"\w+:/", str(root)):
-        raise ConfigError(f"data.root '{root}' is a URL: copy or mount it, data is read from the file system")
+        raise ConfigError(
+            f"data.root '{root}' is a URL: copy or mount it, data is read from the file system"
+        )
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
-        raise ConfigError(f"data.root '{root}' {what}; give the folder that holds train/ and val/, or try data=sample")
+        raise ConfigError(
+            f"data.root '{root}' {what}; give the folder that holds train/ and val/, or try"
+            " data=sample"
+        )
     train, val_names = root / "train", [cfg.val_split] if cfg.val_split else VAL_NAMES
     val = next((root / name for name in val_names if (root / name).is_dir()), None)
     if cfg.val_fraction is not None:
@@ -169,10 +204,11 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
     lacking = ["'train'"] if training and not train.is_dir() else []
     if val is None:
         lacking.append(" or ".join(f"'{name}'" for name in val_names))
-    found = listed(sorted(os.listdir(root)))
+    entries = listed(sorted(os.listdir(root)))
     raise ConfigError(
-        f"data.root '{root}' has no folder {' and no folder '.join(lacking)}. Found: {found}. Classes without a split:"
-        " data.val_fraction=0.1; ImageNet's archives: cl-train prepare_imagenet; no data: data=sample"
+        f"data.root '{root}' has no folder {' and no folder '.join(lacking)}. Found: {entries}."
+        " Classes without a split: data.val_fraction=0.1; ImageNet's archives: cl-train"
+        " prepare_imagenet; no data: data=sample"
     )
 
 
@@ -180,17 +216,20 @@ def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
     settled_ns = time.time_ns() - _SETTLED_NS
     classes = _class_names(base)
     if different := sorted(set(classes) ^ set(_class_names(val))):
-        raise ConfigError(f"'{base}' and '{val}' have different classes; in one of them only: {listed(different)}")
+        raise ConfigError(
+            f"'{base}' and '{val}' have different classes; in one of them only: {listed(different)}"
+        )
     listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
     images = listings[base][0], listings[val][0]
     if cfg.val_fraction is not None:
         images = _divide(images[0], cfg.val_fraction)
     train, held_out = _split(images[0], base), _split(images[1], val)
     notes = tuple(note for _, _, note in listings.values() if note)
-    found = digest(classes, (train, held_out), ("names", "starts", "labels"))
-    source = ImageSource(tuple(classes), train, held_out, found, notes)
+    fingerprint = digest(classes, (train, held_out), ("names", "starts", "labels"))
+    source = ImageSource(tuple(classes), train, held_out, fingerprint, notes)
     if len(train) + len(held_out) >= _CACHED_FROM:
-        save_index(key, source, [folder for _, folders, _ in listings.values() for folder in folders], settled_ns)
+        folders = [folder for _, of_split, _ in listings.values() for folder in of_split]
+        save_index(key, source, folders, settled_ns)
     return source
 
 
@@ -198,19 +237,42 @@ def _class_names(folder: Path) -> list[str]:
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     classes = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     if not classes:
-        found = listed([entry.name for entry in entries])
-        advice = "ImageNet's validation images are sorted into classes by cl-train prepare_imagenet"
-        raise ConfigError(f"'{folder}' has no class folders (one folder per class). Found: {found}. {advice}")
+        raise ConfigError(
+            f"'{folder}' has no class folders (one folder per class). Found:"
+            f" {listed([entry.name for entry in entries])}. ImageNet's validation images are sorted"
+            " into classes by cl-train prepare_imagenet"
+        )
     return classes
 
 
-def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[bytes]], list[bytes], str]:
-    """Each class's images, relative to `folder` (FIFOs too: the reader reports them); folders read; a note."""
-    top, suffixes = os.fsencode(folder), tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
-    images, folders, ignored, note = list[list[bytes]](), [top], list[str](), ""
+def ignored_files(folder: Path, names: Sequence[str]) -> str:
+    """A line on files with other extensions than those of images; empty without any."""
+    if not names:
+        return ""
+    kinds = Counter(os.path.splitext(name)[1].lower() for name in names)
+    shown = [f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()]
+    note = f"{len(names)} files in '{folder}' are ignored ({listed(shown)}), such as '{names[0]}'"
+    readable = sorted(kinds.keys() & IMAGE_FORMATS.keys())
+    if readable:
+        note += f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them"
+    return note
+
+
+def _list(
+    folder: Path, classes: list[str], cfg: DataConfig
+) -> tuple[list[list[bytes]], list[bytes], str]:
+    """Returns each class's images, relative to `folder`, the folders that were read, and a note.
+
+    FIFOs are images too: the reader reports them.
+    """
+    top = os.fsencode(folder)
+    suffixes = tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
+    images, folders, ignored = list[list[bytes]](), [top], list[str]()
     for class_name in classes:
         of_class = list[bytes]()
-        for below, _, names in os.walk(os.path.join(top, os.fsencode(class_name)), onerror=unreadable):
+        for below, _, names in os.walk(
+            os.path.join(top, os.fsencode(class_name)), onerror=unreadable
+        ):
             folders.append(below)
             prefix = below[len(top) + 1 :] + b"/"
             for name in names:
@@ -219,21 +281,23 @@ def _list(folder: Path, classes: list[str], cfg: DataConfig) -> tuple[list[list[
                 elif not name.startswith(b"."):
                     ignored.append(os.fsdecode(prefix + name))
         images.append(sorted(of_class))
-    if ignored:
-        kinds = Counter(os.path.splitext(path)[1].lower() for path in ignored)
-        shown = listed([f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()])
-        readable = sorted(kinds.keys() & IMAGE_FORMATS.keys())
-        advice = f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them" if readable else ""
-        note = f"{len(ignored)} files in '{folder}' are ignored ({shown}), such as '{ignored[0]}'{advice}"
+    note = ignored_files(folder, ignored)
     least = 1 if cfg.val_fraction is None else 2
     if empty := [name for name, files in zip(classes, images, strict=True) if len(files) < least]:
         what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(cfg.extensions)})"
-        raise ConfigError(f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}. {note}")
+        raise ConfigError(
+            f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}."
+            f" {note}"
+        )
     return images, folders, note
 
 
-def _divide(files: list[list[bytes]], val_fraction: float) -> tuple[list[list[bytes]], list[list[bytes]]]:
-    """Per class, the share with the smallest hashes of their names: adding a file moves at most one other."""
+def _divide(
+    files: list[list[bytes]], val_fraction: float
+) -> tuple[list[list[bytes]], list[list[bytes]]]:
+    """Per class, the share with the smallest hashes of their names: adding a file moves at most one
+    other.
+    """
     train, val = [], []
     for names in files:
         count = min(len(names) - 1, max(1, round(len(names) * val_fraction)))
@@ -248,7 +312,7 @@ def _split(files: list[list[bytes]], folder: Path) -> FolderSplit:
     return FolderSplit(*packed([name for of_class in files for name in of_class]), labels, folder)
 
 
-# --- stored lists: listing a million files can take minutes -----------------------------------------------------------
+# --- stored lists: listing a million files can take minutes ---------------------------------------
 
 
 def _stored_at(key: str) -> Path:
@@ -256,51 +320,71 @@ def _stored_at(key: str) -> Path:
 
 
 def _status(paths: Collection[str | bytes]) -> dict[str, list[int]]:
-    """Size and time of the last modification in ns: while they remain the same, a stored list is valid."""
-    found = zip(paths, map(os.stat, paths), strict=True)
-    return {os.fsdecode(path): [status.st_size, status.st_mtime_ns] for path, status in found}
+    """Size and time of the last modification in ns: while they remain the same, a stored list is
+    valid.
+    """
+    pairs = zip(paths, map(os.stat, paths), strict=True)
+    return {os.fsdecode(path): [status.st_size, status.st_mtime_ns] for path, status in pairs}
 
 
-def save_index(key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int) -> None:
-    """Unless something in `made_from` was modified later than `unchanged_since_ns`, or the cache cannot be written."""
+def save_index(
+    key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int
+) -> None:
+    """Unless something in `made_from` was modified later than `unchanged_since_ns`, or the cache
+    cannot be written.
+    """
     path = _stored_at(key)
     with contextlib.suppress(OSError):
         status = _status(made_from)
         if max(modified_ns for _, modified_ns in status.values()) > unchanged_since_ns:
             return
-        header = {"status": status, **{name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}}
+        header = {name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}
+        header["status"] = status
         arrays = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
         for name in ("train", "val"):
             values = vars(getattr(source, name)).items()
-            arrays |= {f"{name}/{part}": value for part, value in values if isinstance(value, np.ndarray)}
+            arrays |= {
+                f"{name}/{part}": value for part, value in values if isinstance(value, np.ndarray)
+            }
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
 
 
-def load_index(key: str, train: Callable[..., Split], val: Callable[..., Split]) -> ImageSource | None:
-    """The stored source, with splits that `train` and `val` make of their arrays; None: there is no valid one."""
+def load_index(
+    key: str, train: Callable[..., Split], val: Callable[..., Split]
+) -> ImageSource | None:
+    """The stored source, with splits that `train` and `val` make of their arrays; None: there is no
+    valid one.
+    """
     try:
         with open(_stored_at(key), "rb") as file, np.load(file, allow_pickle=False) as stored:
             header = json.loads(stored["header"].tobytes())
             if header["status"] != _status(header["status"]):
                 return None
-            first, second = (
-                make(**{name.split("/")[1]: stored[name] for name in stored.files if name.startswith(split)})
-                for split, make in (("train/", train), ("val/", val))
-            )
-            return ImageSource(tuple(header["classes"]), first, second, header["fingerprint"], tuple(header["notes"]))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # TypeError: an array is missing
+            splits = []
+            for split, make in (("train/", train), ("val/", val)):
+                names = [name for name in stored.files if name.startswith(split)]
+                splits.append(make(**{name.removeprefix(split): stored[name] for name in names}))
+            classes, notes = tuple(header["classes"]), tuple(header["notes"])
+            return ImageSource(classes, splits[0], splits[1], header["fingerprint"], notes)
+    # TypeError: an array is missing
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
 
 
-# --- bytes and pixels -------------------------------------------------------------------------------------------------
+# --- bytes and pixels -----------------------------------------------------------------------------
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
-    """The whole file, or its `first` bytes. Raises BadImage: not a regular, readable file of a possible size."""
+    """The whole file, or its `first` bytes.
+
+    Raises BadImage: not a regular, readable file of a possible size.
+    """
     try:  # non-blocking: opening a FIFO without a writer would block forever
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0
+        ) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise BadImage("not a regular file, but a device, a FIFO or a folder")
@@ -314,36 +398,56 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 
 
 class Encoded:
-    """An image of `height` x `width` with a checked header. `needs_pillow`: simplejpeg is known not to decode it."""
+    """An image of `height` x `width` with a checked header.
 
-    def __init__(self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS) -> None:
-        """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names of those accepted. Raises BadImage."""
+    `needs_pillow`: simplejpeg is known not to decode it.
+    """
+
+    def __init__(
+        self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS
+    ) -> None:
+        """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names of those accepted.
+        Raises BadImage.
+        """
         self._data, self._formats = data, formats
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
         if not self.needs_pillow:
             try:
-                self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=True)
+                self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(
+                    data, strict=True
+                )
                 self.needs_pillow = colours in ("CMYK", "YCCK")
             except Exception:  # not only ValueError: a wrong sampling factor is a KeyError
                 self.needs_pillow = True
         if self.needs_pillow:
             self.width, self.height = self._with_pillow(lambda image: image.size)
         if not 0 < self.height * self.width <= MAX_PIXELS:
-            raise BadImage(f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}")
+            raise BadImage(
+                f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}"
+            )
 
     def decode(self, scratch: Pixels | None = None) -> Pixels:
-        """The pixels, uint8 [height, width, 3], perhaps in the flat buffer `scratch`. Raises BadImage."""
+        """The pixels, uint8 [height, width, 3], perhaps in the flat buffer `scratch`.
+
+        Raises BadImage.
+        """
         if not self.needs_pillow:
             size = self.height * self.width * 3
             buffer = scratch[:size] if scratch is not None and scratch.size >= size else None
-            with contextlib.suppress(Exception):  # strict: libjpeg's warnings are errors too; then Pillow decodes
-                pixels: Pixels = simplejpeg.decode_jpeg(self._data, "RGB", buffer=buffer, strict=True)
+            with contextlib.suppress(
+                Exception
+            ):  # strict: libjpeg's warnings are errors too; then Pillow decodes
+                pixels: Pixels = simplejpeg.decode_jpeg(
+                    self._data, "RGB", buffer=buffer, strict=True
+                )
                 return pixels
             self.needs_pillow = True
         return self._with_pillow(_rgb)
 
     def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
-        """`use` of Pillow's image, without its warnings ("(Possibly) corrupt EXIF data": the pixels are fine)."""
+        """`use` of Pillow's image, without its warnings ("(Possibly) corrupt EXIF data": the pixels
+        are fine).
+        """
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -351,7 +455,9 @@ class Encoded:
         except Exception as error:  # corrupt files raise many exception types
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             unknown = "cannot identify image file" in text
-            raise BadImage(f"not a {' or '.join(self._formats)} file" if unknown else text) from None
+            raise BadImage(
+                f"not a {' or '.join(self._formats)} file" if unknown else text
+            ) from None
 
 
 def _rgb(image: Image.Image) -> Pixels:

@@ -1,108 +1,130 @@
-"""The loader of one split: from sample indices to NHWC batches in shared memory, which workers fill in place.
+"""The loader of one split: from sample indices to NHWC batches in shared memory.
 
-Batch `number` lies in slot `number % slots`: no pixel is pickled or copied between processes. A batch is divided into
-tasks, each of at least 8 rows, which a worker fills. Example: batches of 32 images, 4 workers, data.prefetch=3. A batch
-is 4 tasks, and 3 slots are being filled or wait. 2 more are read by copies under way to the GPU (on a CPU they are
-filled in advance too), and 1 is the batch that was requested: 6 slots. The workers of an IterableDataset fill rows from
-their own streams; whole batches are then made from what they found.
+    order of the epoch -> this rank's share -> batches -> tasks -> workers -> batches
+
+Batch n of an epoch lies in slot n % slots, where workers fill its rows in place: no pixel is
+pickled or copied between processes. A batch is divided into tasks of at least 8 rows. Example:
+batches of 32 images, 4 workers, data.prefetch=3, on a GPU: a batch is 4 tasks; 3 slots are being
+filled or wait, 1 is the batch that was requested, and 2 are read by copies that are under way to
+the GPU: 6 slots. Without such copies 2 more are filled in advance instead.
 """
 
 import contextlib
 import itertools
 import math
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import BadImage, Indices
+from cl_train.data.loader_report import BadImages, WorkerTimes
 from cl_train.data.order import SizeSchedule, order_of_rank
 from cl_train.data.transforms import ImageReader
-from cl_train.data.user_dataset import DatasetReader, StreamEnd, StreamReader
-from cl_train.data.workers import BEGUN, SAMPLE, WorkerError, Workers, shared
+from cl_train.data.user_dataset import DatasetReader
+from cl_train.data.workers import Progress, Workers, shared
+from cl_train.errors import BadImageError, ConfigError
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
-_MAX_WORKERS = 16
-_MIN_ROWS = 8  # images per task: smaller tasks cost more in messages than the even distribution gains
+_MAX_WORKERS = 32
+_MIN_ROWS = 8  # per task: smaller ones cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
-class WorkerTimes(NamedTuple):
-    """Seconds that workers spent on each part of loading."""
+@dataclass(frozen=True)
+class Slots:
+    """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC,
+    `targets` [slots, rows] and perhaps classes, and `samples`, int64 [slots, rows]: their indices.
+    """
 
-    read_s: float = 0.0
-    decode_s: float = 0.0
-    resize_s: float = 0.0
-    images: float = 0
-    dataset_s: float = 0.0  # in the user's Dataset
+    pixels: Tensor
+    targets: Tensor
+    samples: Indices
 
+    @classmethod
+    def of(cls, reader: Reader, slots: int, rows: int, image_size: int) -> "Slots":
+        label_type = torch.float32 if reader.label_shape else torch.int64
+        return cls(
+            shared((slots, rows * image_size**2 * 3), reader.dtype),
+            shared((slots, rows, *reader.label_shape), label_type),
+            shared((slots, rows), torch.int64).numpy(),
+        )
 
-class BadImageError(RuntimeError):
-    """A sample cannot be read, or with on_bad_image=skip more than data.max_bad_images."""
-
-
-@dataclass
-class BadImages:
-    """Bad samples of both splits: `reasons` by name, each once; `skipped`: how often one was replaced or left out."""
-
-    skip: bool
-    limit: int
-    reasons: dict[str, str] = field(default_factory=dict)
-    skipped: int = 0
-
-    def add(self, name: str, reason: str, *, skipped: bool) -> None:
-        """`skipped`: it was read for its own row, not in the place of another one. Raises BadImageError."""
-        self.skipped += skipped
-        self.reasons[name] = reason
-        if not self.skip:
-            what = f"'{name}' cannot be decoded: {reason}"
-            raise BadImageError(f"{what}. Repair or remove it, or use data.on_bad_image=skip")
-        if len(self.reasons) > self.limit:
-            count = f"{len(self.reasons)} images cannot be decoded, more than data.max_bad_images={self.limit}"
-            raise BadImageError(f"{count}; the last one: '{name}': {reason}")
+    def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
+        """Returns batch `number`: images [rows that fit, 3, image_size, image_size], targets."""
+        slot = number % len(self.samples)
+        rows = self.pixels.shape[1] // (image_size**2 * 3)
+        shape = (rows, image_size, image_size, 3)
+        images = self.pixels[slot, : math.prod(shape)].view(shape).permute(0, 3, 1, 2)
+        return images, self.targets[slot]
 
 
-def first_reasons(reasons: Mapping[str, str]) -> str:
-    """The first names of `BadImages.reasons` with their reasons, in one line."""
-    return "; ".join(f"{name} ({reason})" for name, reason in [*reasons.items()][:3]) + " ..." * (len(reasons) > 3)
-
-
-class _Task(NamedTuple):
-    """Rows `first_row`, `first_row + 1`, ... of batch `number`, to be filled with the samples `indices`."""
+class Task(NamedTuple):
+    """Rows `first_row` to `end_row` of batch `number`, which a worker fills."""
 
     number: int
-    first_row: int
     epoch: int
     image_size: int
-    indices: Sequence[int]
+    first_row: int
+    end_row: int
 
 
-class _Done(NamedTuple):
-    """What a worker found for a task; the pixels and labels are in the slot."""
+class Done(NamedTuple):
+    """What a worker reports of a task; pixels and labels are in the slot."""
 
-    number: int
-    rows: int
-    worker: int
     bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
     missing: list[int]  # rows for which there was no good sample
-    is_end: bool  # of the worker's stream
+
+
+def fill(
+    slots: Slots,
+    reader: Reader,
+    times: npt.NDArray[np.float64],
+    attempts: int,
+    task: Task,
+    progress: Progress,
+) -> Done:
+    """Reads the samples of a task into their rows; the next good sample replaces a bad one.
+
+    `attempts`: samples that are tried for a row. `times`: [workers, parts of `WorkerTimes`].
+    """
+    images, labels = slots.batch(task.number, task.image_size)
+    targets = labels.numpy()  # writing a number into a tensor takes ten times as long
+    samples = slots.samples[task.number % len(slots.samples)]
+    reader.times = times[progress.worker]
+    done = Done([], [])
+    for row in range(task.first_row, task.end_row):
+        index = int(samples[row])
+        for candidate in range(index, index + attempts):
+            sample = candidate % len(reader)
+            progress.begin(sample)
+            try:
+                targets[row] = reader.read(images[row], sample, task.epoch, random_index=index)
+                break
+            except BadImage as bad:
+                done.bad.append((reader.name(sample), str(bad), candidate == index))
+        else:
+            done.missing.append(row)
+    return done
 
 
 class HostLoader:
-    """One rank's batches of one split in shared memory, filled by workers that live until `close`. `samples`: of all
-    ranks; `is_stream`: of an IterableDataset, which controls their order; `times`: as `WorkerTimes`, of each worker."""
+    """One rank's batches of one split in shared memory, filled by workers that live until `close`.
+
+    `samples`: of all ranks; `times`: as `WorkerTimes`, of each worker.
+    """
 
     def __init__(
         self,
@@ -114,31 +136,41 @@ class HostLoader:
         bad_images: BadImages,
         order_of: Callable[[int], Indices] | None,
     ) -> None:
-        """`order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and bad samples are
-        replaced by the following ones. None: each sample once, without bad ones. Raises ConfigError: lack of memory."""
-        self.reader, self.sizes, self.batch_size, self._cfg, self._dist = reader, sizes, batch_size, cfg, dist
-        self._bad_images, self._order_of, self.samples = bad_images, order_of, len(reader)
-        most = min(_MAX_WORKERS, cores_of_process(dist.world_size))
-        self.workers = most if cfg.workers is None else cfg.workers
-        self.is_stream, processes = isinstance(reader, StreamReader), max(1, self.workers)
-        least = 1 if self.is_stream else _MIN_ROWS  # all workers fill each batch of a stream: each has its own samples
-        self._tasks_per_batch = max(1, min(batch_size // least, self.workers))
+        """`order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and
+        bad samples are replaced by the following ones. None: each sample once, without bad ones.
+        Raises ConfigError: lack of memory.
+        """
+        self.reader, self.sizes, self.batch_size = reader, sizes, batch_size
+        self._cfg, self._dist, self._bad_images, self._order_of = cfg, dist, bad_images, order_of
+        self.samples, self.label_shape = len(reader), reader.label_shape
+        self.workers = worker_count(cfg, dist)
+        self.times = shared((max(1, self.workers), len(WorkerTimes._fields)), torch.float64).numpy()
+
+        self._tasks_per_batch = max(1, min(batch_size // _MIN_ROWS, self.workers))
         copied = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0
-        ahead = cfg.prefetch + COPIES_UNDER_WAY - copied
-        self._queued = max(1, ahead * self._tasks_per_batch // processes)  # tasks of a worker
-        self._slot_count = -(-self._queued * self.workers // self._tasks_per_batch) + copied + 1
-        self._slots: tuple[Tensor, Tensor] | None = None  # pixels, NHWC, with room for the largest; targets
-        self._pinned: list[Tensor] = []
-        self.times = shared((processes, len(WorkerTimes._fields)), torch.float64).numpy()
+        busy = -(-self.workers // self._tasks_per_batch)  # batches that give each worker a task
+        prepared = max(cfg.prefetch + COPIES_UNDER_WAY - copied, busy)
+        self._ahead = prepared if self.workers else 0  # batches, of the one that is requested
+        self._slot_count = self._ahead + 1 + copied
+        self._check_memory()
+
+        self._slots: Slots | None = None
         self._pool: Workers | None = None
+        self._pinned: list[Tensor] = []
         self._user: tuple[threading.Thread, int] | None = None  # thread and process
-        batches_gib = self._slot_count * batch_size * sizes.image_sizes[-1] ** 2 * 3 * reader.dtype.itemsize / 2**30
-        order_gib, free = 0 if self.is_stream else 16 * self.samples / 2**30, available_bytes(torch.device("cpu"))
-        if free is not None and batches_gib + order_gib > free / 2**30:  # the size of /dev/shm does not matter
+        self._iteration = object()
+
+    def _check_memory(self) -> None:
+        pixels = self._slot_count * self.batch_size * self.sizes.image_sizes[-1] ** 2 * 3
+        batches_gib = pixels * self.reader.dtype.itemsize / 2**30
+        order_gib = 16 * self.samples / 2**30
+        free = available_bytes(torch.device("cpu"))  # the size of /dev/shm does not matter
+        if free is not None and batches_gib + order_gib > free / 2**30:
             raise ConfigError(
-                f"the loader's batches need {batches_gib:.1f} GiB of memory, the order of {self.samples} samples"
-                f" {order_gib:.1f} GiB, and {free / 2**30:.1f} GiB are free: lower batch_size or"
-                f" data.prefetch={cfg.prefetch}, or is the length of the data set wrong?"
+                f"the loader's batches need {batches_gib:.1f} GiB of memory, the order of"
+                f" {self.samples} samples {order_gib:.1f} GiB, and {free / 2**30:.1f} GiB are free:"
+                f" lower batch_size or data.prefetch={self._cfg.prefetch}, or is the length of the"
+                " data set wrong?"
             )
 
     def batch_count(self) -> int:
@@ -148,184 +180,118 @@ class HostLoader:
         return self.samples // (self.batch_size * ranks)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
-        """Batch `first_batch`, ... of `epoch`, each valid until the next is requested, on CUDA until the third. Ends an
-        earlier iteration. Raises BadImageError, WorkerError; RuntimeError: another thread is iterating."""
-        user = threading.current_thread(), os.getpid()
-        if self._user is not None and self._user != user and self._user[0].is_alive():
-            raise RuntimeError("another thread or process is iterating over this loader: give each one its own")
-        self._user = user
+        """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
+
+        Each is valid until the next is requested, on CUDA until the third. Ends an earlier
+        iteration. Raises BadImageError, WorkerError; RuntimeError: another thread is iterating.
+        """
+        self._claim()
+        iteration = self._iteration = object()
         try:
-            yield from self._of_stream(epoch, first_batch) if self.is_stream else self._finished(epoch, first_batch)
+            samples = self._samples_of(epoch)
+            numbers = range(first_batch, -(-len(samples) // self.batch_size))
+            workers, slots = self._started()
+            workers.drain()  # what an earlier iteration prepared in advance
+            not_submitted = iter(numbers)
+            for number in itertools.islice(not_submitted, self._ahead):
+                self._submit(number, epoch, samples)
+            for number in numbers:
+                for following in itertools.islice(not_submitted, 1):
+                    self._submit(following, epoch, samples)  # into memory that is released by now
+                done = [workers.result() for _ in range(self._tasks_per_batch)]
+                rows = min(self.batch_size, len(samples) - number * self.batch_size)
+                images, targets = slots.batch(number, self.sizes.image_size_at(epoch))
+                good = self._good_rows(done, rows)
+                images = images[good].to(memory_format=torch.channels_last)
+                yield RawBatch(images, targets[good], number, epoch)
+                if self._iteration is not iteration:
+                    raise RuntimeError("another iteration over this loader has begun")
         finally:
-            self._user = None
+            if self._iteration is iteration:
+                self._user = None
+                if self._pool is not None:
+                    self._pool.skip()
 
     def close(self) -> None:
-        """End the workers and free the memory. A later iteration starts new ones."""
+        """Ends the workers and frees the memory. A later iteration starts new ones."""
         if self._pool is not None:
             self._pool.close()
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._pool = self._slots = None
 
-    def _open_pool(self) -> Workers:
-        """The workers, which fork when the first result is requested."""
-        if self._pool is not None and not self._pool.is_running:  # after a failure: new ones, in new memory
-            self.close()
-        if self._pool is None:
-            reader, slots, size = self.reader, self._slot_count, self.batch_size
-            label_type = torch.float32 if reader.label_shape else torch.int64
-            pixels = shared((slots, size * self.sizes.image_sizes[-1] ** 2 * 3), reader.dtype)
-            self._slots = pixels, shared((slots, size, *reader.label_shape), label_type)
-            self._pool = Workers(self._fill, self.workers, self._cfg.worker_timeout_s, reader.name, self._queued)
-        return self._pool
+    def _claim(self) -> None:
+        user = threading.current_thread(), os.getpid()
+        if self._user is not None and self._user != user and self._user[0].is_alive():
+            raise RuntimeError(
+                "another thread or process is iterating over this loader: give each one its own"
+            )
+        self._user = user
 
-    def _pin(self) -> None:
-        """Page-lock the slots: copies to the GPU overlap with computation. Only after the fork: a driver may withhold
-        registered memory from later children (MADV_DONTFORK), and workers that write to it would crash."""
-        assert self._slots is not None
-        for memory in self._slots:
+    def _samples_of(self, epoch: int) -> Indices:
+        """Returns the indices of this rank's samples in their order."""
+        rank, ranks = self._dist.rank, self._dist.world_size
+        if self._order_of is None:
+            return np.arange(rank, self.samples, ranks)
+        return order_of_rank(self._order_of(epoch), self.batch_size, rank, ranks)
+
+    def _started(self) -> tuple[Workers, Slots]:
+        if self._pool is not None and not self._pool.is_running:
+            self.close()  # after a failure: new workers, in new memory
+        if self._pool is None or self._slots is None:
+            largest = self.sizes.image_sizes[-1]
+            slots = Slots.of(self.reader, self._slot_count, self.batch_size, largest)
+            attempts = 1 if self._order_of is None else _SUBSTITUTES
+            work = partial(fill, slots, self.reader, self.times, attempts)
+            timeout_s = self._cfg.worker_timeout_s
+            self._pool = Workers(work, self.workers, timeout_s, self.reader.name)
+            self._slots = slots
+            if self._dist.device.type == "cuda":
+                self._pin(slots)
+        return self._pool, self._slots
+
+    def _pin(self, slots: Slots) -> None:
+        """Page-locks the slots: copies to the GPU overlap with computation. Only after the fork: a
+        driver may withhold registered memory from later children (MADV_DONTFORK), and workers that
+        write to it would crash.
+        """
+        for memory in (slots.pixels, slots.targets):
             if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
                 self._pinned.append(memory)
-            else:  # copies still work, only slower; CUDA reports the error again at the next kernel: clear it
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device="cuda")
-
-    def _slot(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
-        """Of batch `number`: images [rows that fit, 3, image_size, image_size] in channels_last, targets."""
-        assert self._slots is not None
-        pixels, targets = (memory[number % self._slot_count] for memory in self._slots)
-        shape = (len(pixels) // (image_size**2 * 3), image_size, image_size, 3)
-        return pixels[: math.prod(shape)].view(shape).permute(0, 3, 1, 2), targets
-
-    def _fill(self, iteration: int, task: _Task) -> _Done:
-        """In a worker: read the samples of a task into their rows."""
-        info, reader, workers = get_worker_info(), self.reader, self._pool
-        assert workers is not None
-        done = _Done(task.number, len(task.indices), info.id if info else 0, [], [], is_end=False)
-        reader.times, progress = self.times[done.worker], workers.progress[done.worker]
-        images, labels = self._slot(task.number, task.image_size)
-        targets = labels.numpy()  # writing a number into a tensor takes ten times as long
-        indices, count, attempts = task.indices, len(reader), _SUBSTITUTES if self._order_of else 1
-        if isinstance(reader, StreamReader):
-            indices, count = reader.begin(iteration, task.epoch, len(indices)), sys.maxsize  # it has no length
-        try:
-            for row, index in enumerate(indices, task.first_row):
-                if workers.iteration[0] != iteration:  # it was abandoned
-                    break
-                for used in range(index, index + attempts):  # the sample, or the first of the following that is good
-                    used %= count
-                    progress[SAMPLE] = used
-                    progress[BEGUN] += 1
-                    try:
-                        targets[row] = reader.read(images[row], used, task.epoch, random_index=index)
-                        break
-                    except BadImage as bad:
-                        done.bad.append((reader.name(used), str(bad), used == index % count))
-                else:
-                    done.missing.append(row)
-        except StreamEnd:
-            is_substitute, has_row_before = used != index, row > task.first_row
-            if is_substitute and has_row_before:  # the last samples were bad: the one before takes their place
-                images[row], targets[row], row = images[row - 1], targets[row - 1], row + 1
-            done.missing.extend(range(row, task.first_row + len(indices)))
-            return done._replace(is_end=True)
-        return done
-
-    def _tasks(self, epoch: int, first_batch: int) -> Iterator[_Task]:
-        """The tasks of this rank's batches; those of a stream have no end, and only their number of samples matters."""
-        size, rank, ranks = self.batch_size, self._dist.rank, self._dist.world_size
-        image_size = self.sizes.image_size_at(epoch)
-        if self.is_stream:
-            shares: Iterable[Indices] = itertools.repeat(np.arange(size))
-        else:
-            if self._order_of is None:
-                order = np.arange(rank, self.samples, ranks)
-            else:
-                order = order_of_rank(self._order_of(epoch), size, rank, ranks)
-            shares = (order[first : first + size] for first in range(first_batch * size, len(order), size))
-        for number, share in enumerate(shares, first_batch):
-            first_row = 0
-            for indices in np.array_split(share, self._tasks_per_batch):
-                yield _Task(number, first_row, epoch, image_size, indices.tolist())
-                first_row += len(indices)
-
-    def _finished(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
-        """The batches whose tasks are done, without rows for which there is no sample."""
-        ended = set[int]()
-        results = self._open_pool().results(self._tasks(epoch, first_batch))
-        must_pin = self._dist.device.type == "cuda" and not self._pinned
-        while done := list(itertools.islice(results, self._tasks_per_batch)):
-            if must_pin:
-                self._pin()
-                must_pin = False
-            for name, reason, skipped in (bad for task in done for bad in task.bad):
-                self._bad_images.add(name, reason, skipped=skipped)
-            ended |= {task.worker for task in done if task.is_end}
-            number, rows = done[0].number, sum(task.rows for task in done)
-            images, targets = self._slot(number, self.sizes.image_size_at(epoch))
-            if missing := {row for task in done for row in task.missing}:
-                if self._order_of and not self.is_stream:
-                    raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
-                kept = [row for row in range(rows) if row not in missing]
-                yield RawBatch(images[kept].to(memory_format=torch.channels_last), targets[kept], number, epoch)
-            else:
-                yield RawBatch(images[:rows], targets[:rows], number, epoch)
-            if len(ended) == max(1, self.workers):
-                return
-
-    def _of_stream(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
-        """In training whole batches; those before `first_batch` are read again. Otherwise all samples of the length."""
-        size, count, number, seen, rest = self.batch_size, self.batch_count(), 0, 0, list[RawBatch]()
-        for batch in self._finished(epoch, 0):
-            if self._order_of is None:
-                seen += len(batch.targets)
-                if seen > self.samples:
-                    raise WorkerError(
-                        f"data.dataset: the val dataset yields more than the {self.samples} samples of its length. It"
-                        " must end, and divide its samples among ranks and workers (torch.utils.data.get_worker_info)"
-                    )
-                yield batch
                 continue
-            if len(batch.targets) < size:
-                rest.append(batch)
-                images, targets = torch.cat([part.images for part in rest]), torch.cat([part.targets for part in rest])
-                if len(targets) < size:
-                    continue
-                rest = [batch._replace(images=images[size:], targets=targets[size:])]
-                batch = batch._replace(images=images[:size], targets=targets[:size])
-            number += 1
-            if number > first_batch:
-                yield batch._replace(number=number - 1)
-            if number == count:
-                return
+            # Copies still work, only slower. CUDA reports the error again at the next kernel, which
+            # clears it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._dist.device)
+
+    def _submit(self, number: int, epoch: int, samples: Indices) -> None:
+        """Hands the tasks of batch `number` of `samples` to the workers."""
+        assert self._pool is not None and self._slots is not None
+        share = samples[number * self.batch_size : (number + 1) * self.batch_size]
+        self._slots.samples[number % self._slot_count, : len(share)] = share
+        image_size = self.sizes.image_size_at(epoch)
+        parts = self._tasks_per_batch
+        bounds = [len(share) * part // parts for part in range(parts + 1)]
+        for first_row, end_row in itertools.pairwise(bounds):
+            self._pool.submit(Task(number, epoch, image_size, first_row, end_row))
+
+    def _good_rows(self, done: list[Done], rows: int) -> slice | list[int]:
+        """Returns which of a batch's rows hold a sample; a list makes a copy of them.
+
+        Raises BadImageError.
+        """
+        for name, reason, skipped in itertools.chain(*(task.bad for task in done)):
+            self._bad_images.add(name, reason, skipped=skipped)
+        missing = {row for task in done for row in task.missing}
+        if not missing:
+            return slice(rows)
         if self._order_of is not None:
-            bad = "".join(f"; {name}: {reason}" for name, reason in list(self._bad_images.reasons.items())[-1:])
-            ended = f"data.dataset ended after {number} of {count} batches of {size} samples on rank {self._dist.rank}"
-            raise WorkerError(f"{ended}: its length is {self.samples}, of all ranks and workers together{bad}")
+            raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
+        return [row for row in range(rows) if row not in missing]
 
 
-def bottleneck_advice(
-    times: WorkerTimes, *, workers: int, cores: int, seconds: float, data_wait_pct: float
-) -> str | None:
-    """One sentence that names the bottleneck of a window of `seconds` and what to change, or None."""
-    if data_wait_pct <= 10 or seconds <= 0:
-        return None
-    waits = f"the step waits for data {data_wait_pct:.0f} % of its time"
-    if times.images == 0:
-        return f"{waits}; data.workers={workers}, and this process has {cores} cores"
-    busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
-    idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
-    rate = f"{times.images / busy_s:.0f} images/s per worker"
-    if times.read_s > 0.4 * busy_s:
-        file_ms = f"{1e3 * times.read_s / times.images:.1f} ms"
-        cause = f"storage: reading a file takes {file_ms}; use a local disk or a smaller copy of the data"
-    elif workers > 0 and idle_pct > 15:
-        cause = f"the number of prepared batches: workers are idle {idle_pct:.0f} % of the time; raise data.prefetch"
-    elif workers < cores:
-        cause = f"too few workers: {max(1, workers)} of {cores} cores ({rate}); use data.workers={cores}"
-    elif times.dataset_s > busy_s / 2:
-        cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
-    else:
-        decode_pct = 100 * times.decode_s / busy_s
-        cause = f"decoding, {decode_pct:.0f} % ({rate}); use smaller images (prepare_imagenet resize)"
-    return f"{waits}; the bottleneck is {cause}"
+def worker_count(cfg: DataConfig, dist: Dist) -> int:
+    """Returns the loader processes of this rank."""
+    if cfg.workers is not None:
+        return cfg.workers
+    return min(_MAX_WORKERS, cores_of_process(dist.world_size))

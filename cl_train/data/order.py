@@ -1,7 +1,9 @@
-"""The order, the random numbers and the size of the images: pure functions of the seed, the epoch and the index.
+"""The order, the random numbers and the size of the images: pure functions of the seed, the epoch
+and the index.
 
-Philox is a counter-based generator: a key and a counter determine the numbers, so workers, ranks and resumed runs share
-no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+Philox is a counter-based generator: a key and a counter determine the numbers, so workers, ranks
+and resumed runs share no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011).
 """
 
 import math
@@ -20,34 +22,55 @@ _GRID = 32  # of growing image sizes: the total stride of most networks
 
 
 def permutation(seed: int, epoch: int, count: int) -> Indices:
-    """The order of `count` training images in `epoch`: sorted Philox words, because NumPy may change
-    `Generator.permutation`."""
+    """Returns the order of `count` training images in `epoch`.
+
+    It sorts Philox words, because NumPy may change `Generator.permutation`.
+    """
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]).random_raw(count)
     return np.argsort(words, kind="stable")
 
 
-def shard_permutation(seed: int, epoch: int, shards: Sequence[Indices], window: int = 8192) -> Indices:
-    """For storage that is slow at random reads: shards are permuted, then each image moves by less than `window`
-    places. Each shard must hold a mixture of all classes."""
+def shard_permutation(
+    seed: int, epoch: int, shards: Sequence[Indices], distance: int = 8192
+) -> Indices:
+    """Returns an order for storage that is slow at random reads.
+
+    Shards are permuted, then each image moves by less than `distance` places. Each shard must hold
+    a mixture of all classes.
+    """
     count = sum(map(len, shards))
-    words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS]).random_raw(len(shards) + count)
-    order = np.concatenate([shards[shard] for shard in np.argsort(words[: len(shards)], kind="stable")])
+    words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS]).random_raw(
+        len(shards) + count
+    )
+    order = np.concatenate(
+        [shards[shard] for shard in np.argsort(words[: len(shards)], kind="stable")]
+    )
     shift = words[len(shards) :] >> np.uint64(11)  # 53 bits, which a float64 holds exactly
-    return order[np.argsort(np.arange(count) + shift * (window / 2**53), kind="stable")]
+    return order[np.argsort(np.arange(count) + shift * (distance / 2**53), kind="stable")]
 
 
-def repeated(order: Indices, repeats: int, ranks_batch_size: int) -> Indices:
-    """Repeated augmentation (Hoffer et al., "Augment your batch", 2020): each batch of all ranks holds its images
-    `repeats` times, in an epoch of the same length. Copy c of image i is index i + c * images, with its own random
-    numbers. Copies are a batch's share apart: `repeats` ranks hold different ones, as with timm's RepeatAugSampler."""
-    batches, distinct = len(order) // ranks_batch_size, -(-ranks_batch_size // repeats)
+def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
+    """Returns the order of repeated augmentation (Hoffer et al., "Augment your batch", 2020).
+
+    Each global batch, which all ranks and micro-steps of an optimizer step share, holds its images
+    `repeats` times, in an epoch of the same length. Copy c of image i is index i + c * images, with
+    random numbers of its own. The copies of an image are far apart in the batch: `repeats` ranks
+    hold different ones, as with timm's RepeatAugSampler.
+    """
+    if repeats == 1:
+        return order
+    batches = len(order) // global_batch_size
+    distinct = -(-global_batch_size // repeats)
     images = order[: batches * distinct].reshape(batches, 1, distinct)
     copies = images + len(order) * np.arange(repeats).reshape(repeats, 1)
-    return copies.reshape(batches, -1)[:, :ranks_batch_size].reshape(-1)
+    return copies.reshape(batches, -1)[:, :global_batch_size].reshape(-1)
 
 
 class RandomNumbers:
-    """Those of a sample or a batch in an epoch, valid until the next call; a new generator takes five times as long."""
+    """Gives a generator for each sample or batch in an epoch, valid until the next call.
+
+    A new generator would take five times as long.
+    """
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
@@ -55,7 +78,9 @@ class RandomNumbers:
         self._generator = np.random.Generator(self._philox)
 
     def of(self, seed: int, epoch: int, index: int, stream: int = SAMPLES) -> np.random.Generator:
-        """`BATCHES`, a stream for operations on a whole batch (MixUp, CutMix): `index` also distinguishes ranks."""
+        """`BATCHES`, a stream for operations on a whole batch (MixUp, CutMix): `index` also
+        distinguishes ranks.
+        """
         numbers = self._state["state"]
         numbers["key"][:] = seed, epoch
         numbers["counter"][:] = 0, index, 0, stream
@@ -64,14 +89,18 @@ class RandomNumbers:
 
 
 def order_of_rank(order: Indices, batch_size: int, rank: int, world_size: int) -> Indices:
-    """Rank `rank`'s part of `order`: of each of the ranks' full batches its share, in order."""
+    """Returns rank `rank`'s part of `order`: its share of each of the ranks' full batches."""
     batches = len(order) // (batch_size * world_size)
-    return order[: batches * batch_size * world_size].reshape(batches, world_size, batch_size)[:, rank].reshape(-1)
+    whole = order[: batches * batch_size * world_size]
+    return whole.reshape(batches, world_size, batch_size)[:, rank].reshape(-1)
 
 
 @dataclass(frozen=True)
 class SizeSchedule:
-    """Growing images (Howard et al., DAWNBench 2018). `points`: (epoch, image size in pixels), epochs from 0."""
+    """Growing images (Howard et al., DAWNBench 2018).
+
+    `points`: (epoch, image size in pixels), epochs from 0.
+    """
 
     points: tuple[tuple[int, int], ...]
 
@@ -80,8 +109,9 @@ class SizeSchedule:
         return tuple(sorted({self.image_size_at(epoch) for epoch in range(self.points[-1][0] + 1)}))
 
     def image_size_at(self, epoch: int) -> int:
-        """Linear between `points`, rounded to a multiple of 32, or of the largest power of two that divides both sizes:
-        [0, 16], [4, 32] gives 16, 16, 32, 32, 32, ..."""
+        """Linear between `points`, rounded to a multiple of 32, or of the largest power of two that
+        divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, 32, ...
+        """
         for (first, start), (last, end) in pairwise(self.points):
             if epoch < last:
                 grid = math.gcd(_GRID, start, end)

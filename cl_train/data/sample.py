@@ -1,6 +1,8 @@
-"""The sample data: ten classes of textures, generated with ImageNet's layout and proportions. Imagenette: fetched.
+"""The sample data: ten classes of textures, generated with ImageNet's layout and proportions.
+Imagenette: fetched.
 
-A class is a pattern, the same after a flip or in a crop. All else differs in every image, its mean colour too.
+A class is a pattern, the same after a flip or in a crop. All else differs in every image, its mean
+colour too.
 """
 
 import shutil
@@ -22,7 +24,7 @@ from cl_train.system.processes import map_in_processes
 Field = npt.NDArray[np.floating[Any]]
 
 VERSION = "6"  # of the images; a folder of another version or size is generated again
-_SIZES = ((500, 375), (500, 375), (500, 375), (375, 500), (500, 333), (333, 500), (640, 480), (400, 300))
+_SIZES = (*3 * ((500, 375),), (375, 500), (500, 333), (333, 500), (640, 480), (400, 300))
 _QUALITY = 90
 _NOISE = 11.0  # grain, grey levels; determines the size of the files
 _SEED = 2012
@@ -30,19 +32,24 @@ _SEED = 2012
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """Number of the images, and the scale of their sides: at 1 files are as large as ImageNet's, 100 kB."""
+    """Number of the images, and the scale of their sides: at 1 files are as large as ImageNet's,
+    100 kB.
+    """
 
     train_per_class: int = 110
     val_per_class: int = 22
     scale: float = 1.0
 
 
-FIRST_RUN = SampleSpec(scale=0.32)  # of data=sample: 160 x 120 pixels, generated and decoded in seconds
+# of data=sample: 160 x 120 pixels, generated and decoded in seconds
+FIRST_RUN = SampleSpec(scale=0.32)
 
 
 def _wave(x: Field, duty: float = 0.5) -> Field:
     """A smooth square wave of period 1: 1 in the share `duty` of it."""
-    return (0.5 + 0.5 * np.tanh(3 * (np.sin(2 * np.pi * x) - np.cos(np.pi * duty)))).astype(np.float32)
+    return (0.5 + 0.5 * np.tanh(3 * (np.sin(2 * np.pi * x) - np.cos(np.pi * duty)))).astype(
+        np.float32
+    )
 
 
 def _turned(x: Field, y: Field, degrees: float) -> Field:
@@ -50,34 +57,42 @@ def _turned(x: Field, y: Field, degrees: float) -> Field:
 
 
 def _clouds(x: Field, y: Field) -> Field:
-    waves = [np.sin(2 * np.pi * (0.21 * _turned(x, y, degrees) + degrees / 50)) for degrees in (10, 43, 81, 117, 152)]
+    waves = [
+        np.sin(2 * np.pi * (0.21 * _turned(x, y, degrees) + degrees / 50))
+        for degrees in (10, 43, 81, 117, 152)
+    ]
     return (0.5 + 0.5 * np.tanh(sum(waves))).astype(np.float32)
 
 
 def _from_centre(x: Field, y: Field) -> Field:
-    """Distance from the centre of each unit cell; every second row of cells is shifted by half a cell."""
+    """Returns the distance from each unit cell's centre; odd rows are shifted by half a cell."""
     x = x + np.floor(y) / 2
     return np.hypot(x - np.floor(x) - 0.5, y - np.floor(y) - 0.5)
 
 
 _lines = partial(_wave, duty=0.3)
-PATTERNS: dict[str, Callable[[Field, Field], Field]] = {  # of coordinates in periods, 0 to 1; sorted by name
+Pattern = Callable[[Field, Field], Field]  # of coordinates in periods, 0 to 1
+PATTERNS: dict[str, Pattern] = {  # sorted by name
     "clouds": _clouds,
     "columns": lambda x, y: _wave(x),
     "diagonals": lambda x, y: _wave(_turned(x, y, 45)),
     "dots": lambda x, y: _wave(0.5 - _from_centre(x, y)),
     "grid": lambda x, y: np.maximum(_lines(x), _lines(y)),
     # a hash of the cell's place
-    "mosaic": lambda x, y: np.sin(12.9898 * np.floor(1.5 * x) + 78.233 * np.floor(1.5 * y)) * 43758.5453 % 1 < 0.5,
+    "mosaic": lambda x, y: (
+        np.sin(12.9898 * np.floor(1.5 * x) + 78.233 * np.floor(1.5 * y)) * 43758.5453 % 1 < 0.5
+    ),
     "rings": lambda x, y: _wave(3.2 * _from_centre(x / 2, y / 2)),
     "rows": lambda x, y: _wave(y),
-    "triangles": lambda x, y: np.max([_lines(_turned(x, y, degrees)) for degrees in (30, 90, 150)], axis=0),
+    "triangles": lambda x, y: np.max(
+        [_lines(_turned(x, y, degrees)) for degrees in (30, 90, 150)], axis=0
+    ),
     "zigzags": lambda x, y: _wave(y + 1.4 * np.abs(x / 2 - np.floor(x / 2) - 0.5)),
 }
 
 
-def render(pattern: Callable[[Field, Field], Field], width: int, height: int, rng: np.random.Generator) -> Pixels:
-    """One image, uint8 [height, width, 3]."""
+def render(pattern: Pattern, width: int, height: int, rng: np.random.Generator) -> Pixels:
+    """Returns one image, uint8 [height, width, 3]."""
     period = np.float32(rng.uniform(45, 70) * max(width, height) / 500)
     x = np.arange(width, dtype=np.float32)[None, :] / period + np.float32(rng.uniform(0, 64))
     y = np.arange(height, dtype=np.float32)[:, None] / period + np.float32(rng.uniform(0, 64))
@@ -89,7 +104,10 @@ def render(pattern: Callable[[Field, Field], Field], width: int, height: int, rn
     dark, light = dark.astype(np.float32), light.astype(np.float32)
     image = dark + shape[:, :, None] * (light - dark)
     slope = rng.uniform(-30, 30, 2)
-    image += np.linspace(-1, 1, width)[None, :, None] * slope[0] + np.linspace(-1, 1, height)[:, None, None] * slope[1]
+    image += (
+        np.linspace(-1, 1, width)[None, :, None] * slope[0]
+        + np.linspace(-1, 1, height)[:, None, None] * slope[1]
+    )
     grain = rng.integers(0, 256, (height, width), dtype=np.uint8).astype(np.float32)
     image += ((grain - 127.5) * np.float32(_NOISE / 74))[:, :, None]
     return image.clip(0, 255).astype(np.uint8)
@@ -97,7 +115,9 @@ def render(pattern: Callable[[Field, Field], Field], width: int, height: int, rn
 
 def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> None:
     split, label, number = place
-    rng = np.random.Generator(np.random.Philox(key=[_SEED, split == "val"], counter=[0, label, number, 0]))
+    rng = np.random.Generator(
+        np.random.Philox(key=[_SEED, split == "val"], counter=[0, label, number, 0])
+    )
     name, pattern = list(PATTERNS.items())[label]
     path = folder / split / name / f"{name}_{number:05d}.JPEG"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,16 +126,28 @@ def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> Non
 
 
 def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -> None:
-    """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for any number of processes (None: all cores)."""
+    """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for any number of processes (None:
+    all cores).
+    """
     counts = {"train": spec.train_per_class, "val": spec.val_per_class}
-    places = [(split, label, n) for split in counts for label in range(len(PATTERNS)) for n in range(counts[split])]
+    places = [
+        (split, label, n)
+        for split in counts
+        for label in range(len(PATTERNS))
+        for n in range(counts[split])
+    ]
     write = partial(_write_image, folder, spec.scale)
-    list(map_in_processes(write, places, processes, description="generating the sample data", unit="image"))
+    list(
+        map_in_processes(
+            write, places, processes, description="generating the sample data", unit="image"
+        )
+    )
 
 
 def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
-    """Generate the sample if it is missing, and return its folder; several runs and ranks may do so at once. Raises
-    ConfigError if `folder` holds something else."""
+    """Generate the sample if it is missing, and return its folder; several runs and ranks may do so
+    at once. Raises ConfigError if `folder` holds something else.
+    """
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"
     if marker.is_file() and marker.read_text() == version:
         return folder
@@ -136,22 +168,33 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
 
 def read_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Of `data.root` if it is given, else generated in `root`."""
-    return read_folder(ensure_sample(root, FIRST_RUN) if cfg.root is None else root, cfg, training=training)
+    return read_folder(
+        ensure_sample(root, FIRST_RUN) if cfg.root is None else root, cfg, training=training
+    )
 
 
 def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
-    """Ten easy classes of ImageNet at 320 pixels, in `root` itself or in the archive's folder there, which
-    data.download=true fetches (326 MB) through torchvision. Raises ConfigError: it is missing."""
+    """Ten easy classes of ImageNet at 320 pixels, in `root` itself or in the archive's folder
+    there, which data.download=true fetches (326 MB) through torchvision. Raises ConfigError: it is
+    missing.
+    """
     folder = root if (root / "train").is_dir() else root / "imagenette2-320"
     if not (folder / "train").is_dir():
         if not cfg.download:
-            raise ConfigError(f"no Imagenette in '{root}'; data.download=true fetches it, or give data.root=FOLDER")
+            raise ConfigError(
+                f"no Imagenette in '{root}'; data.download=true fetches it, or give"
+                " data.root=FOLDER"
+            )
         from torchvision.datasets import Imagenette
 
         root.mkdir(parents=True, exist_ok=True)
         with lock_file(root / ".lock", waiting_for="Imagenette"):
             try:
-                Imagenette(str(root), split="train", size="320px", download=not (folder / "train").is_dir())
+                Imagenette(
+                    str(root), split="train", size="320px", download=not (folder / "train").is_dir()
+                )
             except (OSError, RuntimeError) as error:
-                raise ConfigError(f"Imagenette could not be fetched into '{root}': {error}") from None
+                raise ConfigError(
+                    f"Imagenette could not be fetched into '{root}': {error}"
+                ) from None
     return read_folder(folder, cfg, training=training)

@@ -1,18 +1,20 @@
 """WebDataset tar shards: every image is indexed once, then read at random, as from a folder.
 
-Images are sorted by label and key, as in the folder they were made from. `shards.json`, which `prepare_imagenet shards`
-writes, lists the classes and the number of images of every shard: with it, what is missing and wrong labels are errors.
-docs/imagenet.md describes the members, and what is detected without it.
+Images are sorted by label and key, as in the folder they were made from. `shards.json`, which
+`prepare_imagenet shards` writes, lists the classes and the number of images of every shard: with
+it, what is missing and wrong labels are errors. Without it the labels are trusted.
+docs/imagenet.md describes the members.
 """
 
 import glob
+import itertools
 import json
 import os
 import re
 import tarfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,17 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data.images import BadImage, ImageSource, Indices, Split, digest, listed, load_index, packed, save_index
+from cl_train.data.images import (
+    BadImage,
+    ImageSource,
+    Indices,
+    Split,
+    digest,
+    listed,
+    load_index,
+    packed,
+    save_index,
+)
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
@@ -34,7 +46,7 @@ _MAX_MEMBER_BYTES = 64 * 2**20  # the largest image of ImageNet has 16 MB
 
 @dataclass(frozen=True)
 class ShardSplit(Split):
-    """The images of one split, sorted by label and name; their shards (paths), and their places there in bytes."""
+    """The images of one split, sorted by label and name: shards, and places there in bytes."""
 
     shards: tuple[str, ...]
     shard: Indices
@@ -45,7 +57,10 @@ class ShardSplit(Split):
         return f"{self.shards[self.shard[index]]}/{super().name(index)}"
 
     def read(self, index: int) -> bytes:
-        """Raises BadImage. Opens the shard each time, as a folder's images are opened: workers share no descriptor."""
+        """Raises BadImage.
+
+        Opens the shard each time, as a folder's images are opened: workers share no descriptor.
+        """
         size = int(self.sizes[index])
         try:
             with open(self.shards[self.shard[index]], "rb", buffering=0) as file:
@@ -53,20 +68,26 @@ class ShardSplit(Split):
         except OSError as error:
             raise BadImage(error.strerror or str(error)) from None
         if not 0 < size == len(data):
-            raise BadImage(f"{len(data)} of {size} bytes could be read: empty, or the shard was changed")
+            raise BadImage(
+                f"{len(data)} of {size} bytes could be read: empty, or the shard was changed"
+            )
         return data
 
     def by_shard(self) -> tuple[Indices, ...]:
         """For each shard the indices of its images, in the order of the file."""
         order = np.lexsort((self.offsets, self.shard))
-        return tuple(np.split(order, np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))[:-1]))
+        return tuple(
+            np.split(order, np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))[:-1])
+        )
 
 
 def read_shards(
     root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None
 ) -> ImageSource:
-    """Index the shards of a folder or shell pattern in `workers` processes, or take the index from the user's cache.
-    Without `training` the val shards may stand for both. Raises ConfigError: none, or damaged or contradicting ones."""
+    """Index the shards of a folder or shell pattern in `workers` processes, or take the index from
+    the user's cache. Without `training` the val shards may stand for both. Raises ConfigError:
+    none, or damaged or contradicting ones.
+    """
     shards, notes = _find_shards(str(root), training)
     files = [*shards["train"], *shards["val"]]
     manifest = Path(files[0]).parent / MANIFEST
@@ -91,24 +112,23 @@ def _find_shards(root: str, training: bool) -> tuple[dict[str, list[str]], tuple
     """Absolute paths of the train and val shards, sorted, and a note on other tar files."""
     is_pattern = not os.path.isdir(root)
     shards: dict[str, list[str]] = {"train": [], "val": [], "": []}
-    series: dict[tuple[str, str], set[int]] = {}  # a missing number of im-train-000000.tar, ... is a missing shard
-    for path in map(os.path.abspath, sorted(glob.glob(root if is_pattern else f"{glob.escape(root)}/*.tar"))):
-        split = split_of(os.path.basename(path))
-        shards[split].append(path)
-        if split and not is_pattern and (match := re.fullmatch(r"(.*?)(\d+)(\D*\.tar)", path)):
-            series.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for path in sorted(glob.glob(root if is_pattern else f"{glob.escape(root)}/*.tar")):
+        shards[split_of(os.path.basename(path))].append(os.path.abspath(path))
     if not training:
         shards["train"] = shards["train"] or shards["val"]
-    advice = '; braces are not expanded: use a shell pattern, "/data/im-*.tar"' if is_pattern and "{" in root else ""
+    advice = ""
+    if is_pattern and "{" in root:
+        advice = '; braces are not expanded: use a shell pattern, "/data/im-*.tar"'
     lacking = [name for name in ("train", "val") if not shards[name]]
-    problems = [f"data.root={root}: no {name} shards, *-{name}-*.tar, in it{advice}" for name in lacking]
-    for (start, end), numbers in series.items():
-        if len(numbers) > 1 and (lost := sorted(set(range(max(numbers))) - numbers)):
-            problems.append(f"{start}N{end}: shards are missing, N = {listed(lost)}")
+    problems = [
+        f"data.root={root}: no {name} shards, *-{name}-*.tar, in it{advice}" for name in lacking
+    ]
     if problems:
         raise ConfigError(problems)
-    others = listed(shards[""])
-    return shards, (f"these tar files are neither train nor val shards: {others}",) if shards[""] else ()
+    notes: tuple[str, ...] = ()
+    if shards[""]:
+        notes = (f"these tar files are neither train nor val shards: {listed(shards[''])}",)
+    return shards, notes
 
 
 class _Image(NamedTuple):
@@ -122,39 +142,53 @@ def _index(shards: dict[str, list[str]], manifest: Path | None, workers: int | N
     paths = list(dict.fromkeys(shards["train"] + shards["val"]))
     images = map_in_processes(index_shard, paths, workers, description="index shards", unit="shard")
     contents = dict(zip(paths, images, strict=True))
-    for name in ("train", "val"):
-        first: dict[frozenset[tuple[int, str, int]], str] = {}
-        for path in shards[name]:
-            samples = frozenset((image.label, image.name, image.size) for image in contents[path])
-            if (other := first.setdefault(samples, path)) != path:
-                raise ConfigError(f"{path} has the samples of {other}, which would count twice: move one away")
-    train, val = (_split({path: contents[path] for path in shards[name]}) for name in ("train", "val"))
+    train, val = (
+        _split({path: contents[path] for path in shards[name]}) for name in ("train", "val")
+    )
     classes = _checked_classes(contents, manifest)
-    if shards["train"] != shards["val"] and (lacking := sorted(set(range(len(classes))) - set(train.labels.tolist()))):
+    lacking = sorted(set(range(len(classes))) - set(train.labels.tolist()))
+    if lacking and shards["train"] != shards["val"]:
         raise ConfigError(f"no training image has label {listed(lacking)}; labels start at 0")
-    return ImageSource(classes, train, val, digest(classes, (train, val), ("names", "labels", "sizes")))
+    fingerprint = digest(classes, (train, val), ("names", "labels", "sizes"))
+    return ImageSource(classes, train, val, fingerprint)
 
 
 def index_shard(path: str) -> list[_Image]:
-    """The images of a shard. Raises ConfigError: it is damaged, or a sample lacks its image or its label."""
+    """The images of a shard.
+
+    Raises ConfigError: it is damaged, or a sample lacks its image or its label.
+    """
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     with open_tar(Path(path), path) as archive:
         for member in regular_files(archive, path):
             name = member.name.removeprefix("./")
             folder, _, base = name.rpartition("/")
-            stem, _, extension = base.partition(".")  # by WebDataset's rule: at the first dot of the file's name
+            # by WebDataset's rule: at the first dot of the file's name
+            stem, _, extension = base.partition(".")
             key = f"{folder}/{stem}"
-            if not stem or name.startswith("/") or ".." in folder.split("/") or not name.isprintable():
+            if (
+                not stem
+                or name.startswith("/")
+                or ".." in folder.split("/")
+                or not name.isprintable()
+            ):
                 raise ConfigError(f"{path}: {name[:200]!r} is not the name of a sample")
             if extension.lower() in ("jpg", "jpeg", "png"):
-                if images.setdefault(key, (name, member.offset_data, member.size))[1] != member.offset_data:
+                if key in images:
                     raise ConfigError(f"{path}: two images for sample '{key}'")
+                images[key] = (name, member.offset_data, member.size)
             elif extension.lower() in ("cls", "json"):
-                label = _label(read_member(archive, member, path), extension.lower(), f"{path}/{name}")
+                text = read_member(archive, member, path)
+                label = _label(text, extension.lower(), f"{path}/{name}")
                 if labels.setdefault(key, label) != label:
-                    raise ConfigError(f"{path}: sample '{key}' has labels {labels[key]} and {label}")
-    if lacking := [f"'{key}' has no {'label' if key in images else 'image'}" for key in images.keys() ^ labels.keys()]:
+                    raise ConfigError(
+                        f"{path}: sample '{key}' has labels {labels[key]} and {label}"
+                    )
+    if lacking := [
+        f"'{key}' has no {'label' if key in images else 'image'}"
+        for key in images.keys() ^ labels.keys()
+    ]:
         raise ConfigError(f"{path}: {len(lacking)} incomplete samples: {listed(sorted(lacking))}")
     if not images:
         raise ConfigError(f"{path}: no samples")
@@ -162,10 +196,12 @@ def index_shard(path: str) -> list[_Image]:
 
 
 def _label(text: bytes, extension: str, what: str) -> int:
-    try:
-        label = json.loads(text)["label"] if extension == "json" else int(text) if text.strip().isdigit() else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        label = None
+    label = None
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        if extension == "json":
+            label = json.loads(text)["label"]
+        elif text.strip().isdigit():
+            label = int(text)
     if type(label) is not int or not 0 <= label < _MAX_LABEL:  # true is an int, too
         raise ConfigError(f"{what}: {text[:40]!r} is not a label: expected a number from 0")
     return label
@@ -178,34 +214,44 @@ def _split(contents: dict[str, list[_Image]]) -> ShardSplit:
         for number, images in enumerate(contents.values())
         for label, name, offset, size in images
     )
-    labels, shard, offsets, sizes = (np.array([row[column] for row in rows], np.int64) for column in (0, 2, 3, 4))
+    labels, shard, offsets, sizes = (
+        np.array([row[column] for row in rows], np.int64) for column in (0, 2, 3, 4)
+    )
     names, starts = packed([os.fsencode(row[1]) for row in rows])
     return ShardSplit(names, starts, labels, tuple(contents), shard, offsets, sizes)
 
 
 def _checked_classes(contents: dict[str, list[_Image]], manifest: Path | None) -> tuple[str, ...]:
-    """Of the manifest, else WordNet ids in the names, else the labels as text. Raises ConfigError: contradictions."""
-    samples: dict[tuple[int, str], str] = {}  # label, class in the name -> the first sample with both
-    for path, images in contents.items():
-        for image in images:
-            wordnet = _WORDNET_ID.match(image.name)
-            name = image.name.rpartition("/")[0] if manifest else wordnet[1] if wordnet else ""
-            samples.setdefault((image.label, name), f"{path}/{image.name}")
-    problems = list[str]()
-    if manifest is not None:
-        classes, problems = _read_manifest(manifest, contents)
-    elif all(name for _, name in samples):
-        first = {label: name for label, name in reversed(samples)}
-        classes = [first.get(label, "") for label in range(max(first) + 1)]
-    else:
-        return tuple(map(str, range(max(samples)[0] + 1)))
-    known = {name: label for label, name in reversed(list(enumerate(classes)))}
-    wrong = [f"{sample} has label {label}" for (label, name), sample in samples.items() if known.get(name) != label]
+    """Returns the manifest's classes, else WordNet ids in the names, else the labels as text.
+
+    Raises ConfigError: the manifest is contradicted.
+    """
+    if manifest is None:
+        return _classes_of_names(contents)
+    classes, problems = _read_manifest(manifest, contents)
+    label_of = {name: label for label, name in reversed(list(enumerate(classes)))}
+    wrong = [
+        f"{path}/{image.name} has label {image.label}"
+        for path, images in contents.items()
+        for image in images
+        if label_of.get(image.name.rpartition("/")[0]) != image.label
+    ]
     if wrong:
         problems.append(f"{len(wrong)} labels contradict the names of the samples: {listed(wrong)}")
     if problems:
         raise ConfigError(problems)
     return tuple(classes)
+
+
+def _classes_of_names(contents: dict[str, list[_Image]]) -> tuple[str, ...]:
+    names: dict[int, str] = {}  # the WordNet id of each label's first sample, or nothing
+    for image in itertools.chain(*contents.values()):
+        wordnet = _WORDNET_ID.match(image.name)
+        names.setdefault(image.label, wordnet[1] if wordnet else "")
+    labels = range(max(names) + 1)
+    if all(names.get(label) for label in labels) and len(set(names.values())) == len(labels):
+        return tuple(names[label] for label in labels)
+    return tuple(map(str, labels))
 
 
 def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[list[str], list[str]]:
@@ -215,28 +261,22 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[list[
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         classes = [str(name) for name in manifest["classes"]]
-        expected = {name: count for name, count in dict(manifest["images"]).items() if split_of(name) in splits}
+        expected = {
+            name: count
+            for name, count in dict(manifest["images"]).items()
+            if split_of(name) in splits
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
     differing = sorted(name for name in found | expected if found.get(name) != expected.get(name))
-    counts = [f"{name} has {found.get(name, 'missing')} of {expected.get(name, 0)} images" for name in differing]
+    counts = [
+        f"{name} has {found.get(name, 'missing')} of {expected.get(name, 0)} images"
+        for name in differing
+    ]
     return classes, [f"{path} lists other numbers of images: {listed(counts)}"] if counts else []
 
 
-# --- untrusted tar files ----------------------------------------------------------------------------------------------
-
-
-class _BoundedFile:
-    """No header can make a read exceed an image's size."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
-
-    def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= _MAX_MEMBER_BYTES:
-            raise tarfile.ReadError(f"a header asks for {size} bytes")
-        return self._file.read(size)
+# --- tar files that may be damaged ----------------------------------------------------------------
 
 
 @contextmanager
@@ -245,23 +285,30 @@ def _readable(what: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{what}: damaged or truncated, or not a tar archive ({error})") from error
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise ConfigError(
+            f"{what}: damaged or truncated, or not a tar archive ({error})"
+        ) from error
 
 
 @contextmanager
 def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
-    """An uncompressed tar file, or a tar within a tar; `what` names it in messages. Raises ConfigError."""
+    """An uncompressed tar file, or a tar within a tar; `what` names it in messages. Raises
+    ConfigError.
+    """
     with ExitStack() as stack:
         with _readable(what):
             file = stack.enter_context(source.open("rb") if isinstance(source, Path) else source)
-            archive = stack.enter_context(tarfile.TarFile(fileobj=cast(IO[bytes], _BoundedFile(file))))
+            archive = stack.enter_context(tarfile.TarFile(fileobj=file))
         yield archive
 
 
 def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:
-    """The archive's regular files in their order. Raises ConfigError for links and devices, a damaged or missing
-    header, or a missing end mark, which `tarfile` treats as the end of the archive."""
+    """The archive's regular files in their order.
+
+    Raises ConfigError for links and devices, a damaged or missing header, or a missing end mark,
+    which `tarfile` treats as the end of the archive.
+    """
     file: Any = archive.fileobj
     with _readable(what):
         for member in archive:
@@ -278,7 +325,9 @@ def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarIn
 def read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, what: str) -> bytes:
     """The content of a member. Raises ConfigError unless it has 1 to 64 MiB, all in the archive."""
     if not 0 < member.size <= _MAX_MEMBER_BYTES:
-        raise ConfigError(f"{what}: {member.name} has {member.size} bytes; expected 1 to {_MAX_MEMBER_BYTES}")
+        raise ConfigError(
+            f"{what}: {member.name} has {member.size} bytes; expected 1 to {_MAX_MEMBER_BYTES}"
+        )
     with _readable(f"{what}: {member.name}"):
         content = cast(IO[bytes], archive.extractfile(member)).read()
         if len(content) != member.size:

@@ -1,7 +1,9 @@
-"""From an encoded image to a row of a batch: crop, resize, flip, augmentation; MixUp and CutMix of a whole batch.
+"""From an encoded image to a row of a batch: crop, resize, flip, augmentation; MixUp and CutMix of
+a whole batch.
 
-Random numbers depend on the seed, the epoch and the image or batch alone. Crops are plain arithmetic: torchvision draws
-each number with a tensor operation, which costs about 60 us per image.
+Random numbers depend on the seed, the epoch and the image or batch alone. Crops are plain
+arithmetic: torchvision draws each number with a tensor operation, which costs about 60 us per
+image.
 """
 
 import math
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -29,10 +32,14 @@ _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer 
 RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, position
 
 
-def random_resized_crop(height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]) -> tuple[int, ...]:
-    """Top, left, height and width of RandomResizedCrop for `uniform`, `2 * _ATTEMPTS + 2` numbers in [0, 1).
+def random_resized_crop(
+    height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]
+) -> tuple[int, ...]:
+    """Top, left, height and width of RandomResizedCrop for `uniform`, `2 * _ATTEMPTS + 2` numbers
+    in [0, 1).
 
-    Source: Szegedy et al., "Going deeper with convolutions", 2014; torchvision.transforms.v2.RandomResizedCrop.
+    Source: Szegedy et al., "Going deeper with convolutions", 2014;
+    torchvision.transforms.v2.RandomResizedCrop.
     """
     area, least, most = height * width, augment.crop_scale_min, augment.crop_scale_max
     log_min, log_max = math.log(augment.crop_ratio_min), math.log(augment.crop_ratio_max)
@@ -45,7 +52,8 @@ def random_resized_crop(height: int, width: int, augment: AugmentConfig, uniform
             top = int(uniform[-2] * (height - crop_height + 1))
             left = int(uniform[-1] * (width - crop_width + 1))
             return top, left, crop_height, crop_width
-    crop_height, crop_width = height, width  # a very long image: the largest central crop with an allowed ratio
+    # a very long image: the largest central crop with an allowed ratio
+    crop_height, crop_width = height, width
     if width / height < augment.crop_ratio_min:
         crop_height = round(width / augment.crop_ratio_min)
     elif width / height > augment.crop_ratio_max:
@@ -59,15 +67,19 @@ def default_val_resize(image_size: int) -> int:
 
 
 class ImageReader:
-    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips. `times`: see `WorkerTimes`.
-    `label_shape`: () of int64, or [classes] of the float32 that a Dataset may give."""
+    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips.
+
+    `times`: see `WorkerTimes`. `label_shape`: () of int64, or [classes] of the float32 that a
+    Dataset may give.
+    """
 
     dtype = torch.uint8
     label_shape: tuple[int, ...] = ()
 
     def __init__(self, split: Split, cfg: DataConfig, transform: "ImageTransform") -> None:
-        formats = tuple(dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in cfg.extensions))
-        self._split, self._decoder, self._transform = split, (cfg.decoder, formats), transform
+        formats = dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in cfg.extensions)
+        self._decoder = cfg.decoder, tuple(formats)
+        self._split, self._transform = split, transform
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
         self.times = np.zeros(5)
 
@@ -78,8 +90,11 @@ class ImageReader:
         return self._split.name(index)
 
     def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write image `index` into `row`, uint8 [3, size, size], and return its label. `random_index`: whose random
-        numbers it gets; not `index` for a repeated image, or one in the place of a bad one. Raises BadImage."""
+        """Write image `index` into `row`, uint8 [3, size, size], and return its label.
+
+        `random_index`: whose random numbers it gets; not `index` for a repeated image, or one in
+        the place of a bad one. Raises BadImage.
+        """
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
@@ -93,27 +108,25 @@ class ImageReader:
 class ImageTransform:
     """Crops and resizes pixels into a row, uint8 [3, size, size] in channels_last, of any size."""
 
-    def __init__(self, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool) -> None:
+    def __init__(
+        self, cfg: DataConfig, augment: AugmentConfig, seed: int, *, training: bool
+    ) -> None:
         self._cfg, self._augment, self.seed, self.training = cfg, augment, seed, training
-        self._operations = image_augment(augment, cfg.mean) if training else None
+        self._operations = image_augment(augment, cfg) if training else None
         self._unflipped = torch.empty(0)
         self._random_numbers = RandomNumbers()
 
     def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """In training with the random numbers of sample `random_index` in `epoch`."""
-        height, width, _ = pixels.shape
-        if not self.training:  # torchvision's Resize and CenterCrop
-            side = row.shape[-1]
-            short = self._cfg.val_resize or default_val_resize(side)
-            size = (short, int(short * width / height)) if height <= width else (int(short * height / width), short)
-            image = resized(pixels, size, bicubic=self._cfg.val_interpolation == "bicubic")
-            top, left = (round((length - side) / 2.0) for length in size)
-            row.copy_(image[0, :, top : top + side, left : left + side])
+        if not self.training:
+            self._centre_crop(row, pixels)
             return
+        height, width, _ = pixels.shape
         generator = self._random_numbers.of(self.seed, epoch, random_index)
         uniform = generator.random(RANDOM_NUMBERS).tolist()
         top, left, height, width = random_resized_crop(height, width, self._augment, uniform[1:])
-        crop = pixels[top : top + height, left : left + width]  # in NumPy: a tenth of the time of slicing a tensor
+        # in NumPy: a tenth of the time of slicing a tensor
+        crop = pixels[top : top + height, left : left + width]
         flip = uniform[0] < self._augment.flip
         out = row.unsqueeze(0)
         if flip and self._unflipped.shape != out.shape:
@@ -125,11 +138,27 @@ class ImageTransform:
         if self._operations is not None:
             row.copy_(self._operations(row, int(generator.integers(2**63))))
 
+    def _centre_crop(self, row: Tensor, pixels: Pixels) -> None:
+        """Does what torchvision's Resize and CenterCrop do."""
+        height, width, _ = pixels.shape
+        side = row.shape[-1]
+        short = self._cfg.val_resize or default_val_resize(side)
+        size = (short, int(short * width / height))
+        if height > width:
+            size = (int(short * height / width), short)
+        image = resized(pixels, size, bicubic=self._cfg.val_interpolation == "bicubic")
+        top, left = (round((length - side) / 2.0) for length in size)
+        row.copy_(image[0, :, top : top + side, left : left + side])
 
-def resized(pixels: Pixels, size: Sequence[int], out: Tensor | None = None, *, bicubic: bool = False) -> Tensor:
+
+def resized(
+    pixels: Pixels, size: Sequence[int], out: Tensor | None = None, *, bicubic: bool = False
+) -> Tensor:
     """`pixels` (uint8 [H, W, 3]) at `size`, with antialiasing: uint8 [1, 3, h, w]."""
     image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
-    resize = torch.ops.aten._upsample_bicubic2d_aa if bicubic else torch.ops.aten._upsample_bilinear2d_aa
+    resize = (
+        torch.ops.aten._upsample_bicubic2d_aa if bicubic else torch.ops.aten._upsample_bilinear2d_aa
+    )
     if out is None:
         return resize(image, size, False, None, None)
     return resize.out(image, size, False, None, None, out=out)
@@ -137,15 +166,20 @@ def resized(pixels: Pixels, size: Sequence[int], out: Tensor | None = None, *, b
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global CPU generator, from which torchvision draws, and restore its state afterwards."""
+    """Seed torch's global CPU generator, from which torchvision draws, and restore its state
+    afterwards.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the GPU's generators
+        # torch.manual_seed would also reset the GPU's generators
+        torch.default_generator.manual_seed(seed)
         yield
 
 
 @contextmanager
 def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed the global generators of torch, numpy and Python by the arguments; restore their states afterwards."""
+    """Seed the global generators of torch, numpy and Python by the arguments; restore their states
+    afterwards.
+    """
     word = int(RandomNumbers().of(seed, epoch, index).integers(2**32))
     numpy_state, python_state = np.random.get_state(), random.getstate()
     np.random.seed(word)
@@ -158,19 +192,32 @@ def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
         random.setstate(python_state)
 
 
-def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, int], Tensor] | None:
-    """(uint8 [3, H, W], seed) -> the same, after the policy and random erasing; None if both are off. Erased pixels
-    take the data's mean colour. Raises ConfigError: timm is missing, or `timm_policy` fails."""
-    fill = [round(255 * m) for m in mean]
-    one_of_three = [v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(13, sigma=(0.1, 2.0))]
+def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int], Tensor] | None:
+    """Returns (uint8 [3, H, W], seed) -> the same after the policy and random erasing, or None.
+
+    Rotations and shears interpolate as in the reference scripts: torchvision's policies bilinear,
+    timm's as the crop. Erased pixels take the data's mean colour. Raises ConfigError: timm is
+    missing, or `timm_policy` fails.
+    """
+    fill = [round(255 * mean) for mean in data.mean]
+    bilinear = v2.InterpolationMode.BILINEAR
+    one_of_three = [
+        v2.Grayscale(3),
+        v2.RandomSolarize(128, p=1.0),
+        v2.GaussianBlur(13, sigma=(0.1, 2.0)),
+    ]
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-        "timm": lambda: _timm_policy(cfg.timm_policy, fill),
-        "randaugment": lambda: v2.RandAugment(cfg.randaugment_ops, cfg.randaugment_magnitude),
-        "trivialaugment": v2.TrivialAugmentWide,
-        "autoaugment": v2.AutoAugment,
+        "timm": lambda: _timm_policy(cfg.timm_policy, fill, data.interpolation),
+        "randaugment": lambda: v2.RandAugment(
+            cfg.randaugment_ops, cfg.randaugment_magnitude, interpolation=bilinear
+        ),
+        "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=bilinear),
+        "autoaugment": lambda: v2.AutoAugment(interpolation=bilinear),
         "augmix": v2.AugMix,
         # Touvron et al., "DeiT III: revenge of the ViT", 2022
-        "three_augment": lambda: v2.Compose([v2.RandomChoice(one_of_three), v2.ColorJitter(0.3, 0.3, 0.3)]),
+        "three_augment": lambda: v2.Compose(
+            [v2.RandomChoice(one_of_three), v2.ColorJitter(0.3, 0.3, 0.3)]
+        ),
     }
     steps = [] if cfg.policy == "none" else [policies[cfg.policy]()]
     if cfg.erase > 0:
@@ -188,22 +235,32 @@ def image_augment(cfg: AugmentConfig, mean: list[float]) -> Callable[[Tensor, in
     return augment
 
 
-def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
-    """timm's policy by its name there; choice, fill and translation as in `timm.data.create_transform`."""
+def _timm_policy(name: str, fill: list[int], interpolation: str) -> Callable[[Tensor], Tensor]:
+    """Returns timm's policy of this name, with the arguments of `timm.data.create_transform`."""
     timm = optional_module("timm.data.auto_augment", "augment.policy=timm")
     makers = {"rand": timm.rand_augment_transform, "augm": timm.augment_and_mix_transform}
     make = makers.get(name[:4], timm.auto_augment_transform)
+    settings = {"img_mean": tuple(fill), "interpolation": Image.Resampling[interpolation.upper()]}
+
+    def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+        # timm asks for 0 bits at full strength: black until Pillow 12, then an error
+        return timm.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
+
+    for operation in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
+        timm.NAME_TO_OP[operation] = posterize
 
     @cache
     def transform(image_size: int) -> Any:
-        return make(name, {"translate_const": int(image_size * 0.45), "img_mean": tuple(fill)})
+        return make(name, {"translate_const": int(image_size * 0.45), **settings})
 
     def augment(image: Tensor) -> Tensor:
-        augmented: Tensor = v2.functional.pil_to_tensor(transform(image.shape[-1])(v2.functional.to_pil_image(image)))
+        augmented: Tensor = v2.functional.pil_to_tensor(
+            transform(image.shape[-1])(v2.functional.to_pil_image(image))
+        )
         return augmented
 
     try:
-        for seed in range(300):  # 0.1 s; v0 fails on three images of a hundred since Pillow 12
+        for seed in range(100):  # 0.03 s
             with seeded_everywhere(seed, 0, 0):
                 augment(torch.full((3, 32, 32), 128, dtype=torch.uint8))
     except Exception as error:
@@ -213,7 +270,9 @@ def _timm_policy(name: str, fill: list[int]) -> Callable[[Tensor], Tensor]:
 
 
 def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> MixLabels | None:
-    """MixUp and CutMix (if both are on, one of them at random per batch) for normalised images on the device."""
+    """MixUp and CutMix (if both are on, one of them at random per batch) for normalised images on
+    the device.
+    """
     kinds = ((v2.MixUp, cfg.mixup), (v2.CutMix, cfg.cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha > 0]
     if not mixes:

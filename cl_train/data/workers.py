@@ -1,7 +1,10 @@
-"""Worker processes: `torch.utils.data.DataLoader` starts, feeds and ends them, and they live until `close`. A message
-about a dead or hung one names the sample that it began last. They ignore the signals that the training handles."""
+"""The worker processes of a loader: forks, each with a pipe, which live until `close`.
 
-import itertools
+A worker's sentinel tells that it died, and the time without progress that all of them hang. Either
+message names the sample that the worker began last.
+"""
+
+import atexit
 import math
 import mmap
 import multiprocessing
@@ -9,180 +12,280 @@ import os
 import signal
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from multiprocessing import util
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
+
+from cl_train.errors import ConfigError, WorkerError
+from cl_train.system.processes import end_with_parent
 
 _POLL_S = 1.0
 _CLOSE_S = 2.0
+_NAME = "loader worker"
+_FILES_PER_WORKER = 3  # of the parent: its end of the pipe, and multiprocessing's two sentinels
+_OTHER_FILES = 16  # images, records and checkpoints that are open at the same time
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ITERATIONS = itertools.count(1)
-BEGUN, SAMPLE, PID = range(3)  # columns of the progress array
-
-
-class WorkerError(RuntimeError):
-    """The next batch will not come: a worker failed, died or hangs, or an IterableDataset ended too early."""
+_BEGUN, _SAMPLE, _PID = range(3)  # columns of the progress of all workers
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that forked workers share with this process: without a name that could remain after a crash, not in
-    /dev/shm, and freed with the last process that maps it."""
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    """Returns zeros in memory that later forks share.
+
+    The memory has no name that could remain after a crash, is not in /dev/shm, and is freed with
+    the last process that maps it.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-class Workers(Dataset[Any]):
-    """Runs tasks in `pool_size` processes (0: in the caller); results come back in their order. All calls of `results`
-    go through one DataLoader with an endless sampler, which yields the tasks of the running call, then empty ones. Each
-    worker gets `queued` tasks in advance.
+class Abandoned(Exception):
+    """Nobody waits for the result of the task."""
 
-    `work` is called with the number of the iteration and a task, in a fork: it is not pickled. It writes into its row
-    of `progress`, int64 [workers, 3], which sample it began; when no worker has begun another one for `timeout_s`,
-    `results` raises. `iteration[0]` is the number of the running iteration; the tasks of others can be skipped.
+
+class Progress:
+    """What worker `worker` is doing: its `row` of the shared int64 [workers, 3]."""
+
+    def __init__(self, worker: int, row: npt.NDArray[np.int64], round_: Tensor) -> None:
+        self.worker, self._row, self._running_round = worker, row, round_.numpy()
+        self.round = 0  # of the task
+        row[_PID] = os.getpid()
+
+    def begin(self, sample: int) -> None:
+        """Notes that `sample` is read next. Raises Abandoned."""
+        if self._running_round[0] != self.round:
+            raise Abandoned
+        self._row[_SAMPLE] = sample
+        self._row[_BEGUN] += 1
+
+
+class Workers:
+    """Runs tasks in `count` processes in turn, or for 0 in the caller.
+
+    `work(task, progress)` runs in forks: it is not pickled, but tasks and results are. It calls
+    `progress.begin` before each sample. When no worker has begun another one for `timeout_s`,
+    `result` raises.
     """
 
     def __init__(
-        self, work: Callable[..., Any], pool_size: int, timeout_s: float, name_of: Callable[[int], str], queued: int = 1
+        self,
+        work: Callable[[Any, Progress], Any],
+        count: int,
+        timeout_s: float,
+        name_of: Callable[[int], str],
     ) -> None:
-        self._work, self._name_of, self._timeout_s = work, name_of, timeout_s
-        self._pool_size, self._queued = pool_size, queued
-        self.iteration = shared((1,), torch.int64).numpy()
-        self.progress = shared((max(1, pool_size), 3), torch.int64).numpy()
-        self._tasks: Iterator[tuple[int, Any]] = itertools.repeat((0, None))
-        self._received: Iterator[tuple[int, Any]] | None = None
+        self._work, self._count, self._timeout_s, self._name_of = work, count, timeout_s, name_of
+        self._progress = shared((max(1, count), 3), torch.int64).numpy()
+        self._round = shared((1,), torch.int64)  # of the tasks that are still wanted
+        self._pending: deque[tuple[int, Any]] = deque()  # worker and message, the oldest task first
+        self._submitted = 0
+        self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        self._taken = 0  # results: the next task goes to worker `_taken % pool_size`
-        # multiprocessing sends SIGTERM at the interpreter's exit, which workers ignore, and then waits for them.
-        util.Finalize(self, _kill, (self.processes,), exitpriority=10)
+        self._owner = os.getpid()
+        weakref.finalize(self, _kill, self.processes).atexit = False
+        self._start()
+        self.is_running = True
 
-    def results(self, tasks: Iterator[Any]) -> Iterator[Any]:
-        """The result of each task. Ends an earlier iteration. Raises WorkerError; RuntimeError: another one has
-        begun."""
-        self.iteration[0] = 0  # workers leave what an abandoned iteration prepared in advance
-        self._tasks = itertools.repeat((0, None))
-        number = next(_ITERATIONS)
-        try:
-            if self._received is not None:  # results that are on their way; then worker 0 is the next again
-                for _ in range(self._pool_size * self._queued + -self._taken % max(1, self._pool_size)):
-                    self._next_result()
-            self.iteration[0] = number
-            self._tasks = zip(itertools.repeat(number), itertools.chain(tasks, itertools.repeat(None)))
-            while self.iteration[0] == number:
-                iteration, result = self._next_result()
-                if isinstance(result, WorkerError):
-                    raise result
-                if iteration == number and result is None:  # of the first task after the last one
-                    return
-                if result is not None:
-                    yield result
-            raise RuntimeError("another iteration over this loader has begun")
-        except WorkerError:
+    def submit(self, task: Any) -> None:
+        """Hands `task` to the next worker in turn. Raises WorkerError."""
+        worker = self._submitted % max(1, self._count)
+        message = int(self._round[0]), task
+        if self._count:
+            try:
+                self._pipes[worker].send(message)
+            except OSError:
+                self.close()
+                raise self._death(worker) from None
+        self._pending.append((worker, message))
+        self._submitted += 1
+
+    def result(self) -> Any:
+        """Waits for the oldest task that was submitted, and returns its result.
+
+        Raises WorkerError, after which the workers have ended.
+        """
+        done = self._next_result()
+        if isinstance(done, WorkerError):
             self.close()
-            raise
-        finally:
-            if self.iteration[0] == number:
-                self.iteration[0] = 0
+            raise done
+        return done
 
-    @property
-    def is_running(self) -> bool:
-        return self._received is not None
+    def skip(self) -> None:
+        """Lets the workers skip the submitted tasks, after the sample that each is reading."""
+        self._round += 1
+
+    def drain(self) -> None:
+        """Skips the submitted tasks and waits until no worker writes for one of them."""
+        self.skip()
+        while self._pending:
+            self._next_result()
 
     def close(self) -> None:
-        """End the workers: they finish the sample that they are reading, and are killed after 2 s."""
-        self.iteration[0] = 0
-        timer = threading.Timer(_CLOSE_S, _kill, (self.processes,))
-        timer.start()
-        self._received = None  # DataLoader ends the workers when its iterator is deleted
-        timer.cancel()
+        """Ends the workers: each finishes the sample that it reads, and is killed after 2 s."""
+        if os.getpid() != self._owner:
+            return  # in a fork: the processes are not its children
+        self.is_running = False
+        self.skip()
+        for pipe in self._pipes:
+            with suppress(OSError):  # it has died
+                pipe.send(None)
+        deadline = time.monotonic() + _CLOSE_S
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
         _kill(self.processes)
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+        self._pending.clear()
 
-    def __getitem__(self, task: tuple[int, Any]) -> tuple[int, Any]:
-        """In a worker."""
-        iteration, content = task
+    def _start(self) -> None:
+        fork = multiprocessing.get_context("fork")
+        # The kernel's signal follows the end of the thread that forked, not of its process.
+        by_kernel = threading.current_thread() is threading.main_thread()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
         try:
-            return iteration, None if content is None else self._work(iteration, content)
-        except Exception as error:  # a bug, or lack of memory; its own type may not be picklable
-            return iteration, WorkerError(f"a loader worker failed: {type(error).__name__}: {error}")
-
-    def _next_result(self) -> tuple[int, Any]:
-        begun, since = -1, time.monotonic()
-        received = self._start() if self._received is None else self._received
-        while True:
-            try:
-                result = next(received)
-                self._taken += 1
-                return result
-            except RuntimeError as error:  # after _POLL_S without a result, or because a worker died
-                for process in self.processes:
-                    if not process.is_alive():
-                        code, last = process.exitcode or 0, self._last_samples(process.pid)
-                        how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-                        hint = " Out of memory? Lower data.workers or data.prefetch." if code == -signal.SIGKILL else ""
-                        raise WorkerError(f"a loader worker {how}; the last image it began: {last}.{hint}") from None
-                if "timed out" not in str(error):
-                    raise
-            if begun != self.progress[:, BEGUN].sum():
-                begun, since = self.progress[:, BEGUN].sum(), time.monotonic()
-            elif time.monotonic() - since > self._timeout_s:
-                raise WorkerError(
-                    f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun:"
-                    f" {self._last_samples()}. If the storage is slow, raise data.worker_timeout_s."
+            for worker in range(self._count):
+                pipe, workers_end = fork.Pipe()
+                self._pipes.append(pipe)
+                process = fork.Process(
+                    target=self._run,
+                    args=(worker, workers_end, by_kernel),
+                    name=f"{_NAME} {worker}",
+                    daemon=True,
                 )
-
-    def _last_samples(self, of: int | None = None) -> str:
-        """The sample that each worker, or the worker with this process id, began last."""
-        rows = [row for row in self.progress if row[BEGUN] and of in (None, row[PID])]
-        return "; ".join(f"{self._name_of(int(row[SAMPLE]))} (pid {row[PID]})" for row in rows) or "none yet"
-
-    def _start(self) -> Iterator[tuple[int, Any]]:
-        # DataLoader draws a seed for its workers; a separate generator keeps the training's random numbers unchanged.
-        options: dict[str, Any] = {"generator": torch.Generator(), "batch_size": None, "collate_fn": lambda done: done}
-        options["sampler"] = iter(lambda: next(self._tasks), None)  # of the iteration that is running
-        if self._pool_size:
-            options |= {"num_workers": self._pool_size, "prefetch_factor": self._queued, "timeout": _POLL_S}
-            options |= {"multiprocessing_context": "fork", "worker_init_fn": self._begin_worker}
-        self._taken, before = 0, set(multiprocessing.active_children())
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until the worker ignores them
-        try:
-            with warnings.catch_warnings():
-                # Of more workers than cores, which the user chose; of a fork of a threaded process, whose locks no
-                # worker takes.
-                warnings.simplefilter("ignore")
-                self._received = received = iter(DataLoader(self, **options))
+                with warnings.catch_warnings():
+                    # of a fork of a threaded process, whose locks no worker takes
+                    warnings.simplefilter("ignore")
+                    process.start()
+                self.processes.append(process)
+                workers_end.close()
         except OSError as error:
-            for frame, _ in traceback.walk_tb(error.__traceback__):  # else the unfinished iterator prints a traceback
-                vars(frame.f_locals.get("self", self))["_shutdown"] = True
+            self.close()
             raise WorkerError(
-                f"cannot start {self._pool_size} loader workers: {error}. Free memory, /dev/shm (docker run"
-                " --shm-size=1g), processes or open files (ulimit -n), or lower data.workers"
+                f"cannot start {self._count} loader workers: {error}. Free memory, processes or"
+                " open files (ulimit -n), or lower data.workers"
             ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            self.processes[:] = [child for child in multiprocessing.active_children() if child not in before]
-        if self._pool_size:
-            # torch's SIGCHLD handler would raise in the middle of a training step, without the sample's name. It still
-            # watches the workers of other DataLoaders. torch has no public function for this.
-            signal_handling._remove_worker_pids(id(received))
-            vars(received)["_worker_pids_set"] = False
-        return received
 
-    def _begin_worker(self, number: int) -> None:
-        self.progress[number, PID] = os.getpid()
-        for name in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole process group
-            signal.signal(name, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-        parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # torch watches only parents that are alive from here on
-            os._exit(1)
+    def _run(self, worker: int, pipe: Connection, by_kernel: bool) -> None:
+        """In the worker: does tasks until the loader closes or its process ends."""
+        end_with_parent(by_kernel=by_kernel)
+        ignore_parents_signals()
+        for parents_end in self._pipes:
+            parents_end.close()
+        torch.set_num_threads(1)
+        progress = Progress(worker, self._progress[worker], self._round)
+        with suppress(EOFError, OSError):
+            while message := pipe.recv():
+                pipe.send(self._done(message, progress))
+
+    def _done(self, message: tuple[int, Any], progress: Progress) -> Any:
+        progress.round, task = message
+        try:
+            return self._work(task, progress)
+        except Abandoned:
+            return None
+        except Exception as error:  # a bug, or lack of memory; its own type may not be picklable
+            return WorkerError(f"a loader worker failed: {type(error).__name__}: {error}")
+
+    def _next_result(self) -> Any:
+        worker, message = self._pending.popleft()
+        if not self._count:
+            return self._done(message, Progress(0, self._progress[0], self._round))
+        try:
+            return self._receive(worker)
+        except BaseException:  # also Ctrl-C, after which half a result may be left in the pipe
+            self.close()
+            raise
+
+    def _receive(self, worker: int) -> Any:
+        pipe = self._pipes[worker]
+        quiet_s, begun = 0.0, -1
+        poll_s = min(_POLL_S, self._timeout_s)
+        while not pipe.poll():
+            # The host waits. Polls are counted, not seconds: a program that was suspended goes on.
+            is_quiet = not wait([pipe, *(process.sentinel for process in self.processes)], poll_s)
+            for number, process in enumerate(self.processes):
+                if not process.is_alive() and not pipe.poll():
+                    raise self._death(number)
+            now_begun = int(self._progress[:, _BEGUN].sum())
+            quiet_s = quiet_s + poll_s if is_quiet and now_begun == begun else 0.0
+            begun = now_begun
+            if quiet_s >= self._timeout_s:
+                raise WorkerError(
+                    f"no loader worker finished an image for {self._timeout_s:g} s. Last images"
+                    f" begun: {self._last_samples(self._progress)}. If the storage is slow, raise"
+                    " data.worker_timeout_s."
+                )
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            raise self._death(worker) from None
+
+    def _death(self, worker: int) -> WorkerError:
+        process = self.processes[worker]
+        process.join(_CLOSE_S)
+        code = process.exitcode or 0
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+        last = self._last_samples(self._progress[worker : worker + 1])
+        hint = ""
+        if code == -signal.SIGKILL:
+            hint = " Out of memory? Lower data.workers or data.prefetch."
+        return WorkerError(f"a loader worker {how}; the last image it began: {last}.{hint}")
+
+    def _last_samples(self, progress: npt.NDArray[np.int64]) -> str:
+        """Names the sample that each of these workers began last."""
+        names = [
+            f"{self._name_of(int(row[_SAMPLE]))} (pid {row[_PID]})"
+            for row in progress
+            if row[_BEGUN]
+        ]
+        return "; ".join(names) or "none yet"
+
+
+def check_open_files(workers: int) -> None:
+    """Opens as many files as `workers` need, and closes them: some workers start after an epoch.
+
+    Raises ConfigError.
+    """
+    needed = _FILES_PER_WORKER * workers + _OTHER_FILES if workers else 0
+    opened = []
+    try:
+        for _ in range(needed):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise ConfigError(
+            f"{workers} loader workers for both splits need {needed} open files: {error.strerror}."
+            " Raise the limit (ulimit -n), or lower data.workers"
+        ) from None
+    finally:
+        for file in opened:
+            os.close(file)
+
+
+def ignore_parents_signals() -> None:
+    """In a worker: Ctrl-C and a scheduler's SIGTERM reach the whole process group; see `close`."""
+    for signum in _PARENTS_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
 
 
 def _kill(processes: list[BaseProcess]) -> None:
     for process in filter(BaseProcess.is_alive, processes):
         process.kill()
+
+
+@atexit.register  # later than multiprocessing's own function, so it runs before that one
+def _kill_all() -> None:
+    """multiprocessing would send SIGTERM, which workers ignore, and wait for them."""
+    _kill([child for child in multiprocessing.active_children() if child.name.startswith(_NAME)])

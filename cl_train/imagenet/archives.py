@@ -1,8 +1,9 @@
 """From the official ILSVRC2012 archives to `train/<wnid>/*.JPEG` and `val/<wnid>/*.JPEG`.
 
-The train archive is a tar of 1000 tars, the validation archive is flat, its labels are in the development kit. All are
-streamed. Nothing is extracted to a path that an archive names: a member must be a regular file with an official name,
-and is written to a path computed here. Anything else is an error.
+The train archive is a tar of 1000 tars, the validation archive is flat, its labels are in the
+development kit. All are streamed. Nothing is extracted to a path that an archive names: a member
+must be a regular file with an official name, and is written to a path computed here. Anything else
+is an error.
 """
 
 import gzip
@@ -32,24 +33,38 @@ def unpack(
     devkit: Path | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar, or from a folder with
-    its flat files, which are moved; val needs `devkit`, see `validation_labels`. After an interruption, call it again.
+    """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar, or
+    from a folder with its flat files, which are moved; val needs `devkit`, see `validation_labels`.
+    After an interruption, call it again.
 
-    Returns the number of images in each requested split. Raises ConfigError: archives or labels that cannot be used.
+    Returns the number of images in each requested split. Raises ConfigError: archives or labels
+    that cannot be used.
     """
-    given = {"train": train, "val": val, "devkit": devkit}
-    problems = [f"{name}={path}: no such file" for name, path in given.items() if path and not path.exists()]
+    paths = {"train": train, "val": val, "devkit": devkit}
+    problems = [
+        f"{name}={path}: no such file" for name, path in paths.items() if path and not path.exists()
+    ]
     if train is None and val is None:
-        problems.append("nothing to do: give train=ILSVRC2012_img_train.tar or val=ILSVRC2012_img_val.tar, or both")
+        problems.append(
+            "nothing to do: give train=ILSVRC2012_img_train.tar or val=ILSVRC2012_img_val.tar"
+        )
     if val is not None and devkit is None:
-        problems.append("val=... needs devkit=ILSVRC2012_devkit_t12.tar.gz: the validation archive has no labels")
-    unknown = [] if train is None or (out / SETTINGS).exists() else sorted(out.glob("train/n????????"))
+        problems.append(
+            "val=... needs devkit=ILSVRC2012_devkit_t12.tar.gz: the archive itself has no labels"
+        )
+    unknown = (
+        [] if train is None or (out / SETTINGS).exists() else sorted(out.glob("train/n????????"))
+    )
     if unknown:
-        problems.append(f"{unknown[0]} was made by another program and may lack images: move the classes away")
+        problems.append(
+            f"{unknown[0]} was made by another program and may lack images: move the classes away"
+        )
     if problems:
         raise ConfigError(problems)
     labels, counts = validation_labels(devkit) if devkit is not None else [], {}
-    sorts_in_place = val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
+    sorts_in_place = (
+        val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
+    )
     with resumable_folder(out, {"task": "tars"}, overwrite=overwrite or sorts_in_place):
         if train is not None:
             counts["train"] = _unpack_train(train, out / "train")
@@ -61,10 +76,16 @@ def unpack(
 def _unpack_train(archive: Path, folder: Path) -> int:
     with open_tar(archive, str(archive)) as outer:
         members = _official_members(outer, str(archive), r"n\d{8}\.tar")
-        waiting = {name: member for name, member in members.items() if not (folder / name[:-4]).exists()}
+        waiting = {
+            name: member for name, member in members.items() if not (folder / name[:-4]).exists()
+        }
         _check_space(folder.parent, waiting)
         for name, member in tqdm(waiting.items(), "train", unit="class", disable=None):
-            _unpack_class(cast(IO[bytes], outer.extractfile(member)), f"{archive}: {member.name}", folder / name[:-4])
+            _unpack_class(
+                cast(IO[bytes], outer.extractfile(member)),
+                f"{archive}: {member.name}",
+                folder / name[:-4],
+            )
     return sum(len(os.listdir(folder / name[:-4])) for name in members)
 
 
@@ -75,7 +96,9 @@ def _unpack_class(stream: IO[bytes], what: str, folder: Path) -> None:
     partial.mkdir(parents=True)
     try:
         with open_tar(stream, what) as archive:
-            for name, member in _official_members(archive, what, rf"{folder.name}_\d+\.JPEG").items():
+            for name, member in _official_members(
+                archive, what, rf"{folder.name}_\d+\.JPEG"
+            ).items():
                 (partial / name).write_bytes(read_member(archive, member, what))
         os.replace(partial, folder)
     finally:  # after an error; the disk may be full
@@ -90,7 +113,9 @@ def _place_val(source: Path, labels: list[str], folder: Path) -> int:
     def target(name: str) -> Path:
         number = int(name[-13:-5])
         if not 1 <= number <= len(labels):
-            raise ConfigError(f"{source}: image number {number}, but there are {len(labels)} labels")
+            raise ConfigError(
+                f"{source}: image number {number}, but there are {len(labels)} labels"
+            )
         return folder / labels[number - 1] / name
 
     if source.is_dir():
@@ -101,22 +126,33 @@ def _place_val(source: Path, labels: list[str], folder: Path) -> int:
     else:
         with open_tar(source, str(source)) as archive:
             members = _official_members(archive, str(source), official)
-            waiting = {name: member for name, member in members.items() if not target(name).exists()}
+            waiting = {
+                name: member for name, member in members.items() if not target(name).exists()
+            }
             _check_space(folder.parent, waiting)
             for name, member in tqdm(waiting.items(), "val", unit="image", disable=None):
                 write_image(target(name), read_member(archive, member, str(source)))
-    names = (f"{wnid}/ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1))
+    names = (
+        f"{wnid}/ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1)
+    )
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ConfigError(f"{source}: {len(missing)} of {len(labels)} images are missing, such as {missing[0]}")
+        raise ConfigError(
+            f"{source}: {len(missing)} of {len(labels)} images are missing, such as {missing[0]}"
+        )
     return len(labels)
 
 
-def _official_members(archive: tarfile.TarFile, what: str, pattern: str) -> dict[str, tarfile.TarInfo]:
+def _official_members(
+    archive: tarfile.TarFile, what: str, pattern: str
+) -> dict[str, tarfile.TarInfo]:
     found: dict[str, tarfile.TarInfo] = {}
     for member in regular_files(archive, what):
         name = member.name.removeprefix("./")
         if not re.fullmatch(pattern, name) or name in found:
-            raise ConfigError(f"{what}: {name[:200]!r} is a duplicate, or no name of the official archive ({pattern})")
+            raise ConfigError(
+                f"{what}: {name[:200]!r} is a duplicate, or no name of the official archive"
+                f" ({pattern})"
+            )
         found[name] = member
     if not found:
         raise ConfigError(f"{what}: no files with the names of the official archive ({pattern})")
@@ -132,8 +168,8 @@ def _check_space(folder: Path, members: dict[str, tarfile.TarInfo]) -> None:
 def validation_labels(source: Path) -> list[str]:
     """The WordNet id of validation image 1, 2, 3, ...
 
-    `source`: ILSVRC2012_devkit_t12.tar.gz, or a text file with one label per line: ILSVRC2012_ID (1 to 1000) or WordNet
-    id. Raises ConfigError if it is neither, or damaged.
+    `source`: ILSVRC2012_devkit_t12.tar.gz, or a text file with one label per line: ILSVRC2012_ID (1
+    to 1000) or WordNet id. Raises ConfigError if it is neither, or damaged.
     """
     what = f"devkit={source}"
     try:
@@ -141,7 +177,11 @@ def validation_labels(source: Path) -> list[str]:
             lines = source.read_text("ascii").split()
         else:
             with gzip.open(source) as packed, open_tar(cast(IO[bytes], packed), what) as archive:
-                members = (member for member in regular_files(archive, what) if member.name.endswith(_GROUND_TRUTH))
+                members = (
+                    member
+                    for member in regular_files(archive, what)
+                    if member.name.endswith(_GROUND_TRUTH)
+                )
                 lines = read_member(archive, next(members), what).decode("ascii").split()
     except (OSError, EOFError, zlib.error, UnicodeError, StopIteration) as error:
         raise ConfigError(
@@ -149,8 +189,14 @@ def validation_labels(source: Path) -> list[str]:
         ) from error
     # in the order of ILSVRC2012_ID, which is not alphabetical
     known = (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
-    labels = [known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines]
-    bad = next((label for label in labels or ["nothing"] if not re.fullmatch(r"n\d{8}", label)), None)
+    labels = [
+        known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines
+    ]
+    bad = next(
+        (label for label in labels or ["nothing"] if not re.fullmatch(r"n\d{8}", label)), None
+    )
     if bad is not None:
-        raise ConfigError(f"{what}: {bad[:40]!r} is neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id")
+        raise ConfigError(
+            f"{what}: {bad[:40]!r} is neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id"
+        )
     return labels

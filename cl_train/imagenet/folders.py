@@ -1,7 +1,9 @@
-"""Output folders that repeated calls complete; a folder of images checked (counts, classes, files), or copied smaller.
+"""Output folders that repeated calls complete; a folder of images checked (counts, classes, files),
+or copied smaller.
 
-Decoding is most of the loader's time and grows with the number of pixels, so a smaller copy loads faster. The cost: a
-second lossy compression, and small crops are enlarged from fewer pixels, so that training images are less sharp.
+Decoding is most of the loader's time and grows with the number of pixels, so a smaller copy loads
+faster. The cost: a second lossy compression, and small crops are enlarged from fewer pixels, so
+that training images are less sharp.
 """
 
 import json
@@ -16,7 +18,16 @@ import numpy as np
 import simplejpeg
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.images import EXTENSIONS, JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, listed, read_file, unreadable
+from cl_train.data.images import (
+    EXTENSIONS,
+    JPEG_MAGIC,
+    PNG_MAGIC,
+    BadImage,
+    Encoded,
+    listed,
+    read_file,
+    unreadable,
+)
 from cl_train.system.files import lock_file, output_folder, replacing, write_json
 from cl_train.system.processes import map_in_processes
 
@@ -29,19 +40,27 @@ SETTINGS, _LOCK = ".settings.json", ".settings.lock"
 def resumable_folder(
     out: Path, settings: dict[str, Any], *, overwrite: bool, outside: Sequence[Path] = ()
 ) -> Iterator[None]:
-    """Create and lock `out`, for calls with the same settings; in it, a file with its final name is whole.
+    """Create and lock `out`, for calls with the same settings; in it, a file with its final name is
+    whole.
 
-    Raises ConfigError: `out` was started with others, holds files of something else without `overwrite`, or lies in one
-    of the folders `outside`, which are read.
+    Raises ConfigError: `out` was started with others, holds files of something else without
+    `overwrite`, or lies in one of the folders `outside`, which are read.
     """
     for folder in outside:
         if out.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"out={out} lies inside '{folder}', which is read: give another folder")
+            raise ConfigError(
+                f"out={out} lies inside '{folder}', which is read: give another folder"
+            )
     record, lock = out / SETTINGS, out / _LOCK
-    with output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)), lock_file(lock, waiting_for=str(out)):
+    with (
+        output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)),
+        lock_file(lock, waiting_for=str(out)),
+    ):
         known = json.loads(record.read_text()) if record.is_file() else settings
         if known != settings:
-            changed = ", ".join(f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key])
+            changed = ", ".join(
+                f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key]
+            )
             raise ConfigError(f"out={out} was started with {changed}: give another folder")
         write_json(record, settings)
         yield
@@ -63,10 +82,12 @@ def resize_folder(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Copy every image below `root` to the same name below `out`, smaller. After an interruption, call it again.
+    """Copy every image below `root` to the same name below `out`, smaller. After an interruption,
+    call it again.
 
-    One side, in pixels, is limited: the longest (400 by default) or the shortest. Returns what was written, and the
-    images that cannot be decoded, which are left out. Raises ConfigError: a folder that cannot be read, or an unusable
+    One side, in pixels, is limited: the longest (400 by default) or the shortest. Returns what was
+    written, and the images that cannot be decoded, which are left out. Raises ConfigError: a folder
+    that cannot be read, or an unusable
     `out`; RuntimeError: a worker process died.
     """
     from cl_train.data.transforms import resized  # torch, for all workers
@@ -77,15 +98,27 @@ def resize_folder(
         raise ConfigError(f"'{root}' is not a folder")
     if not short_side:
         max_side = max_side or 400
-    settings = {"task": "resize", "max_side": max_side, "short_side": short_side, "quality": quality}
+    settings = {
+        "task": "resize",
+        "max_side": max_side,
+        "short_side": short_side,
+        "quality": quality,
+    }
     with resumable_folder(out, settings, overwrite=overwrite, outside=[root]):
-        files = (os.path.join(below, name) for below, _, names in os.walk(root, onerror=unreadable) for name in names)
-        names = sorted(os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS))
+        files = (
+            os.path.join(below, name)
+            for below, _, names in os.walk(root, onerror=unreadable)
+            for name in names
+        )
+        names = sorted(
+            os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS)
+        )
         copy = partial(_copy, root, out, resized, max_side, short_side, quality)
         results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
     written = [result for result in results if isinstance(result, tuple)]
     bad = [result for result in results if isinstance(result, str)]
-    lines = [f"{len(written):,} images written, {len(results) - len(written) - len(bad):,} existed already"]
+    existed = len(results) - len(written) - len(bad)
+    lines = [f"{len(written):,} images written, {existed:,} existed already"]
     if written:
         before, after = (sum(sizes) / 2**20 for sizes in zip(*written, strict=True))
         lines.append(f"{before:,.1f} MiB became {after:,.1f} MiB")
@@ -105,7 +138,8 @@ def _copy(
 ) -> tuple[int, int] | str | None:
     """Write an image of the required size, never enlarged; a small JPEG keeps its bytes.
 
-    Returns the bytes of the image and of its copy; or path and reason of a bad image; or None if the copy exists.
+    Returns the bytes of the image and of its copy; or path and reason of a bad image; or None if
+    the copy exists.
     """
     if (out / name).is_file():
         return None
@@ -120,7 +154,9 @@ def _copy(
         height, width = (max(1, round(side * scale)) for side in size)
         pixels = resized(pixels, (height, width))[0].permute(1, 2, 0).numpy()
     if scale < 1 or encoded.needs_pillow or not data.startswith(JPEG_MAGIC):
-        copy = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=quality, colorsubsampling="420")
+        copy = simplejpeg.encode_jpeg(
+            np.ascontiguousarray(pixels), quality=quality, colorsubsampling="420"
+        )
     write_image(out / name, copy)
     return len(data), len(copy)
 
@@ -128,17 +164,24 @@ def _copy(
 def verify(
     root: Path, *, deep: bool = False, expect: str = "imagenet", workers: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Check `root/train` and `root/val`, for the numbers of ImageNet or `expect="any"`; `deep` decodes every image.
+    """Check `root/train` and `root/val`, for the numbers of ImageNet or `expect="any"`; `deep`
+    decodes every image.
 
-    Returns a line for each split, and the problems. Raises ConfigError: a folder cannot be read; RuntimeError: a worker
-    process died.
+    Returns a line for each split, and the problems. Raises ConfigError: a folder cannot be read;
+    RuntimeError: a worker process died.
     """
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
     if absent:
         raise ConfigError([f"'{root}' has no folder '{name}'" for name in absent])
-    found: dict[str, dict[str, tuple[int, list[str]]]] = {}  # by split and class: images; other files, with the reason
+    found: dict[
+        str, dict[str, tuple[int, list[str]]]
+    ] = {}  # by split and class: images; other files, with the reason
     for split in ("train", "val"):
-        names = sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir() and entry.name[0] != ".")
+        names = sorted(
+            entry.name
+            for entry in os.scandir(root / split)
+            if entry.is_dir() and entry.name[0] != "."
+        )
         check = partial(_check_class, root / split, deep)
         results = map_in_processes(check, names, workers, description=split, unit="class")
         found[split] = dict(zip(names, results, strict=True))
@@ -148,13 +191,18 @@ def verify(
         images = sum(count for count, _ in classes.values())
         lines.append(f"{split}: {images:,} images in {len(classes):,} classes")
         if expect == "imagenet" and (len(classes), images) != (CLASSES, official):
-            problems.append(f"{lines[-1]}; ILSVRC2012 has {official:,} in {CLASSES:,} (another data set: expect=any)")
+            problems.append(
+                f"{lines[-1]}; ILSVRC2012 has {official:,} in {CLASSES:,} (another data set:"
+                " expect=any)"
+            )
         if only := sorted(classes.keys() - found[other]):
             problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
         if empty := [name for name, (count, _) in classes.items() if not count]:
             problems.append(f"{split}: {len(empty)} classes have no image: {listed(empty)}")
         if bad := [file for _, files in classes.values() for file in files]:
-            problems.append("\n  ".join([f"{split}: {len(bad)} files are not usable images:", *bad[:_SHOWN]]))
+            problems.append(
+                "\n  ".join([f"{split}: {len(bad)} files are not usable images:", *bad[:_SHOWN]])
+            )
     return lines, problems
 
 

@@ -30,22 +30,30 @@ def write_shards(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> tuple[dict[str, int], list[str]]:
-    """Write `out/<name of root>-{train,val}-NNNNNN.tar` and `shards.json` from the images of `root/{train,val}`.
+    """Write `out/<name of root>-{train,val}-NNNNNN.tar` and `shards.json` from the images of
+    `root/{train,val}`.
 
     The classes are mixed over the shards. After an interruption, call it again to continue.
 
-    Returns the images in each shard, and the files that cannot be read and were left out, with the reason.
-    Raises ConfigError: `root` is not such a folder, or `out` cannot be used; RuntimeError: a worker process died.
+    Returns the images in each shard, and the files that cannot be read and were left out, with the
+    reason. Raises ConfigError: `root` is not such a folder, or `out` cannot be used; RuntimeError:
+    a worker process died.
     """
     images, bad = dict[str, int](), list[str]()
-    outside = [root / name for name in ("train", *VAL_NAMES)]  # a new folder there would become a class
+    outside = [
+        root / name for name in ("train", *VAL_NAMES)
+    ]  # a new folder there would become a class
     source = read_folder(root)
     settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}
-    with resumable_folder(out, {"task": "shards", **settings}, overwrite=overwrite, outside=outside):
+    with resumable_folder(
+        out, {"task": "shards", **settings}, overwrite=overwrite, outside=outside
+    ):
         for name, split in (("train", source.train), ("val", source.val)):
             order = np.random.default_rng(seed).permutation(len(split))
             count = -(-len(split) // images_per_shard)
-            shares = [(shard_name(root, name, number), order[number::count]) for number in range(count)]
+            shares = [
+                (shard_name(root, name, number), order[number::count]) for number in range(count)
+            ]
             write = partial(_write_share, out, split, source.classes)
             results = map_in_processes(write, shares, workers, description=name, unit="shard")
             for (shard, _), (written, unreadable) in zip(shares, results, strict=True):
@@ -77,7 +85,9 @@ def shard_name(root: Path, split: str, number: int) -> str:
 
 
 def sample_name(class_name: str, index: int, file_name: str) -> str:
-    """`class/00000042-stem`: sorted by name, samples are in the order of their index. A key cannot contain a dot."""
+    """`class/00000042-stem`: sorted by name, samples are in the order of their index. A key cannot
+    contain a dot.
+    """
     stem = os.path.splitext(os.path.basename(file_name))[0]
     return f"{class_name}/{index:08d}-{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[:60]}"
 
@@ -88,10 +98,16 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
         with suppress(ConfigError):  # damaged since
             return len(index_shard(str(path)))
     count, partial_path = 0, path.with_name(f".{path.name}.part")
-    with replacing(path, partial_path), tarfile.open(partial_path, "w", format=tarfile.PAX_FORMAT) as archive:
+    with (
+        replacing(path, partial_path),
+        tarfile.open(partial_path, "w", format=tarfile.PAX_FORMAT) as archive,
+    ):
         for name, label, data in samples:
             suffix = "png" if data.startswith(PNG_MAGIC) else "jpg"
-            for member_name, content in ((f"{name}.{suffix}", data), (f"{name}.cls", b"%d" % label)):
+            for member_name, content in (
+                (f"{name}.{suffix}", data),
+                (f"{name}.cls", b"%d" % label),
+            ):
                 member = tarfile.TarInfo(member_name)
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))

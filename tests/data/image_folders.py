@@ -25,7 +25,9 @@ def noise(height: int, width: int, seed: int = 0) -> Image.Image:
     pixels = np.zeros((height, width, 3))
     for cells in (2, 5, 12, 30, 80):
         coarse = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
-        pixels += np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=float) / 5
+        pixels += (
+            np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=float) / 5
+        )
     return Image.fromarray(pixels.astype(np.uint8))
 
 
@@ -55,8 +57,11 @@ def data_of(*, batch_size: int = 4, seed: int = 0, **settings: Any) -> Data:
     """Without workers; `settings` as in DataConfig, and `augment` and the fields of Dist."""
     augment = settings.pop("augment", AugmentConfig())
     dist = Dist(settings.pop("rank", 0), settings.pop("world_size", 1), settings.pop("device", CPU))
+    micro_steps = settings.pop("accumulate_steps", 1)
     cfg = DataConfig(**{"workers": 0, **settings})
-    return build_data(cfg, augment, batch_size=batch_size, seed=seed, dist=dist)
+    return build_data(
+        cfg, augment, batch_size=batch_size, seed=seed, dist=dist, accumulate_steps=micro_steps
+    )
 
 
 def folder_data(root: Path, **settings: Any) -> ImageData:
@@ -68,7 +73,10 @@ def folder_data(root: Path, **settings: Any) -> ImageData:
 
 def train_batches(data: ImageData, epoch: int = 0, first_batch: int = 0) -> Batches:
     """Copies of an epoch's batches."""
-    return [(host.images.clone(), host.targets.clone()) for host in data.train_loader.batches(epoch, first_batch)]
+    return [
+        (host.images.clone(), host.targets.clone())
+        for host in data.train_loader.batches(epoch, first_batch)
+    ]
 
 
 def val_count(data: ImageData) -> int:

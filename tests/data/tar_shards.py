@@ -25,13 +25,19 @@ def members_of(numbers: range) -> Members:
     for number in numbers:
         for label, wnid in enumerate(WNIDS):
             key = f"{wnid}/{wnid}_{number}"
-            found += [(f"{key}.jpg", jpeg(16 + label, 16 + number % 8)), (f"{key}.cls", b"%d" % label)]
+            found += [
+                (f"{key}.jpg", jpeg(16 + label, 16 + number % 8)),
+                (f"{key}.cls", b"%d" % label),
+            ]
     return found
 
 
 def sound_shards() -> dict[str, Members]:
     """Members by shard; 18 training and 6 validation images."""
-    shards = {f"im-train-{number:04d}.tar": members_of(range(2 * number, 2 * number + 2)) for number in range(3)}
+    shards = {
+        f"im-train-{number:04d}.tar": members_of(range(2 * number, 2 * number + 2))
+        for number in range(3)
+    }
     return shards | {"im-val-0000.tar": members_of(range(100, 102))}
 
 
@@ -40,7 +46,10 @@ def write(root: Path, shards: dict[str, Members], *, manifest: bool = True) -> P
     for name, members in shards.items():
         (root / name).write_bytes(tar_of(members))
     if manifest:
-        images = {name: sum(member.endswith(".jpg") for member, _ in members) for name, members in shards.items()}
+        images = {
+            name: sum(member.endswith(".jpg") for member, _ in members)
+            for name, members in shards.items()
+        }
         (root / MANIFEST).write_text(json.dumps({"classes": WNIDS, "images": images}))
     return root
 
@@ -52,7 +61,9 @@ def _flipped_header(members: Members, rng: random.Random) -> bytes:
     content = bytearray(tar_of(members))
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         offset = rng.choice(archive.getmembers()).offset
-    content[offset + rng.randrange(500)] ^= 1 << rng.randrange(8)  # the last 12 bytes of a header are padding
+    content[offset + rng.randrange(500)] ^= 1 << rng.randrange(
+        8
+    )  # the last 12 bytes of a header are padding
     return bytes(content)
 
 
@@ -74,7 +85,14 @@ def _wrong_label(members: Members, rng: random.Random) -> bytes:
 def _foreign_path(members: Members, rng: random.Random) -> bytes:
     place = rng.randrange(len(members))
     name, content = members[place]
-    foreign = [f"../../{name}", f"/tmp/{name}", f"{name}\x01.jpg", ".jpg", "other/" + name, name.replace(".", "_.")]
+    foreign = [
+        f"../../{name}",
+        f"/tmp/{name}",
+        f"{name}\x01.jpg",
+        ".jpg",
+        "other/" + name,
+        name.replace(".", "_."),
+    ]
     return _replaced(members, place, rng.choice(foreign), content)
 
 
@@ -87,7 +105,9 @@ def _cut_image(members: Members, rng: random.Random) -> bytes:
 
 DAMAGE: dict[str, Callable[[Members, random.Random], bytes]] = {
     # tarfile pads archives to a multiple of 10,240 bytes
-    "truncated": lambda members, rng: tar_of(members)[: rng.randrange(len(tar_of(members)) - 10_240)],
+    "truncated": lambda members, rng: tar_of(members)[
+        : rng.randrange(len(tar_of(members)) - 10_240)
+    ],
     "flipped bit in a header": _flipped_header,
     "missing member": partial(_without, 1),
     "missing sample": partial(_without, 2),
@@ -99,7 +119,9 @@ DAMAGE: dict[str, Callable[[Members, random.Random], bytes]] = {
 
 
 def silent_losses(root: Path) -> list[str]:
-    """Samples of `sound_shards` that `root` lacks or has changed, if neither the index nor the decoder said so."""
+    """Samples of `sound_shards` that `root` lacks or has changed, if neither the index nor the
+    decoder said so.
+    """
     expected = {
         name: (content, int(label))
         for members in sound_shards().values()

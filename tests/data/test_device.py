@@ -26,7 +26,9 @@ def images(layout, count=19, height=13, width=17):
 def test_normalise_is_torchvisions_in_float32(source, target):
     raw = images(source)
     ours = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, target))(raw)
-    expected = v2.functional.normalize(v2.functional.to_dtype(raw, torch.float32, scale=True), MEAN, STD)
+    expected = v2.functional.normalize(
+        v2.functional.to_dtype(raw, torch.float32, scale=True), MEAN, STD
+    )
     assert ours.is_contiguous(memory_format=target)
     assert (ours - expected).abs().max() < 2e-6
     raw = torch.randint(0, 256, (3, 5, 4, 6), dtype=torch.uint8).to(memory_format=source)
@@ -37,13 +39,19 @@ def test_normalise_is_torchvisions_in_float32(source, target):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.016), (torch.float16, 2e-3)]
 )
-def test_other_types_are_rounded_once_from_float32_and_the_kernel_for_gpus_computes_the_same(dtype, tolerance):
-    """On CUDA one addcmul reads uint8 and writes the target type; the same call runs, slower, on a CPU."""
+def test_other_types_are_rounded_once_from_float32_and_the_kernel_for_gpus_computes_the_same(
+    dtype, tolerance
+):
+    """On CUDA one addcmul reads uint8 and writes the target type; the same call runs, slower, on a
+    CPU.
+    """
     raw = images(torch.channels_last)
     full = Normalise(MEAN, STD, DeviceFormat(CPU, torch.float32, torch.channels_last))(raw)
     normalise = Normalise(MEAN, STD, DeviceFormat(CPU, dtype, torch.channels_last))
     half = normalise(raw)
-    assert half.dtype == dtype and half.stride() == full.stride() and torch.equal(half, full.to(dtype))
+    assert (
+        half.dtype == dtype and half.stride() == full.stride() and torch.equal(half, full.to(dtype))
+    )
     out = torch.empty_like(raw, dtype=dtype, memory_format=torch.channels_last)
     normalise.in_one_kernel(raw, out)
     assert (out.float() - half.float()).abs().max() < tolerance
@@ -60,21 +68,36 @@ def test_wrong_arguments_are_refused():
 
 def test_the_prefetcher_prepares_a_data_loaders_batches_and_keeps_the_rest():
     raw = images(torch.contiguous_format, count=6)
-    samples = [(image, label, {"mask": torch.ones(13, 17), "name": str(label)}) for label, image in enumerate(raw)]
-    prefetcher = DevicePrefetcher(DataLoader(samples, 4), "cpu", MEAN, STD, torch.bfloat16, torch.channels_last)
+    samples = [
+        (image, label, {"mask": torch.ones(13, 17), "name": str(label)})
+        for label, image in enumerate(raw)
+    ]
+    prefetcher = DevicePrefetcher(
+        DataLoader(samples, 4), "cpu", MEAN, STD, torch.bfloat16, torch.channels_last
+    )
     batches = list(prefetcher)
     assert len(prefetcher) == len(batches) == 2
     assert len(list(prefetcher)) == 2, "a second epoch"
     found, labels, extra = batches[1]
     normalise = Normalise(MEAN, STD, DeviceFormat(CPU, torch.bfloat16, torch.channels_last))
-    assert torch.equal(found, normalise(raw[4:])) and found.is_contiguous(memory_format=torch.channels_last)
-    assert labels.tolist() == [4, 5] and extra["name"] == ["4", "5"] and extra["mask"].dtype == torch.float32
+    assert torch.equal(found, normalise(raw[4:])) and found.is_contiguous(
+        memory_format=torch.channels_last
+    )
+    assert (
+        labels.tolist() == [4, 5]
+        and extra["name"] == ["4", "5"]
+        and extra["mask"].dtype == torch.float32
+    )
 
 
 def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():
     batch = Sample(torch.rand(2, 3, 8, 8), torch.tensor([1, 2]))
     (found,) = DevicePrefetcher([batch], "cpu", dtype=torch.float16)
-    assert isinstance(found, Sample) and found.image.dtype == torch.float16 and found.label is batch.label
+    assert (
+        isinstance(found, Sample)
+        and found.image.dtype == torch.float16
+        and found.label is batch.label
+    )
     assert torch.equal(found.image, batch.image.half())
     assert found.image.is_contiguous(memory_format=torch.channels_last)
     raw = images(torch.channels_last, count=2)
@@ -84,12 +107,20 @@ def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():
 
 
 def test_synthetic_yields_one_batch_again_and_again_the_same_in_both_layouts():
-    options = {"name": "synthetic", "image_size": 16, "synthetic_images": 100, "synthetic_classes": 7, "batch_size": 8}
+    options = {
+        "name": "synthetic",
+        "image_size": 16,
+        "synthetic_images": 100,
+        "synthetic_classes": 7,
+        "batch_size": 8,
+    }
     data, pixels = data_of(**options), []
     for target in FORMATS:
         form = DeviceFormat(CPU, torch.bfloat16, target)
         batches = list(data.train(0, form))
-        assert len(batches) == data.batch_count() == 12 and all(batch is batches[0] for batch in batches)
+        assert len(batches) == data.batch_count() == 12 and all(
+            batch is batches[0] for batch in batches
+        )
         images, targets = batches[0].images, batches[0].targets
         assert images.dtype == torch.bfloat16 and images.is_contiguous(memory_format=target)
         assert images.shape == (8, 3, 16, 16) and 0 <= targets.min() <= targets.max() < 7

@@ -1,4 +1,6 @@
-"""For any training loop: image_loader, the loader of train.py with plain arguments, and channels_last_collate."""
+"""For any training loop: image_loader, the loader of train.py with plain arguments, and
+channels_last_collate.
+"""
 
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +14,14 @@ from torch.utils.data import DataLoader, default_collate
 from cl_train import DevicePrefetcher, image_loader
 from cl_train.config.schema import AugmentConfig
 from cl_train.data.image_loader import channels_last_collate
-from cl_train.data.loader import BadImageError
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, same, train_batches, write_folder
+from cl_train.errors import BadImageError
+from tests.data.image_folders import (
+    FLOAT_CHANNELS_LAST,
+    folder_data,
+    same,
+    train_batches,
+    write_folder,
+)
 from tests.processes import wait_until
 
 
@@ -23,7 +31,9 @@ def root(tmp_path_factory):
 
 
 def loader(root, split="train", **arguments):
-    return image_loader(root, split, **{"batch_size": 4, "image_size": 32, "workers": 0, **arguments})
+    return image_loader(
+        root, split, **{"batch_size": 4, "image_size": 32, "workers": 0, **arguments}
+    )
 
 
 def test_batches_are_those_of_train_and_an_epoch_resumes_at_any_batch(root):
@@ -34,7 +44,10 @@ def test_batches_are_those_of_train_and_an_epoch_resumes_at_any_batch(root):
         for epoch in range(2):
             found = list(batches)
             same(found, train_batches(data, epoch))
-            assert all(i.dtype == torch.uint8 and i.is_contiguous(memory_format=torch.channels_last) for i, _ in found)
+            assert all(
+                i.dtype == torch.uint8 and i.is_contiguous(memory_format=torch.channels_last)
+                for i, _ in found
+            )
     resumed = loader(root, seed=3)
     resumed.set_epoch(1, first_batch=3)
     same(list(resumed), train_batches(data, 1, first_batch=3))
@@ -53,7 +66,9 @@ def test_on_a_device_batches_are_normalised(root, memory_format):
     for (images, targets), batch in zip(ready, expected, strict=True):
         assert images.dtype == torch.bfloat16 and images.is_contiguous(memory_format=memory_format)
         assert torch.equal(images, batch.images.bfloat16()) and torch.equal(targets, batch.targets)
-    for (images, _), batch in zip(DevicePrefetcher(loader(root, "val"), "cpu"), expected, strict=True):
+    for (images, _), batch in zip(
+        DevicePrefetcher(loader(root, "val"), "cpu"), expected, strict=True
+    ):
         assert torch.equal(images, batch.images)
 
 
@@ -66,8 +81,12 @@ def test_bad_images_are_named(tmp_path):
     tolerant = loader(root, skip_bad_images=True)
     assert [len(targets) for _, targets in tolerant] == [4]
     assert list(tolerant.bad_images.reasons) == [str(broken)]
-    (root / "train" / "class_0" / "0002.jpg").write_bytes(b"")  # a class without an image is accepted too
-    assert [targets.tolist() for _, targets in tolerant] == [[1, 1, 1, 1]] and tolerant.bad_images.skipped == 1 + 2
+    (root / "train" / "class_0" / "0002.jpg").write_bytes(
+        b""
+    )  # a class without an image is accepted too
+    assert [targets.tolist() for _, targets in tolerant] == [
+        [1, 1, 1, 1]
+    ] and tolerant.bad_images.skipped == 1 + 2
 
 
 @pytest.mark.parametrize(
@@ -77,7 +96,10 @@ def test_bad_images_are_named(tmp_path):
         ({"root": "/nowhere"}, "nowhere"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2.5}, "batch_size=2.5"),
-        ({"batch_size": 8, "rank": 0, "world_size": 3}, "22 training images are fewer than one batch of all ranks, 24"),
+        (
+            {"batch_size": 8, "rank": 0, "world_size": 3},
+            "22 training images are fewer than one batch of all ranks, 24",
+        ),
         ({"image_size": 10**6}, "image_size"),
         ({"val_fraction": 2}, "val_fraction=2"),
         ({"rank": 3, "world_size": 2}, "rank=3, world_size=2"),
@@ -143,10 +165,14 @@ def test_every_kind_of_image_becomes_the_same_channels_last_batch(shape, count, 
         "flipped": [image[:, ::-1].copy()[:, ::-1] for image in hwc],
     }
     if dtype == np.uint8 and shape[2] <= 4:
-        kinds["PIL"] = [Image.fromarray(image.squeeze(2) if shape[2] == 1 else image) for image in hwc]
+        kinds["PIL"] = [
+            Image.fromarray(image.squeeze(2) if shape[2] == 1 else image) for image in hwc
+        ]
     for kind, images in kinds.items():
         batch = channels_last_collate(images)
-        assert torch.equal(batch, expected) and batch.dtype == expected.dtype and is_nhwc(batch), kind
+        assert torch.equal(batch, expected) and batch.dtype == expected.dtype and is_nhwc(batch), (
+            kind
+        )
     half = channels_last_collate([image.bfloat16() for image in planar])
     assert torch.equal(half, expected.bfloat16()) and half.dtype == torch.bfloat16
 
@@ -155,24 +181,42 @@ def test_structure_is_kept_and_the_rest_is_default_collates():
     named = channels_last_collate([Pair(image, 0.5) for image in arrays(3)])
     assert isinstance(named, Pair) and named.label.dtype == torch.float64 and is_nhwc(named.image)
     batch = channels_last_collate(
-        [{"views": [image, image], "box": torch.ones(4), "name": "a", "tags": (1, 2)} for image in arrays(3)]
+        [
+            {"views": [image, image], "box": torch.ones(4), "name": "a", "tags": (1, 2)}
+            for image in arrays(3)
+        ]
     )
-    assert all(map(is_nhwc, batch["views"])) and batch["box"].shape == (3, 4) and batch["name"] == ["a"] * 3
+    assert (
+        all(map(is_nhwc, batch["views"]))
+        and batch["box"].shape == (3, 4)
+        and batch["name"] == ["a"] * 3
+    )
     assert torch.equal(batch["tags"][1], torch.tensor([2, 2, 2]))
 
 
-TARGETS = [7, [1, (2, "a")], Pair(1, "a"), ((1, 2), [Pair(3, (4,))]), {"box": (1, 2), "size": torch.ones(2)}]
+TARGETS = [
+    7,
+    [1, (2, "a")],
+    Pair(1, "a"),
+    ((1, 2), [Pair(3, (4,))]),
+    {"box": (1, 2), "size": torch.ones(2)},
+]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_targets_without_images_are_exactly_default_collates(target):
-    (_, ours), expected = channels_last_collate([(arrays(1)[0], target)] * 2), default_collate([target] * 2)
+    (_, ours), expected = (
+        channels_last_collate([(arrays(1)[0], target)] * 2),
+        default_collate([target] * 2),
+    )
     assert repr(ours) == repr(expected) and type(ours) is type(expected)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_worker_hands_over_a_batch_in_shared_memory(workers):
-    samples = [(torch.from_numpy(image).permute(2, 0, 1), label) for label, image in enumerate(arrays(6))]
+    samples = [
+        (torch.from_numpy(image).permute(2, 0, 1), label) for label, image in enumerate(arrays(6))
+    ]
     batches = list(DataLoader(samples, 3, collate_fn=channels_last_collate, num_workers=workers))
     assert [labels.tolist() for _, labels in batches] == [[0, 1, 2], [3, 4, 5]]
     assert all(is_nhwc(images) and images.is_shared() == (workers == 1) for images, _ in batches)
@@ -188,7 +232,10 @@ PIL = Image.fromarray(GOOD)
     [
         ([GOOD, np.zeros((8, 13, 3), np.uint8)], ["sample 1", "(8, 13, 3)", "(8, 12, 3)"]),
         ([GOOD, np.zeros((8, 12, 3), np.float32)], ["sample 1", "float32", "uint8"]),
-        ([GOOD, torch.zeros(3, 8, 12, dtype=torch.uint8)], ["sample 1", "(3, 8, 12)", "(8, 12, 3)"]),
+        (
+            [GOOD, torch.zeros(3, 8, 12, dtype=torch.uint8)],
+            ["sample 1", "(3, 8, 12)", "(8, 12, 3)"],
+        ),
         ([GOOD, None], ["sample 1", "NoneType", "(8, 12, 3)"]),
         ([(GOOD, 0), (GOOD,)], ["sample 1"]),
         ([{"x": GOOD}, {"y": GOOD}], ["sample 1"]),

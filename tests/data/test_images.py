@@ -1,5 +1,7 @@
-"""Folders of images: which are read, which are refused and how; the stored list of a large folder. Pixels of unusual
-files, and reasons against damaged ones; tests/faults/test_input_faults.py has more, and fuzzed ones."""
+"""Folders of images: which are read, which are refused and how; the stored list of a large folder.
+Pixels of unusual files, and reasons against damaged ones; tests/faults/test_input_faults.py has
+more, and fuzzed ones.
+"""
 
 import io
 import os
@@ -41,14 +43,22 @@ def test_classes_labels_and_nested_images(tmp_path):
     assert source.classes == ("class_0", "class_1", "class_2") and len(source.val) == 4
     assert source.train.labels.tolist() == [0, 0, 1, 1, 1, 2, 2]
     found = [os.path.relpath(name, root / "train") for name in names(source.train)]
-    assert found[0] == "class_0/0000.jpg" and found[4] == "class_1/deep/er/x.PNG" and found[6] == "class_2/0005.jpg"
+    assert (
+        found[0] == "class_0/0000.jpg"
+        and found[4] == "class_1/deep/er/x.PNG"
+        and found[6] == "class_2/0005.jpg"
+    )
     both = read_folder(root, DataConfig(val_split="train"))
     assert names(both.val) == names(both.train) == names(source.train)
     (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
     assert read_folder(root).fingerprint != source.fingerprint
     for before, name in pairwise(("val", "valid", "validation", "test")):
         (root / before).rename(root / name)
-        assert len(read_folder(root).val) == len(read_folder(root, DataConfig(val_split=name)).val) == 4
+        assert (
+            len(read_folder(root).val)
+            == len(read_folder(root, DataConfig(val_split=name)).val)
+            == 4
+        )
 
 
 def test_names_that_are_no_utf8_and_names_with_spaces(tmp_path):
@@ -56,7 +66,10 @@ def test_names_that_are_no_utf8_and_names_with_spaces(tmp_path):
     with open(os.fsencode(root / "train" / "class_0") + b"/caf\xe9 1.jpg", "wb") as file:
         file.write(jpeg())
     data = folder_data(root, batch_size=3)
-    assert sum(len(host.targets) for host in data.train_loader.batches(0)) == 3 and len(data.fingerprint) == 16
+    assert (
+        sum(len(host.targets) for host in data.train_loader.batches(0)) == 3
+        and len(data.fingerprint) == 16
+    )
 
 
 def empty(root, name=""):
@@ -79,14 +92,30 @@ EMPTY = ["'train'", "'val'", "data.val_fraction", "data=sample", "train.tar", "p
         (shutil.rmtree, {}, ["does not exist"]),
         (lambda root: [shutil.rmtree(root), root.touch()], {}, ["is not a folder"]),
         (lambda root: (empty(root) / "train.tar").touch(), {}, EMPTY),
-        (lambda root: (empty(root, "val") / "1.JPEG").touch(), {}, ["has no class folders", "1.JPEG", EMPTY[-1]]),
+        (
+            lambda root: (empty(root, "val") / "1.JPEG").touch(),
+            {},
+            ["has no class folders", "1.JPEG", EMPTY[-1]],
+        ),
         (lambda root: (root / "mine").mkdir(), {"val_split": "mine"}, ["has no class folders"]),
         (lambda root: None, {"val_split": "nothing"}, ["'nothing'"]),
-        (lambda root: [(root / s).mkdir() for s in ("train/cat", "val/dog")], {}, ["in one of them only: cat, dog"]),
-        (lambda root: rename_all(root / "val/class_1", ".webp"), {}, ["class_1", "2 .webp", "data.extensions"]),
+        (
+            lambda root: [(root / s).mkdir() for s in ("train/cat", "val/dog")],
+            {},
+            ["in one of them only: cat, dog"],
+        ),
+        (
+            lambda root: rename_all(root / "val/class_1", ".webp"),
+            {},
+            ["class_1", "2 .webp", "data.extensions"],
+        ),
         (lambda root: None, {"val_fraction": 0.5}, ["/val"]),
         (lambda root: shutil.rmtree(root / "val"), {"val_fraction": 0.5}, ["fewer than two"]),
-        (lambda root: (root / "train/class_1/0001.jpg").unlink(), {}, ["for 1 of 2 classes: class_1"]),
+        (
+            lambda root: (root / "train/class_1/0001.jpg").unlink(),
+            {},
+            ["for 1 of 2 classes: class_1"],
+        ),
         (
             lambda root: write_folder(root, train=1, val=9, classes=9),
             {},
@@ -102,10 +131,15 @@ def test_what_cannot_be_read_is_refused(tmp_path, change, layout, words):
 
 
 def test_a_url_is_answered():
-    assert all("file system" in refused(Path(url)) for url in ("s3://bucket/imagenet", "gs://b/x", "https://host/x"))
+    assert all(
+        "file system" in refused(Path(url))
+        for url in ("s3://bucket/imagenet", "gs://b/x", "https://host/x")
+    )
 
 
-@pytest.mark.parametrize("unreadable", ["train", "train/class_1", "val/class_0", "train/class_1/deep"])
+@pytest.mark.parametrize(
+    "unreadable", ["train", "train/class_1", "val/class_0", "train/class_1/deep"]
+)
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, unreadable):
     root = write_folder(tmp_path, train=4, val=4)
     (root / "train/class_1/deep").mkdir()
@@ -151,7 +185,11 @@ def test_ignored_files_are_counted_and_named_once(tmp_path):
     assert "3 files" in note and "2 .webp" in note and "1 .txt" in note and "class_0" in note
     assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in note
     wider = read_folder(root, DataConfig(extensions=[".jpg", ".webp"]))
-    assert len(wider.train) == 6 and "1 .txt" in wider.notes[0] and "data.extensions" not in wider.notes[0]
+    assert (
+        len(wider.train) == 6
+        and "1 .txt" in wider.notes[0]
+        and "data.extensions" not in wider.notes[0]
+    )
 
 
 def stored():
@@ -160,7 +198,9 @@ def stored():
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder whose times lie in the past; small folders are stored too, in a cache of this test."""
+    """A folder whose times lie in the past; small folders are stored too, in a cache of this
+    test.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(images, "_CACHED_FROM", 1)
     root = write_folder(tmp_path / "data", train=6, val=4)
@@ -182,14 +222,20 @@ def test_the_stored_list_is_the_list_of_this_layout(root, listings):
     first = read_folder(root)
     assert len(stored()) == 2 and listings.call_count == 4
     again = read_folder(root)
-    assert (again.fingerprint, again.classes, again.notes) == (first.fingerprint, first.classes, first.notes)
+    assert (again.fingerprint, again.classes, again.notes) == (
+        first.fingerprint,
+        first.classes,
+        first.notes,
+    )
     assert names(again.val) == names(first.val) and listings.call_count == 4
 
 
 CHANGES = {
     "added": lambda root: (root / "train" / "class_0" / "new.jpg").write_bytes(b"1"),
     "removed": lambda root: (root / "val" / "class_0" / "0000.jpg").unlink(),
-    "class": lambda root: [shutil.copytree(root / s / "class_0", root / s / "class_9") for s in ("train", "val")],
+    "class": lambda root: [
+        shutil.copytree(root / s / "class_0", root / s / "class_9") for s in ("train", "val")
+    ],
     "nested": lambda root: (root / "train" / "class_0" / "deep").mkdir(),
 }
 
@@ -233,7 +279,9 @@ def test_a_folder_that_changed_just_now_is_not_stored(root, monkeypatch, seconds
 
 
 PICTURE = noise(40, 60)
-RAMP = (np.arange(40 * 60, dtype=np.uint32) * 65535 // (40 * 60 - 1)).astype(np.uint16).reshape(40, 60)
+RAMP = (
+    (np.arange(40 * 60, dtype=np.uint32) * 65535 // (40 * 60 - 1)).astype(np.uint16).reshape(40, 60)
+)
 TURNED = Image.Exif()
 TURNED[0x0112] = 6  # which is ignored
 GOOD = {
@@ -250,7 +298,9 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_unusual_images_decode(name, recwarn):
     pixels = Encoded(GOOD[name]).decode()
-    assert pixels.dtype == np.uint8 and pixels.shape == Encoded(GOOD[name], "pillow").decode().shape == (40, 60, 3)
+    assert pixels.dtype == np.uint8 and pixels.shape == Encoded(
+        GOOD[name], "pillow"
+    ).decode().shape == (40, 60, 3)
     assert pixels.std() > 10, "the content is still there"
     assert not recwarn.list
     if name == "PNG 16 bit":  # scaled, not clipped

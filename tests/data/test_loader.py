@@ -1,5 +1,6 @@
-"""Batches depend on the seed, the epoch and the index alone: not on workers, ranks or where the epoch began. Bad images
-are named, counted, replaced or left out. Images grow."""
+"""Batches depend on the seed, the epoch and the index alone: not on workers, ranks or where the
+epoch began. Bad images are named, counted, replaced or left out. Images grow.
+"""
 
 import os
 import random
@@ -11,7 +12,8 @@ import torch
 
 from cl_train.config.schema import AugmentConfig, ConfigError
 from cl_train.config.validation import load
-from cl_train.data.loader import BadImageError, WorkerTimes, bottleneck_advice
+from cl_train.data.loader_report import WorkerTimes, bottleneck_advice
+from cl_train.errors import BadImageError
 from tests.data.image_folders import (
     CPU,
     FLOAT_CHANNELS_LAST,
@@ -41,7 +43,10 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_do_not_depend_on_workers_abandoned_epochs_and_the_first_batch(root, workers):
     whole = train_batches(folder_data(root), epoch=3)
-    assert all(images.stride() == (32 * 32 * 3, 1, 32 * 3, 3) and images.dtype == torch.uint8 for images, _ in whole)
+    assert all(
+        images.stride() == (32 * 32 * 3, 1, 32 * 3, 3) and images.dtype == torch.uint8
+        for images, _ in whole
+    )
     with closing(folder_data(root, workers=workers)) as data:
         assert len(whole) == data.batch_count() == 13
         same(train_batches(data, epoch=3), whole)
@@ -55,10 +60,17 @@ def test_batches_do_not_depend_on_workers_abandoned_epochs_and_the_first_batch(r
         seen = []
         for number, host in enumerate(data.train_loader.batches(3)):
             seen.append((host.images.clone(), host.targets.clone()))
-            assert number != 4 or val_count(data) == 17, "an evaluation within the epoch disturbs nothing"
+            assert number != 4 or val_count(data) == 17, (
+                "an evaluation within the epoch disturbs nothing"
+            )
         same(seen, whole)
-        kept = [(b, b.images.clone(), b.targets.clone()) for b in data.train(0, FLOAT_CHANNELS_LAST)]
-    assert all(torch.equal(b.images, pixels) and torch.equal(b.targets, labels) for b, pixels, labels in kept)
+        kept = [
+            (b, b.images.clone(), b.targets.clone()) for b in data.train(0, FLOAT_CHANNELS_LAST)
+        ]
+    assert all(
+        torch.equal(b.images, pixels) and torch.equal(b.targets, labels)
+        for b, pixels, labels in kept
+    )
 
 
 def test_epochs_and_seeds_differ_and_a_second_iteration_ends_the_first_with_an_error(root):
@@ -80,7 +92,12 @@ def test_ranks_together_see_one_processs_batches_and_validate_every_image_once(r
     datas = [folder_data(root, rank=rank, **sizes) for rank in range(world_size)]
     of_ranks = zip(*map(train_batches, datas), strict=True)
     same([tuple(map(torch.cat, zip(*batches, strict=True))) for batches in of_ranks], whole)
-    seen = [image.numpy().tobytes() for data in datas for host in data.val_loader.batches() for image in host.images]
+    seen = [
+        image.numpy().tobytes()
+        for data in datas
+        for host in data.val_loader.batches()
+        for image in host.images
+    ]
     assert len(seen) == len(set(seen)) == 17
 
 
@@ -100,7 +117,10 @@ def test_labels_belong_to_their_images(root):
 
 @pytest.mark.parametrize(
     "policy",
-    ["three_augment", *(pytest.param(n, marks=pytest.mark.slow) for n in ("randaugment", "timm", "augmix"))],
+    [
+        "three_augment",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("randaugment", "timm", "augmix")),
+    ],
 )
 def test_policies_are_seeded_per_image_and_leave_the_global_generator_alone(root, policy):
     augment = AugmentConfig(policy=policy, erase=0.5)
@@ -112,8 +132,12 @@ def test_policies_are_seeded_per_image_and_leave_the_global_generator_alone(root
     with closing(folder_data(root, augment=augment, workers=2)) as data:
         same(train_batches(data), reference)
     assert not torch.equal(all_pixels(train_batches(folder_data(root))), all_pixels(reference))
-    ((images, _),) = train_batches(folder_data(root, augment=AugmentConfig(erase=1.0), batch_size=50))
-    erased = (images == torch.tensor([124, 116, 104]).view(1, 3, 1, 1)).all(dim=1).flatten(1).sum(dim=1)
+    ((images, _),) = train_batches(
+        folder_data(root, augment=AugmentConfig(erase=1.0), batch_size=50)
+    )
+    erased = (
+        (images == torch.tensor([124, 116, 104]).view(1, 3, 1, 1)).all(dim=1).flatten(1).sum(dim=1)
+    )
     assert (erased >= 0.02 * 32 * 32 * 0.8).all(), "the mean colour, in every image"
 
 
@@ -128,9 +152,14 @@ def test_mixed_batches_are_seeded_and_keep_the_layout(root, mix, memory_format):
     plain = list(folder_data(root).train(2, form))
     for batch, other in zip(first, again, strict=True):
         assert torch.equal(batch.images, other.images) and torch.equal(batch.targets, other.targets)
-        assert batch.targets.shape == (4, 2) and torch.allclose(batch.targets.sum(dim=1), torch.ones(4))
+        assert batch.targets.shape == (4, 2) and torch.allclose(
+            batch.targets.sum(dim=1), torch.ones(4)
+        )
         assert batch.images.is_contiguous(memory_format=memory_format)
-    assert any(not torch.equal(batch.images, unmixed.images) for batch, unmixed in zip(first, plain, strict=True))
+    assert any(
+        not torch.equal(batch.images, unmixed.images)
+        for batch, unmixed in zip(first, plain, strict=True)
+    )
 
 
 def test_repeated_images_have_their_own_random_numbers_and_a_resumed_epoch_is_the_same(root):
@@ -139,11 +168,31 @@ def test_repeated_images_have_their_own_random_numbers_and_a_resumed_epoch_is_th
     assert len(whole) == 53 // 8
     for images, targets in whole:
         assert torch.equal(targets[:4], targets[4:])
-        assert all(not torch.equal(one, other) for one, other in zip(images[:4], images[4:], strict=True))
+        assert all(
+            not torch.equal(one, other) for one, other in zip(images[:4], images[4:], strict=True)
+        )
     same(train_batches(data, first_batch=2), whole[2:])
     assert folder_data(root, augment=AugmentConfig(repeats=8), world_size=2).batch_count() == 6
     with pytest.raises(ConfigError, match=r"augment\.repeats=9.* 8 "):
         folder_data(root, augment=AugmentConfig(repeats=9), world_size=2)
+
+
+@pytest.mark.parametrize(("ranks", "micro_steps"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_a_step_has_the_same_repeated_images_for_any_ranks_and_micro_steps(
+    root, ranks, micro_steps
+):
+    """3 does not divide 16, nor 8, nor 4: 6 images, of which the last is shown once."""
+    repeats = {"augment": AugmentConfig(repeats=3)}
+    whole = train_batches(folder_data(root, batch_size=16, **repeats))
+    sizes = {"batch_size": 16 // ranks // micro_steps, "accumulate_steps": micro_steps}
+    of_ranks = [
+        train_batches(folder_data(root, rank=rank, world_size=ranks, **sizes, **repeats))
+        for rank in range(ranks)
+    ]
+    micro_batches = [batch for of_step in zip(*of_ranks, strict=True) for batch in of_step]
+    parts = ranks * micro_steps
+    steps = [micro_batches[first : first + parts] for first in range(0, len(micro_batches), parts)]
+    same([tuple(map(torch.cat, zip(*step, strict=True))) for step in steps], whole)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +210,18 @@ def test_repeated_images_have_their_own_random_numbers_and_a_resumed_epoch_is_th
 def test_each_bottleneck_has_its_setting(times, workers, expected, setting):
     text = bottleneck_advice(times, workers=workers, cores=8, seconds=10, data_wait_pct=42.4)
     assert "42 %" in text and expected in text and setting in text
-    assert bottleneck_advice(times, workers=workers, cores=8, seconds=10, data_wait_pct=10.0) is None
+    assert (
+        bottleneck_advice(times, workers=workers, cores=8, seconds=10, data_wait_pct=10.0) is None
+    )
 
 
 def test_odd_sizes_a_folder_with_an_images_name_and_other_extensions_are_read(tmp_path):
     root = write_folder(tmp_path, train=2, val=2)
     for split in ("train", "val"):
         for height, width in ((1, 1), (1, 500), (500, 1), (33, 500), (2, 3), (1100, 1000)):
-            (root / split / "class_0" / f"{height}x{width}.jpg").write_bytes(encoded(noise(height, width)))
+            (root / split / "class_0" / f"{height}x{width}.jpg").write_bytes(
+                encoded(noise(height, width))
+            )
     (root / "train" / "class_1" / "folder.jpg").mkdir()
     (root / "train" / "class_1" / "folder.jpg" / "inner.jpg").write_bytes(jpeg())
     data = folder_data(root, batch_size=9)
@@ -184,7 +237,12 @@ def test_an_error_names_the_file_and_what_to_do(tmp_path):
     root = write_folder(tmp_path, train=8, val=2)
     os.mkfifo(root / "train" / "class_1" / "odd.jpg")
     data = folder_data(root, batch_size=9, workers=2)
-    with closing(data), pytest.raises(BadImageError, match=r"odd\.jpg' cannot be decoded: .*FIFO.*on_bad_image=skip"):
+    with (
+        closing(data),
+        pytest.raises(
+            BadImageError, match=r"odd\.jpg' cannot be decoded: .*FIFO.*on_bad_image=skip"
+        ),
+    ):
         train_batches(data)
 
 
@@ -210,18 +268,37 @@ def test_the_limit_counts_each_bad_image_once_however_many_epochs(tmp_path):
         train_batches(data, epoch)
     assert data.bad_images.skipped >= 4
     (root / "train" / "class_0" / "0002.jpg").write_bytes(TRUNCATED)
-    with pytest.raises(BadImageError, match=r"2 images cannot be decoded, more than data\.max_bad_images=1"):
+    with pytest.raises(
+        BadImageError, match=r"2 images cannot be decoded, more than data\.max_bad_images=1"
+    ):
         for epoch in range(3):
             train_batches(data, epoch)
 
 
 GROWING = {"size_schedule": [[0, 16], [2, 32]], "val_size": 24, "image_size": 20}
-REFUSED = [0, 128], [[1, 128]], [[0, 128], [0, 160]], [[0, 128], [4, 160], [3, 192]], [[0, 128, 3]], [[0, 4]], [[0, 30]]
+REFUSED = (
+    [0, 128],
+    [[1, 128]],
+    [[0, 128], [0, 160]],
+    [[0, 128], [4, 160], [3, 192]],
+    [[0, 128, 3]],
+    [[0, 4]],
+    [[0, 30]],
+)
 
 
 def test_a_good_schedule_and_bad_ones():
-    assert load({"epochs": 6, "data": {"size_schedule": [[0, 128], [5, 160]]}}).data.size_schedule[1] == [5, 160]
-    for schedule in (*REFUSED, [[0, 5000]], [[0, 128], [5, 160]], [[0, "big"]], [[0, 128.5]], [[-1, 128]]):
+    assert load({"epochs": 6, "data": {"size_schedule": [[0, 128], [5, 160]]}}).data.size_schedule[
+        1
+    ] == [5, 160]
+    for schedule in (
+        *REFUSED,
+        [[0, 5000]],
+        [[0, 128], [5, 160]],
+        [[0, "big"]],
+        [[0, 128.5]],
+        [[-1, 128]],
+    ):
         with pytest.raises(ConfigError, match=r"data\.size_schedule"):
             load({"epochs": 5, "data": {"size_schedule": schedule}})
     with pytest.raises(ConfigError, match="one size"):
@@ -231,7 +308,8 @@ def test_a_good_schedule_and_bad_ones():
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [("folder", 0), ("shards", 0), pytest.param("shards", 2, marks=pytest.mark.slow)]
+    ("name", "workers"),
+    [("folder", 0), ("shards", 0), pytest.param("shards", 2, marks=pytest.mark.slow)],
 )
 def test_the_loader_changes_size_between_epochs(image_folder, tmp_path, monkeypatch, name, workers):
     settings, images = {"name": "folder", "root": str(image_folder)}, 96
@@ -247,10 +325,14 @@ def test_the_loader_changes_size_between_epochs(image_folder, tmp_path, monkeypa
             (last,) = data.train(epoch, FLOAT_CHANNELS_LAST, first_batch=len(batches) - 1)
             assert torch.equal(last.images, batches[-1].images)
             assert {batch.images.shape for batch in batches} == {(4, 3, size, size)}
-            assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+            assert all(
+                batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches
+            )
             assert {b.images.shape[2] for b in data.validation(FLOAT_CHANNELS_LAST)} == {24}
             pids.add(tuple(process.pid for process in data.train_loader._pool.processes))
             fresh = data_of(**{**GROWING, **settings, "size_schedule": [], "image_size": size})
             for one, other in zip(batches, fresh.train(epoch, FLOAT_CHANNELS_LAST), strict=True):
-                assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
+                assert torch.equal(one.images, other.images) and torch.equal(
+                    one.targets, other.targets
+                )
     assert len(pids) == 1, "the workers live through a change of size"

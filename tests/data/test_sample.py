@@ -1,4 +1,6 @@
-"""The generated sample: always the same, of ImageNet's proportions, not learnable from colour. Imagenette is found."""
+"""The generated sample: always the same, of ImageNet's proportions, not learnable from colour.
+Imagenette is found.
+"""
 
 import multiprocessing
 from unittest.mock import Mock
@@ -9,7 +11,14 @@ import torchvision
 
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.images import Encoded, read_folder
-from cl_train.data.sample import FIRST_RUN, PATTERNS, SampleSpec, ensure_sample, read_imagenette, write_sample
+from cl_train.data.sample import (
+    FIRST_RUN,
+    PATTERNS,
+    SampleSpec,
+    ensure_sample,
+    read_imagenette,
+    write_sample,
+)
 from tests.data.image_folders import write_folder
 from tests.processes import LIMIT_S
 
@@ -31,7 +40,9 @@ def test_the_same_files_for_any_number_of_processes(tmp_path):
 @pytest.mark.slow
 def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
     context = multiprocessing.get_context("spawn")
-    runs = [context.Process(target=ensure_sample, args=(tmp_path / "sample", SMALL)) for _ in range(2)]
+    runs = [
+        context.Process(target=ensure_sample, args=(tmp_path / "sample", SMALL)) for _ in range(2)
+    ]
     for run in runs:
         run.start()
     for run in runs:
@@ -56,7 +67,9 @@ def test_an_unfinished_or_older_sample_is_made_again_but_no_folder_of_somebody_e
     assert (tmp_path / "other/train/mine").is_dir()
 
 
-@pytest.mark.parametrize(("scale", "least", "most", "width"), [(1.0, 70_000, 120_000, 480), (0.32, 8_000, 14_000, 153)])
+@pytest.mark.parametrize(
+    ("scale", "least", "most", "width"), [(1.0, 70_000, 120_000, 480), (0.32, 8_000, 14_000, 153)]
+)
 def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, width):
     write_sample(tmp_path, SampleSpec(train_per_class=3, val_per_class=0, scale=scale))
     files = list(tmp_path.rglob("*.JPEG"))
@@ -67,15 +80,22 @@ def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, widt
 
 @pytest.mark.slow
 def test_the_mean_colour_says_nothing_about_the_class(cache_home):
-    """Least squares on the mean of each channel, of every other image: under 20 % of val (chance is 10 %)."""
+    """Least squares on the mean of each channel, of every other image: under 20 % of val (chance is
+    10 %).
+    """
     folder = read_folder(ensure_sample(cache_home / "cl_train" / "data" / "sample", FIRST_RUN))
     assert (len(folder.classes), len(folder.train), len(folder.val)) == (10, 1100, 220)
 
     def features(split):
-        means = [Encoded(split.read(index)).decode().mean(axis=(0, 1)) for index in range(0, len(split), 2)]
+        means = [
+            Encoded(split.read(index)).decode().mean(axis=(0, 1))
+            for index in range(0, len(split), 2)
+        ]
         return np.array([[*mean, 1] for mean in means])
 
-    weights, *_ = np.linalg.lstsq(features(folder.train), np.eye(10)[folder.train.labels[::2]], rcond=None)
+    weights, *_ = np.linalg.lstsq(
+        features(folder.train), np.eye(10)[folder.train.labels[::2]], rcond=None
+    )
     guesses = (features(folder.val) @ weights).argmax(axis=1)
     assert (guesses == folder.val.labels[::2]).mean() < 0.2
 

@@ -1,10 +1,13 @@
 """Crops, pixels and augmentations against torchvision, Pillow and timm."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data.auto_augment import rand_augment_transform
+from timm.data import create_transform
+from timm.data.auto_augment import RandAugment
 from timm.data.mixup import mixup_target
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
@@ -13,32 +16,50 @@ from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data import transforms
 from cl_train.data.images import read_folder
 from cl_train.data.order import RandomNumbers
-from cl_train.data.transforms import ImageReader, ImageTransform, image_augment, random_resized_crop, seeded
+from cl_train.data.transforms import (
+    ImageReader,
+    ImageTransform,
+    image_augment,
+    random_resized_crop,
+    seeded,
+)
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import encoded, noise
 
-MEAN = [0.485, 0.456, 0.406]
-IMAGE = torch.randint(0, 256, (3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randint(
+    0, 256, (3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+)
 AUGMENT = AugmentConfig(crop_scale_min=0.08, flip=0.5)
 DRAWS = 3000
 
 
+def timm_augment(name, **data):
+    return image_augment(AugmentConfig(policy="timm", timm_policy=name), DataConfig(**data))
+
+
 def boxes(height, width, augment=AUGMENT, count=DRAWS):
     numbers = (RandomNumbers().of(0, 0, index).random(22).tolist() for index in range(count))
-    return np.array([random_resized_crop(height, width, augment, uniform) for uniform in numbers], dtype=float)
+    return np.array(
+        [random_resized_crop(height, width, augment, uniform) for uniform in numbers], dtype=float
+    )
 
 
 def torchvisions(height, width, least=0.08, count=DRAWS):
     image = torch.empty(3, height, width, dtype=torch.uint8)
     torch.manual_seed(0)
-    drawn = [RandomResizedCrop.get_params(image, [least, 1.0], [3 / 4, 4 / 3]) for _ in range(count)]
+    drawn = [
+        RandomResizedCrop.get_params(image, [least, 1.0], [3 / 4, 4 / 3]) for _ in range(count)
+    ]
     return np.array(drawn, dtype=float)
 
 
 def are_alike(first, second):
     """Two-sample Kolmogorov-Smirnov at p = 0.001: 1.95 * sqrt(2 / n) = 0.0503 for n = 3000."""
     points = np.concatenate([first, second])
-    below = [np.searchsorted(np.sort(sample), points, side="right") / len(sample) for sample in (first, second)]
+    below = [
+        np.searchsorted(np.sort(sample), points, side="right") / len(sample)
+        for sample in (first, second)
+    ]
     return np.abs(below[0] - below[1]).max() < 1.95 * np.sqrt(2 / DRAWS)
 
 
@@ -54,10 +75,14 @@ def test_area_ratio_and_position_have_torchvisions_distribution(height, width):
     }.items():
         assert are_alike(of(ours), of(theirs)), name
     other = boxes(height, width, AugmentConfig(crop_scale_min=0.2))
-    assert not are_alike(ours[:, 2] * ours[:, 3], other[:, 2] * other[:, 3]), "another distribution is noticed"
+    assert not are_alike(ours[:, 2] * ours[:, 3], other[:, 2] * other[:, 3]), (
+        "another distribution is noticed"
+    )
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 500), (500, 1), (33, 500), (500, 33), (5000, 4000)])
+@pytest.mark.parametrize(
+    ("height", "width"), [(1, 1), (1, 500), (500, 1), (33, 500), (500, 33), (5000, 4000)]
+)
 def test_boxes_lie_in_their_image_and_long_images_take_torchvisions_central_crop(height, width):
     for top, left, box_height, box_width in boxes(height, width, count=100):
         assert 0 <= top <= height - box_height < height and 0 <= left <= width - box_width < width
@@ -66,7 +91,9 @@ def test_boxes_lie_in_their_image_and_long_images_take_torchvisions_central_crop
         assert ours.tolist() == torchvisions(height, width, 0.99, 1).tolist()
 
 
-@pytest.mark.parametrize("size", [(375, 500), (500, 375), (500, 333), (257, 256), (1, 500), (1944, 2592), (33, 500)])
+@pytest.mark.parametrize(
+    "size", [(375, 500), (500, 375), (500, 333), (257, 256), (1, 500), (1944, 2592), (33, 500)]
+)
 def test_evaluation_is_torchvisions_resize_and_centre_crop(size):
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     row = torch.empty(56, 56, 3, dtype=torch.uint8).permute(2, 0, 1)
@@ -81,7 +108,9 @@ def folder(tmp_path_factory):
     for split in ("train", "val"):
         (root / split / "a").mkdir(parents=True)
         for number, (height, width) in enumerate([(375, 500), (97, 61), (150, 600), (900, 1200)]):
-            (root / split / "a" / f"{number}.jpg").write_bytes(encoded(noise(height, width, number), quality=92))
+            (root / split / "a" / f"{number}.jpg").write_bytes(
+                encoded(noise(height, width, number), quality=92)
+            )
     return read_folder(root)
 
 
@@ -100,13 +129,19 @@ def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder,
         for epoch in range(6):
             image = Image.open(folder.train.name(index)).convert("RGB")
             uniform = RandomNumbers().of(0, epoch, index).random(transforms.RANDOM_NUMBERS).tolist()
-            top, left, height, width = random_resized_crop(image.height, image.width, AUGMENT, uniform[1:])
+            top, left, height, width = random_resized_crop(
+                image.height, image.width, AUGMENT, uniform[1:]
+            )
             image = image.crop((left, top, left + width, top + height))
-            expected = np.asarray(image.resize((96, 96), Image.Resampling[interpolation.upper()]), dtype=float)
+            expected = np.asarray(
+                image.resize((96, 96), Image.Resampling[interpolation.upper()]), dtype=float
+            )
             if uniform[0] < 0.5:
                 flips += 1
                 expected = expected[:, ::-1]
-            difference = np.abs(pixels_of(folder.train, index, epoch, interpolation=interpolation) - expected)
+            difference = np.abs(
+                pixels_of(folder.train, index, epoch, interpolation=interpolation) - expected
+            )
             assert difference.mean() < 0.5 and difference.max() <= 2
     assert 0 < flips < 24
 
@@ -114,41 +149,69 @@ def test_training_pixels_are_pillows_antialiased_resize_within_one_level(folder,
 def test_evaluation_pixels_are_torchvisions_and_both_decoders_agree_within_one_level(folder):
     reference = v2.Compose([v2.Resize(110), v2.CenterCrop(96)])
     for index in range(len(folder.val)):
-        expected = np.asarray(reference(Image.open(folder.val.name(index)).convert("RGB")), dtype=float)
+        expected = np.asarray(
+            reference(Image.open(folder.val.name(index)).convert("RGB")), dtype=float
+        )
         for decoder in ("simplejpeg", "pillow"):
-            assert np.abs(pixels_of(folder.val, index, training=False, decoder=decoder) - expected).mean() < 0.5
+            assert (
+                np.abs(
+                    pixels_of(folder.val, index, training=False, decoder=decoder) - expected
+                ).mean()
+                < 0.5
+            )
 
 
-POLICIES = {"autoaugment": v2.AutoAugment(), "augmix": v2.AugMix(), "trivialaugment": v2.TrivialAugmentWide()}
-POLICIES["randaugment"] = v2.RandAugment(2, 9)
+POLICIES = {
+    "autoaugment": v2.AutoAugment,
+    "augmix": v2.AugMix,
+    "trivialaugment": v2.TrivialAugmentWide,
+    "randaugment": partial(v2.RandAugment, 2, 9),
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies_are_torchvisions(policy):
-    augment = image_augment(AugmentConfig(policy=policy), MEAN)
-    for seed in range(5):
+def test_policies_are_those_of_torchvisions_references(policy):
+    augment = image_augment(AugmentConfig(policy=policy), DataConfig())
+    theirs = POLICIES[policy](interpolation=v2.InterpolationMode.BILINEAR)
+    for seed in range(20):
         with seeded(seed):
-            expected = POLICIES[policy](IMAGE)
+            expected = theirs(IMAGE)
         assert torch.equal(augment(IMAGE.clone(), seed), expected)
 
 
-def test_timms_policy_is_timms():
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_timms_policy_is_that_of_its_create_transform(interpolation):
     name = "rand-m7-mstd0.5-inc1"
-    augment = image_augment(AugmentConfig(policy="timm", timm_policy=name), MEAN)
-    theirs = rand_augment_transform(name, {"translate_const": int(48 * 0.45), "img_mean": (124, 116, 104)})
+    augment = timm_augment(name, interpolation=interpolation)
+    transform = create_transform(
+        48, is_training=True, auto_augment=name, interpolation=interpolation
+    )
+    (theirs,) = (step for step in transform.transforms if isinstance(step, RandAugment))
     for seed in range(8):
         with transforms.seeded_everywhere(seed, 0, 0):
             expected = F.pil_to_tensor(theirs(F.to_pil_image(IMAGE)))
         assert torch.equal(augment(IMAGE.clone(), seed), expected)
+
+
+@pytest.mark.parametrize("name", ["rand-m10-inc1", "rand-m9-mstd0.5-inc1", "v0", "augmix-m5-w4-d2"])
+def test_timms_strongest_posterize_is_black_and_fails_with_no_pillow(name):
+    augment = timm_augment(name)
+    results = [augment(IMAGE.clone(), seed) for seed in range(300)]
+    assert name != "rand-m10-inc1" or sum(not result.any() for result in results) > 3
+
+
+def test_an_unknown_policy_of_timm_is_refused():
     with pytest.raises(ConfigError, match="nonsense"):
-        image_augment(AugmentConfig(policy="timm", timm_policy="nonsense-m9"), MEAN)
+        timm_augment("nonsense-m9")
 
 
 def test_three_augment_turns_a_third_of_the_images_grey():
-    augment = image_augment(AugmentConfig(policy="three_augment"), MEAN)
+    augment = image_augment(AugmentConfig(policy="three_augment"), DataConfig())
     results = [augment(IMAGE.clone(), seed) for seed in range(60)]
     assert 10 < sum(bool((result == result[0]).all()) for result in results) < 30
-    assert sum(float(result.float().diff(dim=2).abs().mean()) < 40 for result in results) > 5, "some are blurred"
+    assert sum(float(result.float().diff(dim=2).abs().mean()) < 40 for result in results) > 5, (
+        "some are blurred"
+    )
 
 
 def test_mixup_is_timms():

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -22,8 +23,14 @@ from torch.utils.data import DataLoader
 
 from cl_train.data import workers as data_workers
 from cl_train.data.transforms import ImageReader
-from cl_train.data.workers import WorkerError
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, folder_data, train_batches, val_count, write_folder
+from cl_train.errors import ConfigError, WorkerError
+from tests.data.image_folders import (
+    FLOAT_CHANNELS_LAST,
+    folder_data,
+    train_batches,
+    val_count,
+    write_folder,
+)
 from tests.processes import LIMIT_S, Process, wait_until
 
 
@@ -52,11 +59,13 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
         if between_epochs:
             list(batches)
             batches = data.train_loader.batches(1)
-        progress = data.train_loader._pool.progress
-        wait_until(lambda: progress[1, 0] > 0)  # noqa: B023
-        victim = int(progress[1, 2])
+        progress = data.train_loader._pool._progress
+        wait_until(lambda: progress[1, data_workers._BEGUN] > 0)  # noqa: B023
+        victim = int(progress[1, data_workers._PID])
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"):
+        with pytest.raises(
+            WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"
+        ):
             list(batches)
         wait_until(lambda: not workers())
         assert len(train_batches(data)) == 13, "a new epoch starts new workers"
@@ -68,10 +77,15 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
     [
         (lambda: os._exit(7), "exited with 7; the last image it began: .*0010.jpg"),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"no loader worker finished an image for 2 s.*0010.jpg"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            r"no loader worker finished an image for 2 s.*0010.jpg",
+        ),
     ],
 )
-def test_a_worker_that_exits_fails_or_stops_at_an_image_is_named(root, workers, monkeypatch, action, message):
+def test_a_worker_that_exits_fails_or_stops_at_an_image_is_named(
+    root, workers, monkeypatch, action, message
+):
     plain = ImageReader.read
 
     def read(self, row, index, epoch, random_index):
@@ -81,7 +95,9 @@ def test_a_worker_that_exits_fails_or_stops_at_an_image_is_named(root, workers, 
 
     monkeypatch.setattr(ImageReader, "read", read)
     monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
-    data = folder_data(root, workers=2, worker_timeout_s=2.0)  # a busy machine starts workers slowly
+    data = folder_data(
+        root, workers=2, worker_timeout_s=2.0
+    )  # a busy machine starts workers slowly
     with contextlib.closing(data), pytest.raises(WorkerError, match=message):
         train_batches(data)
     wait_until(lambda: not workers())
@@ -97,19 +113,38 @@ def test_workers_that_cannot_all_be_started_are_ended(root, workers, monkeypatch
         plain(self)
 
     monkeypatch.setattr(ForkProcess, "start", start)
-    with pytest.raises(WorkerError, match=r"cannot start 2 loader workers.*temporarily unavailable"):
+    with pytest.raises(
+        WorkerError, match=r"cannot start 2 loader workers.*temporarily unavailable"
+    ):
         train_batches(folder_data(root, workers=2))
     wait_until(lambda: not workers())
     gc.collect()
     assert capsys.readouterr().err == ""
 
 
+def test_open_files_for_the_workers_of_both_splits_are_checked_before_the_first_epoch(root):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        folder_data(root, workers=3).close()
+        with pytest.raises(ConfigError, match="12 loader workers for both splits need 52 open"):
+            folder_data(root, workers=6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.mark.parametrize("end", ["whole", "abandoned", "exception"])
 def test_nothing_remains_and_workers_ignore_the_signals_that_the_parent_handles(root, workers, end):
-    threads, shared, pids = set(threading.enumerate()), set(os.listdir("/dev/shm")), {str(os.getpid())}
+    threads, shared, pids = (
+        set(threading.enumerate()),
+        set(os.listdir("/dev/shm")),
+        {str(os.getpid())},
+    )
     with contextlib.suppress(KeyError), contextlib.closing(folder_data(root, workers=2)) as data:
         for number, _ in enumerate(data.train_loader.batches(0)):
-            for worker, signum in itertools.product(workers(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)):
+            for worker, signum in itertools.product(
+                workers(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            ):
                 os.kill(worker.pid, signum)
                 pids.add(str(worker.pid))
             if end == "abandoned" and number == 2:
@@ -118,7 +153,9 @@ def test_nothing_remains_and_workers_ignore_the_signals_that_the_parent_handles(
                 raise KeyError(number)
     assert number == (12 if end == "whole" else 2)
     wait_until(lambda: not workers())
-    wait_until(lambda: set(threading.enumerate()) <= threads)  # close() does not join the feeders of torch's queues
+    wait_until(
+        lambda: set(threading.enumerate()) <= threads
+    )  # close() does not join the feeders of torch's queues
     left = set(os.listdir("/dev/shm")) - shared  # other programs have files there too
     assert len(pids) == 3 and not any(pids & set(re.split(r"\D+", name)) for name in left)
 
@@ -128,7 +165,9 @@ def test_memory_is_pinned_after_the_workers_are_forked(root, workers, monkeypatc
 
     def register(address, size, flags):
         registered.append(address)
-        return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 10)  # MADV_DONTFORK, as drivers may do
+        return libc.madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(size), 10
+        )  # MADV_DONTFORK, as drivers may do
 
     cudart = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.remove)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
@@ -146,12 +185,12 @@ SCRIPT = """
 import os, signal, time
 from cl_train.data.workers import Workers
 from tests.data.image_folders import folder_data
-begin, parent = Workers._begin_worker, os.getpid()
-def begin_late(self, number):
-    while {late} and number == 1 and os.getppid() == parent:
+run, parent = Workers._run, os.getpid()
+def run_late(self, worker, *more):
+    while {late} and worker == 1 and os.getppid() == parent:
         time.sleep(0.01)
-    begin(self, number)
-Workers._begin_worker = begin_late
+    run(self, worker, *more)
+Workers._run = run_late
 signal.signal(signal.SIGINT, signal.default_int_handler)
 data = folder_data({root!r}, workers=2)
 batches = data.train_loader.batches(0)
@@ -166,7 +205,9 @@ time.sleep(10_000)
 @pytest.mark.parametrize("late", [False, True])
 def test_workers_end_when_their_parent_is_stopped(root, number, late):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT.format(root=str(root), late=late)], **options) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(root=str(root), late=late)], **options
+    ) as parent:
         children = [Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2 and all(process.is_running() for process in children)
         parent.send_signal(number)

@@ -1,5 +1,6 @@
-"""Datasets of a user, unknown to the package: their transforms use all three kinds of random numbers, or each breaks a
-promise, in the sample, the target, the length or the process."""
+"""Datasets of a user, unknown to the package: their transforms use all three kinds of random
+numbers, or each breaks a promise, in the sample, the target, the length or the process.
+"""
 
 import os
 import random
@@ -66,12 +67,14 @@ class Numbers(IterableDataset):
         return self.count
 
     def __iter__(self):
-        return ((torch.full((3, self.size, self.size), float(n)), n % 2) for n in of_worker(range(12)))
+        return (
+            (torch.full((3, self.size, self.size), float(n)), n % 2) for n in of_worker(range(12))
+        )
 
 
 short = partial(Numbers, count=16)  # has fewer samples than its length says
 
-# --- that cannot be used ----------------------------------------------------------------------------------------------
+# --- that cannot be used --------------------------------------------------------------------------
 
 
 def good():
@@ -79,7 +82,9 @@ def good():
 
 
 class Samples(Dataset):
-    """`bad` has the samples of these indices, or functions that give them; all others are zeros of class 1 of 3."""
+    """`bad` has the samples of these indices, or functions that give them; all others are zeros of
+    class 1 of 3.
+    """
 
     num_classes = 3
 
@@ -113,29 +118,58 @@ SHAPES = ((16, 16), (16, 16, 3), (3, 17, 16), (3, 0, 16), (1, 16, 16), (4, 16, 1
 TYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
 IMAGES = [
     *((None, "NoneType"), ("/a.jpg", "str"), ([[0.0] * SIZE] * SIZE, "list")),
-    *((torch.full_like(ZEROS, float("nan")), "NaN"), (torch.full_like(ZEROS, float("inf")), "infinite")),
+    *(
+        (torch.full_like(ZEROS, float("nan")), "NaN"),
+        (torch.full_like(ZEROS, float("inf")), "infinite"),
+    ),
     *((torch.zeros(shape), re.escape(f"{list(shape)}")) for shape in SHAPES),
     *((torch.ones(3, SIZE, SIZE, dtype=dtype), str(dtype)) for dtype in TYPES),
     *((ZEROS.byte(), "first sample"), (ZEROS.to("meta"), "meta"), (ZEROS.to_sparse(), "sparse")),
     *((np.zeros((SIZE, SIZE, 3)), "float64"), (np.zeros((SIZE, SIZE, 3), np.uint16), "uint16")),
-    *((np.zeros(shape, np.uint8), re.escape(f"{list(shape)}")) for shape in ((3, 16, 16), (16, 16), (0, 4, 3))),
+    *(
+        (np.zeros(shape, np.uint8), re.escape(f"{list(shape)}"))
+        for shape in ((3, 16, 16), (16, 16), (0, 4, 3))
+    ),
     *((Image.new(mode, (SIZE, SIZE)), f"mode {mode}") for mode in ("I;16", "I", "F")),
-    *((Image.new("RGB", (0, SIZE)), "0 x 16 pixels"), (Image.new("RGB", (SIZE, SIZE)), "first sample")),
+    *(
+        (Image.new("RGB", (0, SIZE)), "0 x 16 pixels"),
+        (Image.new("RGB", (SIZE, SIZE)), "first sample"),
+    ),
     (np.array([None]), "object"),
 ]
-LABELS = [(1.7, "1.7"), (1.0, "1.0"), (True, "True"), (None, "None"), ("1", "'1'"), (float("nan"), "nan"), (1j, "1j")]
+LABELS = [
+    (1.7, "1.7"),
+    (1.0, "1.0"),
+    (True, "True"),
+    (None, "None"),
+    ("1", "'1'"),
+    (float("nan"), "nan"),
+    (1j, "1j"),
+]
 LABELS += [(-1, "-1 of 3 classes"), (3, "3 of 3 classes"), (2**70, "of 3 classes"), ([1], r"\[1\]")]
-LABELS += [(torch.tensor(1.5), "float32"), (torch.tensor([0, 1, 0]), r"\[3\]"), (np.array([0, 2]), r"\[2\]")]
+LABELS += [
+    (torch.tensor(1.5), "float32"),
+    (torch.tensor([0, 1, 0]), r"\[3\]"),
+    (np.array([0, 2]), r"\[2\]"),
+]
 
 # What a sample may be instead of (image, label), and the words that its message must have.
 BAD_SAMPLES = [
-    *((None, "NoneType"), (ZEROS, r"\(image, label\)"), ((ZEROS,), r"\(image, label\)"), ("ab", r"\(image, label\)")),
+    *(
+        (None, "NoneType"),
+        (ZEROS, r"\(image, label\)"),
+        ((ZEROS,), r"\(image, label\)"),
+        ("ab", r"\(image, label\)"),
+    ),
     ({"image": ZEROS, "label": 1}, "dict"),
     *(((image, 1), words) for image, words in IMAGES),
     *(((ZEROS, label), words) for label, words in LABELS),
     (raising(KeyError("row")), r"KeyError: 'row' \(user_datasets\.py, line \d+\)"),
     (raising(ValueError("a\nb\nc")), "ValueError: a b c"),
-    *((raising(MemoryError()), "MemoryError"), (raising(NotImplementedError("x")), "NotImplementedError")),
+    *(
+        (raising(MemoryError()), "MemoryError"),
+        (raising(NotImplementedError("x")), "NotImplementedError"),
+    ),
     (partial(sys.exit, 0), "SystemExit"),
 ]
 # What ends or stops the process that reads it, where that is a worker.

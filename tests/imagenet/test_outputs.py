@@ -33,13 +33,24 @@ def words(task: str, root: Path) -> list[str]:
 
 ARCHIVE, TABLE = "archives/ILSVRC2012_img_train.tar", "parquet/train-00000-of-00002.parquet"
 TASKS = ("tars", "resize", "shards", "parquet")
-FOREIGN = ("file", "notes", "images", "images/train", "images/train/class_0", "parquet", "archives", "file/below")
+FOREIGN = (
+    "file",
+    "notes",
+    "images",
+    "images/train",
+    "images/train/class_0",
+    "parquet",
+    "archives",
+    "file/below",
+)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_foreign_outputs_are_refused_unchanged(inputs: Path, task: str) -> None:
     before = snapshot(inputs)
-    inside = {"resize": ["images/new"], "shards": ["images/train/new", "images/val/new"]}.get(task, [])
+    inside = {"resize": ["images/new"], "shards": ["images/train/new", "images/val/new"]}.get(
+        task, []
+    )
     for out in [*FOREIGN, *inside]:
         with pytest.raises(ConfigError, match="out="):
             main([*words(task, inputs), f"out={inputs / out}"])
@@ -48,7 +59,9 @@ def test_foreign_outputs_are_refused_unchanged(inputs: Path, task: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs: Path, task: str) -> None:
+def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(
+    inputs: Path, task: str
+) -> None:
     out = inputs / "notes"
     assert main([*words(task, inputs), f"out={out}", "overwrite=true"]) == 0
     done = snapshot(out)
@@ -62,7 +75,8 @@ def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs: 
 
 
 @pytest.mark.parametrize(
-    ("task", "name"), [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val"), ("parquet", TABLE)]
+    ("task", "name"),
+    [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val"), ("parquet", TABLE)],
 )
 def test_a_failure_leaves_nothing_behind(inputs: Path, task: str, name: str) -> None:
     if (inputs / name).is_dir():

@@ -20,32 +20,52 @@ WNIDS = ("n01440764", "n01443537")
 
 
 def write_parquet(root: Path, labels: tuple[Any, ...] = (0, 1)) -> dict[str, bytes]:
-    """Two train files and one validation file as on the Hugging Face hub. Returns the images by official name."""
+    """Two train files and one validation file as on the Hugging Face hub.
+
+    Returns the images by official name.
+    """
     root.mkdir(parents=True, exist_ok=True)
     images = {}
-    for file, count in (("train-00000-of-00002", 5), ("train-00001-of-00002", 4), ("validation-00000-of-00001", 4)):
+    for file, count in (
+        ("train-00000-of-00002", 5),
+        ("train-00001-of-00002", 4),
+        ("validation-00000-of-00001", 4),
+    ):
         rows = []
         for number in range(count):
             label = number % 2
             wnid, stem = WNIDS[label], f"{file[:5]}{file[10]}_{number}"
             data = jpeg(20 + number, 30, seed=number)
             images[f"{wnid}/{stem}"] = data
-            rows.append({"image": {"bytes": data, "path": f"{stem}_{wnid}.JPEG"}, "label": labels[label]})
+            rows.append(
+                {"image": {"bytes": data, "path": f"{stem}_{wnid}.JPEG"}, "label": labels[label]}
+            )
         pq.write_table(pa.Table.from_pylist(rows), root / f"{file}.parquet", row_group_size=2)
     return images
 
 
 def write_table(
-    path: Path, images: list[Any], labels: list[Any], names: Any = None, columns: str = "image label"
+    path: Path,
+    images: list[Any],
+    labels: list[Any],
+    names: Any = None,
+    columns: str = "image label",
 ) -> None:
     """As `datasets` writes it, with a ClassLabel of these `names`."""
     image, label = columns.split()
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table({image: pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()})), label: labels})
+    table = pa.table(
+        {
+            image: pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()})),
+            label: labels,
+        }
+    )
     if names is not None:
         features = {"tags": [{"_type": "Value"}], image: {"_type": "Image"}}
         features |= {label: {"names": names, "_type": "ClassLabel"}, "boxes": [{"_type": "Value"}]}
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        table = table.replace_schema_metadata(
+            {"huggingface": json.dumps({"info": {"features": features}})}
+        )
     pq.write_table(table, path)
 
 
@@ -53,20 +73,37 @@ def write_table(
 def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_path: Path) -> None:
     images = write_parquet(tmp_path / "data")
     for _ in range(2):
-        assert unpack_parquet(tmp_path, tmp_path / "folder", to="folder", workers=2) == {"train": 9, "val": 4}
-    found = {f"{p.parent.name}/{p.stem}": p.read_bytes() for p in (tmp_path / "folder").rglob("*.JPEG")}
+        assert unpack_parquet(tmp_path, tmp_path / "folder", to="folder", workers=2) == {
+            "train": 9,
+            "val": 4,
+        }
+    found = {
+        f"{p.parent.name}/{p.stem}": p.read_bytes() for p in (tmp_path / "folder").rglob("*.JPEG")
+    }
     assert found == images and read_folder(tmp_path / "folder").classes == WNIDS
-    assert main(["parquet", f"data.root={tmp_path / 'data'}", f"out={tmp_path / 'shards'}", "to=shards"]) == 0
+    assert (
+        main(
+            ["parquet", f"data.root={tmp_path / 'data'}", f"out={tmp_path / 'shards'}", "to=shards"]
+        )
+        == 0
+    )
     source = read_shards(tmp_path / "shards")
     assert source.classes == WNIDS and (len(source.train), len(source.val)) == (9, 4)
-    contents = {split.read(index) for split in (source.train, source.val) for index in range(len(split))}
+    contents = {
+        split.read(index) for split in (source.train, source.val) for index in range(len(split))
+    }
     assert contents == set(images.values())
-    assert json.loads((tmp_path / "shards/shards.json").read_text())["images"]["data-train-000001.tar"] == 4
+    assert (
+        json.loads((tmp_path / "shards/shards.json").read_text())["images"]["data-train-000001.tar"]
+        == 4
+    )
 
 
 @pytest.mark.parametrize("to", ["folder", "shards"])
 @pytest.mark.parametrize("form", ["embedded", "absolute paths", "relative paths"])
-def test_tables_of_datasets_keep_class_names_in_both_forms(tmp_path: Path, form: str, to: str) -> None:
+def test_tables_of_datasets_keep_class_names_in_both_forms(
+    tmp_path: Path, form: str, to: str
+) -> None:
     """Names in an order of their own, one with a slash; a PNG among the images."""
     root, names = tmp_path / "data", ["wolf", "cat/tabby", "bear"]
     contents = [jpeg(20, 30, seed=1), encoded(noise(20, 30), "PNG"), jpeg(20, 30, seed=2)]
@@ -75,14 +112,20 @@ def test_tables_of_datasets_keep_class_names_in_both_forms(tmp_path: Path, form:
         path = root / "pictures" / f"{number}.img"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        shown = {"embedded": path.name, "absolute paths": str(path), "relative paths": f"pictures/{number}.img"}[form]
+        shown = {
+            "embedded": path.name,
+            "absolute paths": str(path),
+            "relative paths": f"pictures/{number}.img",
+        }[form]
         rows.append({"bytes": content if form == "embedded" else None, "path": shown})
     for split in ("train", "validation"):
         write_table(root / f"pets_{split}.parquet", rows, [2, 1, 0], names, "img fine_label")
     assert unpack_parquet(root, tmp_path / "out", to=to, workers=1) == {"train": 3, "val": 3}
     source = (read_folder if to == "folder" else read_shards)(tmp_path / "out")
     assert sorted(source.classes) == ["bear", "cat_tabby", "wolf"]
-    by_class = {source.classes[source.train.labels[index]]: source.train.read(index) for index in range(3)}
+    by_class = {
+        source.classes[source.train.labels[index]]: source.train.read(index) for index in range(3)
+    }
     assert by_class == {"bear": contents[0], "cat_tabby": contents[1], "wolf": contents[2]}
 
 
@@ -114,12 +157,18 @@ def test_wrong_tables_are_refused_at_once(
 
 
 def test_incomplete_and_damaged_sets_are_named_and_leave_nothing(tmp_path: Path) -> None:
-    data, first, second = tmp_path / "data", *(tmp_path / f"data/train-0000{n}-of-00002.parquet" for n in (0, 1))
+    data, first, second = (
+        tmp_path / "data",
+        *(tmp_path / f"data/train-0000{n}-of-00002.parquet" for n in (0, 1)),
+    )
     changes: list[tuple[str, Callable[[], object]]] = [
         ("no files", lambda: None),
         ("label 0", lambda: write_parquet(data, labels=(0, 0))),
         ("1 of 2 train", lambda: (write_parquet(data), first.unlink())),
-        ("train-00001", lambda: (write_parquet(data), second.write_bytes(second.read_bytes()[:-100]))),
+        (
+            "train-00001",
+            lambda: (write_parquet(data), second.write_bytes(second.read_bytes()[:-100])),
+        ),
     ]
     for message, change in changes:
         change()

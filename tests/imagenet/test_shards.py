@@ -12,7 +12,16 @@ from cl_train.data.images import read_folder
 from cl_train.data.tar_shards import ShardSplit, read_shards
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.processes import map_in_processes
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, Batches, data_of, encoded, jpeg, noise, same, write_folder
+from tests.data.image_folders import (
+    FLOAT_CHANNELS_LAST,
+    Batches,
+    data_of,
+    encoded,
+    jpeg,
+    noise,
+    same,
+    write_folder,
+)
 
 
 @pytest.fixture
@@ -32,9 +41,13 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder: Path, tmp_p
     assert shards.classes == source.classes
     for ours, theirs in ((shards.train, source.train), (shards.val, source.val)):
         assert np.array_equal(ours.labels, theirs.labels)
-        assert [ours.read(index) for index in range(len(ours))] == [theirs.read(index) for index in range(len(theirs))]
+        assert [ours.read(index) for index in range(len(ours))] == [
+            theirs.read(index) for index in range(len(theirs))
+        ]
     assert isinstance(shards.train, ShardSplit)
-    assert all(len(set(shards.train.labels[shard])) == 2 for shard in shards.train.by_shard()), "classes are mixed"
+    assert all(len(set(shards.train.labels[shard])) == 2 for shard in shards.train.by_shard()), (
+        "classes are mixed"
+    )
 
 
 def batches(name: str, root: Path, **settings: Any) -> Batches:
@@ -53,11 +66,16 @@ def test_training_on_shards_has_the_batches_of_the_folder(folder: Path, tmp_path
     reference = batches("folder", folder)
     same(batches("shards", tmp_path / "shards", workers=2), reference)
     by_shard = batches("shards", tmp_path / "shards", shuffle="shards")
-    assert not all(torch.equal(targets, other) for (_, targets), (_, other) in zip(by_shard, reference, strict=True))
+    assert not all(
+        torch.equal(targets, other)
+        for (_, targets), (_, other) in zip(by_shard, reference, strict=True)
+    )
     same(by_shard, batches("shards", tmp_path / "shards", shuffle="shards"))
 
 
-def test_an_interrupted_writer_continues(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_writer_continues(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_shards(folder, tmp_path / "reference", images_per_shard=7, workers=1)
     out = tmp_path / "out"
 

@@ -1,0 +1,87 @@
+"""What the loader reports: bad images, and where the time goes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cl_train.errors import BadImageError
+
+
+class WorkerTimes(NamedTuple):
+    """Seconds that workers spent on each part of loading."""
+
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    resize_s: float = 0.0
+    images: float = 0
+    dataset_s: float = 0.0  # in the user's Dataset
+
+
+@dataclass
+class BadImages:
+    """The bad samples of both splits: `reasons` by name, each once.
+
+    `skipped` counts how often one was replaced or left out.
+    """
+
+    skip: bool
+    limit: int
+    reasons: dict[str, str] = field(default_factory=dict)
+    skipped: int = 0
+
+    def add(self, name: str, reason: str, *, skipped: bool) -> None:
+        """Notes a sample; `skipped`: it was read for its own row, not in the place of another.
+
+        Raises BadImageError.
+        """
+        self.skipped += skipped
+        self.reasons[name] = reason
+        if not self.skip:
+            raise BadImageError(
+                f"'{name}' cannot be decoded: {reason}. Repair or remove it, or use"
+                " data.on_bad_image=skip"
+            )
+        if len(self.reasons) > self.limit:
+            raise BadImageError(
+                f"{len(self.reasons)} images cannot be decoded, more than"
+                f" data.max_bad_images={self.limit}; the last one: '{name}': {reason}"
+            )
+
+
+def first_reasons(reasons: Mapping[str, str]) -> str:
+    """Returns the first names of `BadImages.reasons` with their reasons, in one line."""
+    first = [f"{name} ({reason})" for name, reason in [*reasons.items()][:3]]
+    more = " ..." if len(reasons) > 3 else ""
+    return "; ".join(first) + more
+
+
+def bottleneck_advice(
+    times: WorkerTimes, *, workers: int, cores: int, seconds: float, data_wait_pct: float
+) -> str | None:
+    """Returns a sentence on the bottleneck of a window and what to change, or None."""
+    if data_wait_pct <= 10 or seconds <= 0:
+        return None
+    waits = f"the step waits for data {data_wait_pct:.0f} % of its time"
+    if times.images == 0:
+        return f"{waits}; data.workers={workers}, and this process has {cores} cores"
+    busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
+    idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
+    rate = f"{times.images / busy_s:.0f} images/s per worker"
+    if times.read_s > 0.4 * busy_s:
+        file_ms = f"{1e3 * times.read_s / times.images:.1f} ms"
+        remedy = "use a local disk or a smaller copy of the data"
+        cause = f"storage: reading a file takes {file_ms}; {remedy}"
+    elif workers > 0 and idle_pct > 15:
+        idle = f"workers are idle {idle_pct:.0f} % of the time"
+        cause = f"the number of prepared batches: {idle}; raise data.prefetch"
+    elif workers < cores:
+        few = f"{max(1, workers)} of {cores} cores ({rate})"
+        cause = f"too few workers: {few}; use data.workers={cores}"
+    elif times.dataset_s > busy_s / 2:
+        cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
+    else:
+        decode_pct = 100 * times.decode_s / busy_s
+        cause = (
+            f"decoding, {decode_pct:.0f} % ({rate}); use smaller images (prepare_imagenet resize)"
+        )
+    return f"{waits}; the bottleneck is {cause}"

@@ -1,0 +1,97 @@
+"""The loader's memory on CUDA: no batch is written while it is copied to the device."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cl_train.config.schema import DataConfig
+from cl_train.data import loader as loader_module
+from cl_train.data.device import DeviceFormat, Normalise, to_device
+from cl_train.data.loader import Done, HostLoader
+from cl_train.data.loader_report import BadImages
+from cl_train.data.order import SizeSchedule
+from cl_train.system.distributed import Dist
+from tests.cuda_without_gpu.fake_cuda import CUDA, fake_cuda
+
+SIZE, BATCHES = 8, 12
+FORMAT = DeviceFormat(CUDA, torch.float16, torch.channels_last)
+
+
+class Reader:
+    dtype, label_shape = torch.uint8, ()
+    name = str
+
+    def __len__(self):
+        return 4 * BATCHES
+
+
+class InstantWorkers:
+    """Fills nothing: tensors without data cannot be read or written."""
+
+    is_running = True
+
+    def __init__(self, *arguments):
+        pass
+
+    def submit(self, task):
+        pass
+
+    def result(self):
+        return Done([], [])
+
+    drain = skip = close = lambda self: None
+
+
+class SlotsWithoutData:
+    def __init__(self, count):
+        self.samples = np.zeros((count, 4), np.int64)
+        images = [torch.zeros(4, SIZE, SIZE, 3, dtype=torch.uint8) for _ in range(count)]
+        self.memory = [(nhwc.permute(0, 3, 1, 2), torch.zeros(4).long()) for nhwc in images]
+
+    def batch(self, number, image_size):
+        return self.memory[number % len(self.memory)]
+
+
+def errors_of_an_epoch(monkeypatch, workers, copies_under_way):
+    cudart = SimpleNamespace(cudaHostRegister=lambda *memory: 1, cudaHostUnregister=None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(loader_module, "Workers", InstantWorkers)
+    monkeypatch.setattr(loader_module, "COPIES_UNDER_WAY", copies_under_way)
+    loader = HostLoader(
+        Reader(),
+        SizeSchedule(((0, SIZE),)),
+        batch_size=4,
+        cfg=DataConfig(workers=workers, prefetch=1),
+        dist=Dist(0, 1, CUDA),
+        bad_images=BadImages(skip=False, limit=0),
+        order_of=lambda epoch: np.arange(4 * BATCHES),
+    )
+    submit = loader._submit
+    loader._started()
+    with fake_cuda() as device:
+        normalise = Normalise([0.5] * 3, [0.25] * 3, FORMAT)
+        torch.cuda.synchronize()
+        loader._slots = slots = SlotsWithoutData(loader._slot_count)
+
+        def submit_and_write(number, epoch, samples):
+            for memory in slots.batch(number, SIZE):
+                device.write_on_host(memory)
+            submit(number, epoch, samples)
+
+        monkeypatch.setattr(loader, "_submit", submit_and_write)
+        for batch in to_device(loader.batches(), normalise):
+            (batch.images * 2).sum()
+        return device.errors
+
+
+@pytest.mark.parametrize("workers", [0, 1, 5])
+def test_batches_that_are_being_copied_keep_their_slots(monkeypatch, workers):
+    assert errors_of_an_epoch(monkeypatch, workers, loader_module.COPIES_UNDER_WAY) == set()
+
+
+@pytest.mark.parametrize("copies_under_way", [0, 1])
+def test_planted_a_loader_with_fewer_slots_is_noticed(monkeypatch, copies_under_way):
+    errors = errors_of_an_epoch(monkeypatch, 2, copies_under_way)
+    assert errors == {"host memory was released while it is copied"}
