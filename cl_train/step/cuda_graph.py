@@ -1,8 +1,9 @@
 """A training step replayed as one CUDA graph: one launch by the host instead of about a thousand.
 
-What changes between steps is in tensors: images and labels in static buffers, learning rates in the optimizer's groups.
-A model whose forward pass decides on the host (by a Python random number, a counter, the value of a tensor) must not be
-recorded: a replay repeats the decision. See PyTorch's notes on CUDA graphs for warm-up and side stream."""
+What changes between steps is in tensors: images and labels in static buffers, learning rates in the
+optimizer's groups. A model whose forward pass decides on the host (by a Python random number, a
+counter, the value of a tensor) must not be recorded: a replay repeats the decision. See PyTorch's
+notes on CUDA graphs for warm-up and side stream."""
 
 import logging
 import weakref
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from cl_train.data.device import Batch
+from cl_train.errors import RecordingError as RecordingError
 from cl_train.step.train_step import StepParts, StepResult, train_step
 
 T = TypeVar("T")
@@ -21,24 +23,32 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 3
-WARM_UP_STEPS_DDP = 11  # DDP times some of its first iterations with CUDA events that cannot be recorded
+WARM_UP_STEPS_DDP = (
+    11  # DDP times some of its first iterations with CUDA events that cannot be recorded
+)
 
-_recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+# Before 2.15, a recording that failed leaves torch's allocator recording: memory that streams share
+# is never reused, and `empty_cache` fails.
+CAN_GO_ON_AFTER_FAILURE = torch.__version__ >= "2.15"  # compares versions
 
-
-class RecordingError(RuntimeError):
-    """Work cannot be recorded as a CUDA graph: it waits for the device, there is no memory for it, and others."""
+# with the device of each
+_recorded: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, torch.device] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One per device: the allocator reuses memory on the same stream only, and recordings share theirs."""
+    """One per device: the allocator reuses memory on the same stream only, and recordings share
+    theirs.
+    """
     return torch.cuda.Stream(device)
 
 
 class Recorder:
-    """Records CUDA graphs on a side stream, to which DDP and the first backward pass must bind as well (`on_stream`).
-    On a CPU nothing is recorded: a replay runs the work again."""
+    """Records CUDA graphs on a side stream, to which DDP and the first backward pass must bind as
+    well (`on_stream`). On a CPU nothing is recorded: a replay runs the work again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -46,7 +56,9 @@ class Recorder:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run the block on the stream of the recording, after all earlier work and before all later work."""
+        """Run the block on the stream of the recording, after all earlier work and before all later
+        work.
+        """
         if self.stream is None:
             yield
             return
@@ -61,26 +73,35 @@ class Recorder:
             return work()
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Record `work` without running it, and return its replay, which overwrites its earlier result."""
+        """Record `work` without running it, and return its replay, which overwrites its earlier
+        result.
+        """
         if self.stream is None:
             return work
         graph = torch.cuda.CUDAGraph()
-        # Graphs share one memory pool, because none leaves results in it for another one. A pool lives as long as one
-        # of its graphs. thread_local: the threads of the loader and of NCCL call CUDA during the recording.
-        pool = next((other.pool() for other in _recorded), None)
+        # Graphs of a device share one memory pool, because none leaves results in it for another
+        # one. A pool lives as long as one of its graphs. thread_local: the threads of the loader
+        # and of NCCL call CUDA during the recording.
+        pool = next((other.pool() for other, of in _recorded.items() if of == self.device), None)
+        recording = torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+            # The stream again: before 2.15, a recording that failed leaves it the current one.
+            with torch.cuda.stream(self.stream), recording:
                 result = work()
         except RuntimeError as error:
             # torch believes that the generator still records, and dropout would raise.
-            generator = torch.cuda.default_generators[self.device.index or 0]
+            generator = torch.cuda.default_generators[self.stream.device_index]
             generator.graphsafe_set_state(generator.clone_state())
             cause: BaseException = error
-            while cause.__context__ is not None:  # the last error only says that there was one before
+            while (
+                cause.__context__ is not None
+            ):  # the last error only says that there was one before
                 cause = cause.__context__
             reason = (str(cause).splitlines() or [type(cause).__name__])[0]
-            raise RecordingError(f"the work cannot be recorded as a CUDA graph: {reason}") from error
-        _recorded.add(graph)
+            raise RecordingError(
+                f"the work cannot be recorded as a CUDA graph: {reason}"
+            ) from error
+        _recorded[graph] = self.device
 
         def replay() -> T:
             graph.replay()
@@ -90,11 +111,16 @@ class Recorder:
 
 
 class GraphedCall(Generic[T]):
-    """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from then on.
-    The tensors that the work uses must not be replaced: a recording contains addresses."""
+    """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from
+    then on. The tensors that the work uses must not be replaced: a recording contains addresses.
+    """
 
-    def __init__(self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS) -> None:
-        assert warm_up >= 1, "cuDNN, the optimizer and the allocator must run once before a recording"
+    def __init__(
+        self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS
+    ) -> None:
+        assert warm_up >= 1, (
+            "cuDNN, the optimizer and the allocator must run once before a recording"
+        )
         self._work, self._recorder, self._eager_calls_left = work, recorder, warm_up
         self.replay: Callable[[], T] | None = None
 
@@ -108,14 +134,28 @@ class GraphedCall(Generic[T]):
 
 
 class GraphedStep:
-    """`train_step` as a `GraphedCall`. Batches of another shape are recorded anew, and the earlier graph is dropped.
-    Copying the batch into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
-    fall_back: if the step cannot be recorded, warn and continue with eager steps; otherwise raise."""
+    """`train_step` as a `GraphedCall`.
+
+    Batches of another shape are recorded anew, and the earlier graph is dropped. Copying the batch
+    into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
+    fall_back: if the step cannot be recorded, warn and continue with eager steps, where torch can;
+    otherwise raise.
+    """
 
     def __init__(
-        self, parts: StepParts, recorder: Recorder, *, warm_up: int = WARM_UP_STEPS, fall_back: bool = False
+        self,
+        parts: StepParts,
+        recorder: Recorder,
+        *,
+        warm_up: int = WARM_UP_STEPS,
+        fall_back: bool = False,
     ) -> None:
-        self._parts, self._recorder, self._warm_up, self._fall_back = parts, recorder, warm_up, fall_back
+        self._parts, self._recorder, self._warm_up, self._fall_back = (
+            parts,
+            recorder,
+            warm_up,
+            fall_back,
+        )
         make_capturable(parts.optimizer, parts.device)
         self._static: list[Batch] = []
         self._layouts: list[Any] = []  # of the static batches
@@ -126,10 +166,17 @@ class GraphedStep:
         """As `train_step`; the counts are float32, exact below 2**24 images."""
         if self._is_eager:
             return self._recorder.run(partial(train_step, self._parts, micro_batches))
-        layouts = [(t.shape, t.stride(), t.dtype) for batch in micro_batches for t in (batch.images, batch.targets)]
+        layouts = [
+            (t.shape, t.stride(), t.dtype)
+            for batch in micro_batches
+            for t in (batch.images, batch.targets)
+        ]
         if self.call is None or layouts != self._layouts:
             self._layouts = layouts
-            self._static = [Batch(torch.empty_like(b.images), torch.empty_like(b.targets)) for b in micro_batches]
+            self._static = [
+                Batch(torch.empty_like(b.images), torch.empty_like(b.targets))
+                for b in micro_batches
+            ]
             self.call = None  # frees the earlier graph before the warm-up allocates
             self.call = GraphedCall(self._train, self._recorder, warm_up=self._warm_up)
         for static, batch in zip(self._static, micro_batches, strict=True):
@@ -138,24 +185,29 @@ class GraphedStep:
         try:
             return StepResult(*self.call().clone().unbind())
         except RecordingError as error:
-            # A recording that failed midway leaves gradients in its memory, and GradScaler in the middle of a step.
+            # A recording that failed midway leaves gradients in its memory, and GradScaler in the
+            # middle of a step.
             self._parts.model.zero_grad(set_to_none=True)
             self._parts.optimizer.zero_grad(set_to_none=True)
             if self._parts.scaler.is_enabled():
                 self._parts.scaler._per_optimizer_states.clear()
             self.call, self._static, self._is_eager = None, [], True
-            if not self._fall_back:
+            if not (self._fall_back and CAN_GO_ON_AFTER_FAILURE):
                 raise RecordingError(f"{error}; use cuda_graph=false") from error
             log.warning("cuda_graph=auto: %s; the steps run eagerly", error)
         return self(micro_batches)
 
     def _train(self) -> torch.Tensor:
         result = train_step(self._parts, self._static)
-        return torch.stack([result.loss.float(), result.correct1.float(), result.correct5.float(), result.skipped])
+        return torch.stack(
+            [result.loss.float(), result.correct1.float(), result.correct5.float(), result.skipped]
+        )
 
     def release(self, kind: type[BaseException] | None, *_: object) -> None:
-        """For `ExitStack.push`: destroy all graphs, whoever refers to them, before the process group: NCCL does not end
-        while a graph holds its kernels. After an exception the device is not waited for: a rank may be dead."""
+        """For `ExitStack.push`: destroy all graphs, whoever refers to them, before the process
+        group: NCCL does not end while a graph holds its kernels. After an exception the device is
+        not waited for: a rank may be dead.
+        """
         if kind is None and self._recorder.stream is not None:
             torch.cuda.synchronize(self._parts.device)
         self.call = None
@@ -171,4 +223,6 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> N
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
         if "capturable" in group and device.type == "cuda":
-            group["capturable"] = True  # AdamW requires it, although its fused kernel needs nothing else
+            group["capturable"] = (
+                True  # AdamW requires it, although its fused kernel needs nothing else
+            )

@@ -2,14 +2,21 @@
 
 import fnmatch
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, ConfigError, OptimConfig, ScheduleConfig
+from cl_train.config.schema import (
+    FUSED_OPTIMIZERS,
+    OPTIMIZERS,
+    ConfigError,
+    OptimConfig,
+    ScheduleConfig,
+)
 from cl_train.config.validation import optional_module, suggest
 
 # A checkpoint lacks part of kron's state, and adahessian needs gradients of gradients.
@@ -17,14 +24,21 @@ _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raises ConfigError: timm is missing or has no such optimizer, or cannot build it on this machine."""
+    """Raises ConfigError: timm is missing or has no such optimizer, or cannot build it on this
+    machine.
+    """
     if cfg.library == "torch":
         return
     names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - _NOT_SUPPORTED
     if cfg.name not in names:
-        raise ConfigError(f"optim.name={cfg.name}: not a supported optimizer of timm{suggest(cfg.name, names)}")
+        raise ConfigError(
+            f"optim.name={cfg.name}: not a supported optimizer of timm{suggest(cfg.name, names)}"
+        )
     if (cfg.beta1 is None) != (cfg.beta2 is None):
-        raise ConfigError("optim=timm: set optim.beta1 and optim.beta2 together, or neither: their defaults differ")
+        raise ConfigError(
+            "optim=timm: set optim.beta1 and optim.beta2 together, or neither: their defaults"
+            " differ"
+        )
     layer = nn.Linear(2, 2, bias=False)
     try:
         build_optimizer(cfg, layer, dict(layer.named_parameters()), cfg.lr)
@@ -33,17 +47,23 @@ def check_optimizer(cfg: OptimConfig) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
-    """Stop the training of the parameters whose name, or that of a module around them, matches a shell pattern.
-    The pattern `backbone` means all but `head`. BatchNorm in frozen parts stays in eval mode, whatever `model.train()`
-    says. Raises ConfigError: a pattern matches nothing, or nothing is left to train."""
+    """Stop the training of the parameters whose name, or that of a module around them, matches a
+    shell pattern. The pattern `backbone` means all but `head`. BatchNorm in frozen parts stays in
+    eval mode, whatever `model.train()` says. Raises ConfigError: a pattern matches nothing, or
+    nothing is left to train.
+    """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
     around_head = {module for name in head for module in _around(name)}
     frozen: set[str] = set()
     for pattern in patterns:
-        found = parts - around_head if pattern == "backbone" else set(fnmatch.filter(parts, pattern))
+        found = (
+            parts - around_head if pattern == "backbone" else set(fnmatch.filter(parts, pattern))
+        )
         if not found:
-            raise ConfigError(f"freeze={pattern}: the model has no such part{suggest(pattern, parts)}")
+            raise ConfigError(
+                f"freeze={pattern}: the model has no such part{suggest(pattern, parts)}"
+            )
         frozen |= found
     still = {name for name in parts if frozen.intersection(_around(name))}
     for name in still & set(parameters):
@@ -68,43 +88,114 @@ def build_optimizer(
     lr: float | torch.Tensor,
     head: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`). `head`: the classifier's names.
-    A fused kernel reads loss scale and overflow flag on the device. With any other optimizer GradScaler makes the host
-    wait for the device in each step (pytorch/pytorch#80167)."""
+    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`).
+
+    `head`: the classifier's names. A fused kernel reads loss scale and overflow flag on the device.
+    With any other optimizer GradScaler makes the host wait for the device in each step
+    (pytorch/pytorch#80167).
+    """
     groups = _parameter_groups(cfg, model, parameters, lr, head)
     keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
-    options: dict[str, Any] = {key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None}
+    options: dict[str, Any] = {
+        key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None
+    }
     betas = options.pop("beta1", None), options.pop("beta2", None)
     if betas != (None, None):
-        options["betas"] = (0.9 if betas[0] is None else betas[0], 0.999 if betas[1] is None else betas[1])
+        options["betas"] = (
+            0.9 if betas[0] is None else betas[0],
+            0.999 if betas[1] is None else betas[1],
+        )
     if cfg.library == "timm":
         create = optional_module("timm.optim", "optim=timm").create_optimizer_v2
-        made: torch.optim.Optimizer = create(groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, **options)
+        made: torch.optim.Optimizer = create(
+            groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, **options
+        )
         return made
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
     options["fused" if cfg.name in FUSED_OPTIMIZERS else "foreach"] = True
     optimizer = kinds[cfg.name](groups, lr=lr, **options)
-    # Zeros give the same first update as no buffer. Fused SGD leaves its buffer uninitialised if the first step is
-    # skipped, as it is when the initial loss scale overflows; the second step would add that memory to the weights.
+    # Zeros give the same first update as no buffer. Fused SGD leaves its buffer uninitialised if
+    # the first step is skipped, as it is when the initial loss scale overflows; the second step
+    # would add that memory to the weights.
     for parameter in parameters.values() if cfg.name == "sgd" and cfg.momentum > 0 else ():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
+class FusedUpdatesInMemoryOrder(TorchFunctionMode):
+    """While it is active, torch's fused optimizers update views whose dimensions are in the order
+    of memory: for the kernels these are contiguous.
+
+    On a CPU the kernels copy each gradient that is not contiguous and discard the copy, which
+    takes longer than the update (torch 2.15, docs/log.md). An update is element-wise, so the order
+    of the dimensions changes no value. The optimizer's parameters, gradients and states stay the
+    same objects.
+    """
+
+    _KERNELS = (
+        torch._fused_sgd_,
+        torch._fused_adam_,
+        torch._fused_adamw_,
+        torch._fused_adagrad_,
+    )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in self._KERNELS:
+            orders = [_memory_order(weight) for weight in args[0]]
+            weights, gradients, *states = (list(map(_view, lists, orders)) for lists in args)
+            # The kernels read by address: with strides unlike its weight's, it would be a wrong
+            # update.
+            gradients = [gradient.contiguous() for gradient in gradients]
+            args = (weights, gradients, *states)
+        return func(*args, **(kwargs or {}))
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """The dimensions from the largest to the smallest stride; None: they are in that order."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+
+
+def _view(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """`tensor` with its dimensions in this order; a step counter, which has none, as it is."""
+    return tensor if order is None or tensor.dim() == 0 else tensor.permute(order)
+
+
 def _parameter_groups(
-    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: Any, head: Collection[str]
+    cfg: OptimConfig,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    lr: Any,
+    head: Collection[str],
 ) -> list[dict[str, Any]]:
-    """Groups of equal weight decay and equal `lr_scale`: `layer_decay` ** (layers after it), times the head's ratio."""
-    exempt = set[str]()  # timm's rule: vectors, and the model's own list of tokens and position embedding
+    """Groups of equal weight decay and equal `lr_scale`: `layer_decay` ** (layers after it), times
+    the head's ratio.
+    """
+    exempt = set[
+        str
+    ]()  # timm's rule: vectors, and the model's own list of tokens and position embedding
     if not cfg.decay_norm_and_bias:
         listed: Any = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
-        exempt = {name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in listed}
+        exempt = {
+            name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in listed
+        }
     layers = layer_numbers(model) if cfg.layer_decay < 1 else dict.fromkeys(parameters, 0)
     last = max(layers.values(), default=0)
-    # By exemption, not by decay: a decay of 0 must not change the order in which a gradient's norm is summed.
+    # By exemption, not by decay: a decay of 0 must not change the order in which a gradient's norm
+    # is summed.
     members: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        scale = cfg.layer_decay ** (last - layers[name]) * (cfg.head_lr_ratio if name in head else 1)
+        scale = cfg.layer_decay ** (last - layers[name]) * (
+            cfg.head_lr_ratio if name in head else 1
+        )
         members.setdefault((scale, name in exempt), []).append(parameter)
     return [
         {
@@ -118,26 +209,44 @@ def _parameter_groups(
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """The layer of each parameter, from 0 at the input: timm's for its models, else the entries of containers
-    (Sequential, ModuleList) and the modules outside them, in order. Vectors (biases) are in the layer before them."""
+    """The layer of each parameter, from 0 at the input: timm's for its models, else the entries of
+    containers (Sequential, ModuleList) and the modules outside them, in order. Norms and biases
+    are in the layer of their entry, or in the layer before them.
+    """
     if hasattr(model, "group_matcher"):
         group = optional_module("timm.models", "optim.layer_decay").group_parameters
         found: dict[str, int] = group(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
         return found
-    containers = {name for name, module in model.named_modules() if isinstance(module, nn.Sequential | nn.ModuleList)}
-    numbers, number, previous = dict[str, int](), 0, ""
+    containers = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Sequential | nn.ModuleList)
+    }
+    blocks: dict[str, str] = {}
+    entries: set[str] = set()  # of containers, those with more than norms and biases
     for name, parameter in model.named_parameters():
         paths = _around(name)
-        outer = next((index for index, path in enumerate(paths) if path in containers), -1)
-        block = next((path for path in paths[outer + 1 :] if path not in containers), name) if outer >= 0 else paths[0]
-        if block != previous and (parameter.ndim > 1 or not numbers):
-            number, previous = number + bool(numbers), block
+        outer = next((index for index, path in enumerate(paths) if path in containers), None)
+        blocks[name] = paths[0]
+        if outer is not None:
+            inner = paths[outer + 1 :]
+            blocks[name] = next((path for path in inner if path not in containers), name)
+            entries |= {blocks[name]} if parameter.ndim > 1 else set()
+
+    numbers: dict[str, int] = {}
+    number, previous = 0, ""
+    for name, parameter in model.named_parameters():
+        begins = parameter.ndim > 1 or blocks[name] in entries or not numbers
+        if begins and blocks[name] != previous:
+            number, previous = number + bool(numbers), blocks[name]
         numbers[name] = number
     return numbers
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate, each group's share of it; in place if it is a tensor, as a CUDA graph requires."""
+    """Set the learning rate, each group's share of it; in place if it is a tensor, as a CUDA graph
+    requires.
+    """
     for group in optimizer.param_groups:
         scaled = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
@@ -146,10 +255,14 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = scaled
 
 
-def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step` (0-based), with peak `lr`: a linear warm-up from `warmup_start * lr`,
-    then the curve `cfg.name`. Cosine and linear end at `total_steps`; they begin after the warm-up, or without
-    `warmup_prefix` at step 0: the warm-up replaces their beginning. The `step` curve counts its epochs from step 0."""
+def lr_at(
+    step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int
+) -> float:
+    """The learning rate of optimizer step `step` (0-based), with peak `lr`: a linear warm-up from
+    `warmup_start * lr`, then the curve `cfg.name`. Cosine and linear end at `total_steps`; they
+    begin after the warm-up, or without
+    `warmup_prefix` at step 0: the warm-up replaces their beginning. The `step` curve counts its
+    epochs from step 0."""
     if cfg.per_epoch:
         step -= step % steps_per_epoch
     warmup_steps = min(round(cfg.warmup_epochs * steps_per_epoch), total_steps)
@@ -158,10 +271,14 @@ def lr_at(step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, to
     if cfg.name == "constant":
         return lr
     if cfg.name == "step":
-        return lr * cfg.gamma ** (step / steps_per_epoch // cfg.step_epochs)
+        epoch = step / steps_per_epoch
+        passed = sum(epoch >= milestone for milestone in cfg.milestones)
+        return lr * cfg.gamma ** (passed if cfg.milestones else epoch // cfg.step_epochs)
     first = warmup_steps if cfg.warmup_prefix else 0
     progress = (step - first) / max(1, total_steps - first)
     if cfg.name == "linear":
         return lr * (1 - (1 - cfg.final_lr_ratio) * progress)
     assert cfg.name == "cosine", cfg.name
-    return lr * (cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+    return lr * (
+        cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    )

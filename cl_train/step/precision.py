@@ -1,4 +1,6 @@
-"""Mixed precision: the dtype of each part of a step, loss scaling, fp32 master weights, and their moving average."""
+"""Mixed precision: the dtype of each part of a step, loss scaling, fp32 master weights, and their
+moving average.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -16,7 +18,10 @@ from cl_train.config.validation import suggest
 
 @dataclass(frozen=True)
 class Precision:
-    """What `precision=<name>` means (docs/training.md has a table). BatchNorm's parameters and statistics are fp32."""
+    """What `precision=<name>` means (docs/training.md has a table).
+
+    BatchNorm's parameters and statistics are fp32.
+    """
 
     name: str  # never "auto"
     autocast_dtype: torch.dtype | None = None  # of convolutions and matmuls, with fp32 weights
@@ -32,8 +37,12 @@ class Precision:
 
     @property
     def for_fp32_weights(self) -> "Precision":
-        """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become autocast."""
-        return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self  # no loss scale needed
+        """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become
+        autocast.
+        """
+        return (
+            Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
+        )  # no loss scale needed
 
 
 _ALL = [
@@ -47,44 +56,86 @@ BY_NAME = {precision.name: precision for precision in _ALL}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
-    """The precision of that name; `auto`: as the help of `precision=` says. Raises ConfigError: an unknown name."""
+    """The precision of that name; `auto`: as the help of `precision=` says. Raises ConfigError: an
+    unknown name.
+    """
     if name not in PRECISIONS:
-        raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{suggest(name, PRECISIONS)}")
+        raise ConfigError(
+            f"precision={name}; use {', '.join(PRECISIONS)}{suggest(name, PRECISIONS)}"
+        )
     if name == "auto":
-        fast = _fast_dtypes(device)
+        fast = _fast_formats(device)
         reason = "fast" if fast else "16-bit arithmetic is slow"
-        return replace(BY_NAME[fast[0] if fast else "fp32"], reason=f"{reason} on this {device.type} device")
-    half = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(BY_NAME[name].input_dtype)
-    if half is None or half in _fast_dtypes(device):
+        return replace(
+            BY_NAME[fast[0] if fast else "fp32"], reason=f"{reason} on this {device.type} device"
+        )
+    needed = {"tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "fp16_o2": "fp16"}.get(name)
+    if needed is None or needed in _fast_formats(device):
         return BY_NAME[name]
-    return replace(BY_NAME[name], reason=f"slow on this {device.type} device: use precision=auto")
+    cost = "the same as fp32" if name == "tf32" else "slow"
+    return replace(BY_NAME[name], reason=f"{cost} on this {device.type} device: use precision=auto")
 
 
-def _fast_dtypes(device: torch.device) -> list[str]:
-    """Those of 16 bits, the best first."""
+def _fast_formats(device: torch.device) -> list[str]:
+    """Returns the number formats that are faster than fp32 on `device`, the best first."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        return [name for name, first in (("fp16", (7, 0)), ("bf16", (8, 0))) if capability >= first]  # in tensor cores
-    with suppress(OSError):  # AVX512-BF16, AMX or Arm's; oneDNN also emulates bf16 on plain AVX512, slower than fp32
-        flags = {"avx512_bf16", "amx_bf16", "bf16"}.intersection(Path("/proc/cpuinfo").read_text().split())
-        return ["bf16"] if flags and torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
+        of_tensor_cores = {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0)}
+        return [name for name, first in of_tensor_cores.items() if capability >= first]
+    with suppress(OSError):
+        # AVX512-BF16, AMX or Arm's; on plain AVX512 oneDNN emulates bf16, slower than fp32.
+        flags = Path("/proc/cpuinfo").read_text().split()
+        is_native = not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+        return ["bf16"] if is_native and torch.ops.mkldnn._is_mkldnn_bf16_supported() else []
     return []
 
 
 @contextmanager
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
-    """Set which CUDA kernels torch may select, in the whole process; the previous switches are restored at the end.
-    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times its convolution algorithms, once per
-    shape, which takes seconds."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit)
+    """Set which CUDA kernels torch may select, in the whole process; the previous switches are
+    restored at the end. tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN
+    times its convolution algorithms, once per shape, which takes seconds. It times the best of its
+    own estimate, 10 by default (`torch.backends.cudnn.benchmark_limit`): all of them would take
+    several times as long.
+    """
+    cudnn = torch.backends.cudnn
+    autotuned_before = cudnn.benchmark
     try:
-        if tf32 is not None:
-            matmul.allow_tf32 = cudnn.allow_tf32 = tf32
-        cudnn.benchmark, cudnn.benchmark_limit = autotune, 0
+        cudnn.benchmark = autotune
+        with nullcontext() if tf32 is None else _tf32_switches(tf32):
+            yield
+    finally:
+        cudnn.benchmark = autotuned_before
+
+
+@contextmanager
+def _tf32_switches(allowed: bool) -> Iterator[None]:
+    """Set TF32 by torch's older switches and by the newer ones: code that reads either, as
+    `torch.backends.cudnn.flags` does, works in the block. Both are restored.
+    """
+    backends: Any = torch.backends
+    cuda, cudnn = backends.cuda, backends.cudnn
+    of_cuda = [cuda.matmul, cudnn.conv, cudnn.rnn]
+    newer = [*of_cuda, backends.mkldnn.matmul]
+    newer_before = [switch.fp32_precision for switch in newer]
+    matmul_before = cudnn_before = None
+    # The older ones cannot be read in a program that has set the newer ones to something else.
+    with suppress(RuntimeError):
+        matmul_before = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        cudnn_before = cudnn.allow_tf32
+    try:
+        cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+        for switch in of_cuda:  # else `torch.backends.fp32_precision` may decide
+            switch.fp32_precision = "tf32" if allowed else "ieee"
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before
+        if matmul_before is not None:
+            torch.set_float32_matmul_precision(matmul_before)
+        if cudnn_before is not None:
+            cudnn.allow_tf32 = cudnn_before
+        for switch, precision in zip(newer, newer_before, strict=True):
+            switch.fp32_precision = precision
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
@@ -94,7 +145,9 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """fp16_o2: cast `model` to fp16 in place, except BatchNorm, whose running variance can underflow. Else a no-op."""
+    """fp16_o2: cast `model` to fp16 in place, except BatchNorm, whose running variance can
+    underflow. Else a no-op.
+    """
     if precision.master_weights:
         model.half()
         for module in model.modules():
@@ -104,14 +157,17 @@ def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
 
 
 class Fp32Weights:
-    """The weights that the optimizer updates: those of `model`, or for fp16_o2 an fp32 copy of each fp16 parameter with
-    the same strides (Micikevicius et al. 2018, section 3.1)."""
+    """The weights that the optimizer updates: those of `model`, or for fp16_o2 an fp32 copy of each
+    fp16 parameter with the same strides (Micikevicius et al. 2018, section 3.1).
+    """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self._model = model
         parameters = model.named_parameters() if precision.master_weights else ()
         half = {name: p for name, p in parameters if p.dtype == torch.float16 and p.requires_grad}
-        self._full = {name: nn.Parameter(parameter.detach().float()) for name, parameter in half.items()}
+        self._full = {
+            name: nn.Parameter(parameter.detach().float()) for name, parameter in half.items()
+        }
         self._half: list[torch.Tensor] = list(half.values())
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -120,8 +176,10 @@ class Fp32Weights:
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's state dict with fp32 weights, so that any precision can load it."""
-        return {**self._model.state_dict(), **{name: full.detach() for name, full in self._full.items()}}
+        """Returns the model's state dict with fp32 weights, so that any precision can load it."""
+        state = self._model.state_dict()
+        state.update({name: full.detach() for name, full in self._full.items()})
+        return state
 
     def copy_gradients_from_model(self) -> None:
         """Move the fp16 gradients, still scaled, to the fp32 copies."""
@@ -150,8 +208,10 @@ class Fp32Weights:
 
 
 class EMA:
-    """A float32 copy of `model`, `module`, with moving averages of the model's weights and BatchNorm statistics: of its
-    `Fp32Weights`, which torch's AveragedModel cannot average. fp16 does not resolve such small changes."""
+    """A float32 copy of `model`, `module`, with moving averages of the model's weights and
+    BatchNorm statistics: of its
+    `Fp32Weights`, which torch's AveragedModel cannot average. fp16 does not resolve such small
+    changes."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -159,10 +219,25 @@ class EMA:
 
     @torch.no_grad()
     def update(self, source: Mapping[str, Any]) -> None:
-        """ema += (1 - decay) * (weights - ema), for a model's state dict. Integer buffers are copied. Does not wait."""
-        tensors = {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
-        averages = [(value, source[name].detach()) for name, value in tensors.items() if value.is_floating_point()]
-        copied = [(value, source[name]) for name, value in tensors.items() if not value.is_floating_point()]
+        """ema += (1 - decay) * (weights - ema), for a model's state dict.
+
+        Integer buffers are copied. Does not wait.
+        """
+        tensors = {
+            name: value
+            for name, value in self.module.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        averages = [
+            (value, source[name].detach())
+            for name, value in tensors.items()
+            if value.is_floating_point()
+        ]
+        copied = [
+            (value, source[name])
+            for name, value in tensors.items()
+            if not value.is_floating_point()
+        ]
         if copied:  # one launch instead of one per BatchNorm
             torch._foreach_copy_([value for value, _ in copied], [value for _, value in copied])
         weights = [weight.to(average.dtype) for average, weight in averages]

@@ -1,10 +1,11 @@
 """A classifier's loss, and one optimizer step. No logging, no clock, no files.
 
-A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update ->
-zero_grad. All results stay on the device: the host waits here only for an optimizer without a fused kernel."""
+A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip ->
+step -> update -> zero_grad. All results stay on the device: the host waits here only for an
+optimizer without a fused kernel."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,19 +15,25 @@ from torch import nn
 from cl_train.config.schema import LOSSES
 from cl_train.config.validation import user_function
 from cl_train.data.device import Batch
-from cl_train.step.precision import Fp32Weights, Precision, autocast
+from cl_train.step.optim import FusedUpdatesInMemoryOrder
+from cl_train.step.precision import EMA, Fp32Weights, Precision, autocast
 
-# Of the auxiliary heads of Inception v3 (as in torchvision's references) and of GoogLeNet (Szegedy et al. 2014).
+# Of the auxiliary heads of Inception v3 (as in torchvision's references) and of GoogLeNet (Szegedy
+# et al. 2014).
 _AUX_WEIGHTS = {"aux_logits": 0.4, "aux_logits1": 0.3, "aux_logits2": 0.3}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Cross-entropy, binary cross-entropy of each class (Wightman et al. 2021, "ResNet strikes back"), or own."""
+    """Cross-entropy, binary cross-entropy of each class, or a function of the user's.
+
+    bce is that of Wightman et al. 2021, "ResNet strikes back".
+    """
 
     name: str = "cross_entropy"  # or bce, or package.module:function
     label_smoothing: float = 0.0
-    bce_threshold: float | None = None  # targets of bce become 1 above it and 0 below; None = they are not changed
+    # bce: targets become 1 above it and 0 below; None = they are not changed
+    bce_threshold: float | None = None
 
     @cached_property
     def function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -34,12 +41,17 @@ class Loss:
         return None if self.name in LOSSES else user_function("loss", self.name)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean in float32. logits: [N, classes]. targets: int64 [N], or float [N, classes] (MixUp, CutMix)."""
+        """The mean in float32.
+
+        logits: [N, classes]. targets: int64 [N], or float [N, classes] (MixUp, CutMix).
+        """
         logits = logits.float()
         if self.function is not None:
             return self.function(logits, targets)
         if self.name == "cross_entropy":
-            return nn.functional.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+            return nn.functional.cross_entropy(
+                logits, targets, label_smoothing=self.label_smoothing
+            )
         assert self.name == "bce", self.name
         classes = logits.shape[1]
         if not targets.is_floating_point():
@@ -51,10 +63,13 @@ class Loss:
 
 
 CROSS_ENTROPY = Loss()
+NO_LABEL = -100  # as torch's cross_entropy ignores it; equal to no class
 
 
 def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:
-    """The loss of a model's output, its logits [N, classes], with the auxiliary heads of Inception v3 and GoogLeNet."""
+    """The loss of a model's output, its logits [N, classes], with the auxiliary heads of Inception
+    v3 and GoogLeNet.
+    """
     total = loss(logits_of(output), targets)
     for name, weight in _AUX_WEIGHTS.items():
         if (logits := getattr(output, name, None)) is not None:
@@ -63,12 +78,16 @@ def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -
 
 
 def logits_of(output: object) -> torch.Tensor:
-    """The main head's logits [N, classes]. Raises ValueError: the output is no tensor and has no tensor `.logits`."""
+    """The main head's logits [N, classes].
+
+    Raises ValueError: the output is no tensor and has no tensor `.logits`.
+    """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         needs = "training needs a tensor [N, classes], or an object with the attribute `logits`"
         raise ValueError(
-            f"the model returned a {type(output).__name__}; {needs}: wrap it in a module that returns them"
+            f"the model returned a {type(output).__name__}; {needs}: wrap it in a module that"
+            " returns them"
         )
     return logits
 
@@ -85,6 +104,13 @@ class StepParts:
     device: torch.device
     loss: Loss = CROSS_ENTROPY
     clip_norm: float | None = None
+    average: EMA | None = None
+    ema_every: int = 1
+
+    def update_average(self, step: int) -> None:
+        """Update the moving average, if step number `step`, from 1, is one at which it is due."""
+        if self.average is not None and step % self.ema_every == 0:
+            self.average.update(self.weights.state_dict())
 
 
 @dataclass(frozen=True)
@@ -92,65 +118,99 @@ class StepResult:
     """The result of one optimizer step on this rank: 0-d tensors on the device."""
 
     loss: torch.Tensor  # float32, mean over the images
-    correct1: torch.Tensor  # int64 (float32 from a CUDA graph), images whose top-1 prediction is correct
+    correct1: torch.Tensor  # images whose top-1 prediction is correct; int64, of a graph float32
     correct5: torch.Tensor  # the same for top-5
     skipped: torch.Tensor  # float32, 1 if the update was skipped because a gradient was not finite
 
 
-def labels_and_top5(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The labels, int64 [N], and the most probable classes, int64 [N, 5] (or all, if there are fewer), the best first.
-    For MixUp/CutMix targets the class with the larger weight counts; of several (multi-label) the most probable one."""
+def labels_and_top5(
+    logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The labels, int64 [N], and the most probable classes, int64 [N, 5] (or all, if there are
+    fewer), the best first. For MixUp/CutMix targets the class with the larger weight counts; of
+    several (multi-label) the most probable one, and an image without any is `NO_LABEL`.
+    """
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
     if not targets.is_floating_point():
         return targets, best
     hits = targets.gather(1, best) == targets.amax(1, keepdim=True)
     first_hit = best.gather(1, hits.int().argmax(1, keepdim=True))[:, 0]
-    return torch.where(hits.any(1), first_hit, targets.argmax(1)), best
+    labels = torch.where(hits.any(1), first_hit, targets.argmax(1))
+    return torch.where(targets.amax(1) > 0, labels, NO_LABEL), best
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     """One optimizer step over one or more micro-batches (gradient accumulation).
-    A gradient that is not finite skips the update; the weights do not change. With loss scaling it lowers the scale."""
-    ddp, rows = parts.model if isinstance(parts.model, nn.parallel.DistributedDataParallel) else None, []
+
+    A gradient that is not finite skips the update: the weights do not change. With loss scaling it
+    lowers the scale.
+    """
+    rows = []
     for number, batch in enumerate(micro_batches, 1):
-        is_last = number == len(micro_batches)
-        with nullcontext() if ddp is None or is_last else ddp.no_sync():  # DDP all-reduces in the last backward pass
+        # DDP all-reduces in the last backward pass.
+        with _without_reduction(parts.model, unless=number == len(micro_batches)):
             with autocast(parts.precision, parts.device):
                 output = parts.model(batch.images)
                 loss = loss_of(output, batch.targets, parts.loss)
             parts.scaler.scale(loss / len(micro_batches)).backward()
+
         labels, best = labels_and_top5(logits_of(output), batch.targets)
         hits = best == labels.unsqueeze(1)
         rows.append((loss.detach(), hits[:, 0].sum(), hits.any(1).sum()))
+
     losses, correct1, correct5 = (torch.stack(values) for values in zip(*rows, strict=True))
     return StepResult(losses.mean(), correct1.sum(), correct5.sum(), update_weights(parts))
 
 
+def _without_reduction(model: nn.Module, *, unless: bool) -> AbstractContextManager[object]:
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    return model.no_sync() if is_ddp and not unless else nullcontext()  # type: ignore[operator]
+
+
 def update_weights(parts: StepParts) -> torch.Tensor:
-    """Unscale, clip, update, zero the gradients. Returns float32 [] on the device: 1 if the update was skipped."""
-    optimizer, scaler = parts.optimizer, parts.scaler
+    """Unscale, clip, update, zero the gradients.
+
+    Returns float32 [] on the device: 1 if the update was skipped.
+    """
+    optimizer = parts.optimizer
     parts.weights.copy_gradients_from_model()
-    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    if parts.precision.scales_loss:
-        if parts.clip_norm is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
-        scaler.step(optimizer)
-        # Private, but the only flag on the device: comparing scales before and after would make the host wait.
-        flags = scaler._found_inf_per_device(optimizer).values()
-        skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax()
-        scaler.update()
-    else:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])  # not finite if one is not
-        if parts.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, parts.clip_norm, norm)
-        skipped = (~norm.isfinite()).float()
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = skipped  # type: ignore[attr-defined] # read by torch._fused_sgd_, _fused_adam(w)_
-            optimizer.step()
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        elif not skipped.item():  # the host waits: an optimizer without a fused kernel cannot skip on the device
-            optimizer.step()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    update = _scaled_update if parts.precision.scales_loss else _plain_update
+    on_cpu = parts.device.type == "cpu"
+    with FusedUpdatesInMemoryOrder() if on_cpu else nullcontext():
+        skipped = update(parts, parameters)
     parts.weights.copy_weights_to_model()
     optimizer.zero_grad(set_to_none=True)
+    return skipped
+
+
+def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
+    optimizer, scaler = parts.optimizer, parts.scaler
+    if parts.clip_norm is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
+    scaler.step(optimizer)
+    # Private, but the only flag on the device: comparing scales before and after would make the
+    # host wait.
+    flags = scaler._found_inf_per_device(optimizer).values()
+    skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax()
+    scaler.update()
+    return skipped
+
+
+def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
+    optimizer = parts.optimizer
+    # Not finite if one gradient is not.
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if parts.clip_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, parts.clip_norm, norm)
+    skipped = (~norm.isfinite()).float()
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # Read by torch._fused_sgd_ and _fused_adam(w)_.
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    # The host waits: an optimizer without a fused kernel cannot skip on the device.
+    elif not skipped.item():
+        optimizer.step()
     return skipped

@@ -47,7 +47,12 @@ class CountingRecorder(Recorder):
 def state(parts: StepParts) -> list[Any]:
     """Weights, statistics, moments and the loss scale."""
     moments = parts.optimizer.state_dict()["state"]
-    return [parts.model.state_dict(), parts.weights.state_dict(), moments, parts.scaler.state_dict()]
+    return [
+        parts.model.state_dict(),
+        parts.weights.state_dict(),
+        moments,
+        parts.scaler.state_dict(),
+    ]
 
 
 def values(sums: StepResult) -> list[float]:
@@ -57,13 +62,17 @@ def values(sums: StepResult) -> list[float]:
 @pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
-    """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow in the middle."""
+    """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow
+    in the middle.
+    """
     given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": 1.0, "label_smoothing": 0.1}
     eager, recorded = make_parts(name, **given), make_parts(name, **given)
     step = GraphedStep(recorded, CountingRecorder())
     for parts in (eager, recorded):
         for group in parts.optimizer.param_groups:
-            group["lr"] = torch.tensor(0.0)  # both in float32, so that results are equal to the last bit
+            group["lr"] = torch.tensor(
+                0.0
+            )  # both in float32, so that results are equal to the last bit
     for number in range(12):
         batches = [make_batch(eager, seed=10 * number + micro) for micro in range(2)]
         if number in (0, 6):
@@ -81,7 +90,9 @@ def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
 
 
 def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
-    """With the results of eager steps, though a replay writes where the one before wrote, from its copy of a batch."""
+    """With the results of eager steps, though a replay writes where the one before wrote, from its
+    copy of a batch.
+    """
     parts, eager, recorder = make_parts("fp32"), make_parts("fp32"), CountingRecorder()
     step, given, expected = GraphedStep(parts, recorder, warm_up=2), [], []
     for seed, images in enumerate((8, 8, 8, 8, 8, 5, 5, 5, 5)):
@@ -99,21 +110,43 @@ def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:cuda_graph")
-@pytest.mark.parametrize("words", [["precision=fp32"], ["precision=fp16_o2", "accumulate_steps=2", "batch_size=16"]])
-def test_a_run_with_cuda_graph_trains_as_one_without(train: Callable[..., Run], words: list[str]) -> None:
-    shared = [*words, "epochs=3", "ema_decay=0.5", "ema_every=2", "optim.lr=0.25", "schedule=constant"]
+@pytest.mark.parametrize(
+    "words", [["precision=fp32"], ["precision=fp16_o2", "accumulate_steps=2", "batch_size=16"]]
+)
+def test_a_run_with_cuda_graph_trains_as_one_without(
+    train: Callable[..., Run], words: list[str]
+) -> None:
+    shared = [
+        *words,
+        "epochs=3",
+        "ema_decay=0.5",
+        "ema_every=2",
+        "optim.lr=0.25",
+        "schedule=constant",
+    ]
     plain, recorded = train(*shared), train(*shared, "cuda_graph=true")
     assert recorded.losses == pytest.approx(plain.losses, rel=1e-6)
     for kind in ("val", "val_average"):
-        assert recorded.records(kind)[-1]["loss"] == pytest.approx(plain.records(kind)[-1]["loss"], rel=1e-5)
+        assert recorded.records(kind)[-1]["loss"] == pytest.approx(
+            plain.records(kind)[-1]["loss"], rel=1e-5
+        )
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:
     for settings, message in (
-        ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "cuda_graph=true: rmsprop has no fused kernel"),
-        ({"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"}, "reduce-overhead makes CUDA graphs"),
+        (
+            {"cuda_graph": "true", "optim": {"name": "rmsprop"}},
+            "cuda_graph=true: rmsprop has no fused kernel",
+        ),
+        (
+            {"cuda_graph": True, "compile": True, "compile_mode": "reduce-overhead"},
+            "reduce-overhead makes CUDA graphs",
+        ),
         ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
-        ({"ddp_static_graph": True, "accumulate_steps": 2}, "ddp_static_graph=true does not work with accumulate"),
+        (
+            {"ddp_static_graph": True, "accumulate_steps": 2},
+            "ddp_static_graph=true does not work with accumulate",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             load(settings)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,16 +13,37 @@ import timm.optim
 import torch
 import torchvision
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, ConfigError, OptimConfig, ScheduleConfig
-from cl_train.step.optim import build_optimizer, check_optimizer, freeze, layer_numbers, lr_at, set_lr
+from cl_train import convert
+from cl_train.config.schema import (
+    FUSED_OPTIMIZERS,
+    OPTIMIZERS,
+    ConfigError,
+    OptimConfig,
+    ScheduleConfig,
+)
+from cl_train.step import train_step
+from cl_train.step.optim import (
+    FusedUpdatesInMemoryOrder,
+    build_optimizer,
+    check_optimizer,
+    freeze,
+    layer_numbers,
+    lr_at,
+    set_lr,
+)
+from cl_train.step.train_step import StepParts, update_weights
 from cl_train.training.state import collect, restore
 from tests.networks import small
 from tests.step.test_train_step import make_parts, state_of
 
-CURVES: list[tuple[dict[str, object], dict[int, float]]] = [  # of ten epochs of ten steps; learning rates by step
+CURVES: list[
+    tuple[dict[str, object], dict[int, float]]
+] = [  # of ten epochs of ten steps; learning rates by step
     ({"name": "cosine", "warmup_epochs": 0}, {0: 1.0, 50: 0.5, 99: 0.00025}),
     ({"name": "step", "step_epochs": 3, "gamma": 0.1}, {29: 1.0, 30: 0.1, 59: 0.1, 89: 0.01}),
+    ({"name": "step", "milestones": [3.0, 6.0, 8.0]}, {29: 1.0, 30: 0.1, 60: 0.01, 80: 0.001}),
     ({"name": "linear", "final_lr_ratio": 0.5, "warmup_epochs": 0}, {0: 1.0, 50: 0.75}),
     ({"name": "constant", "warmup_epochs": 0}, {0: 1.0, 99: 1.0}),
     *(
@@ -34,11 +56,15 @@ CURVES: list[tuple[dict[str, object], dict[int, float]]] = [  # of ten epochs of
 @pytest.mark.parametrize(("schedule", "expected"), CURVES)
 def test_learning_rates(schedule: dict[str, object], expected: dict[int, float]) -> None:
     cfg = ScheduleConfig(**schedule)  # type: ignore[arg-type]
-    found = {step: lr_at(step, cfg, lr=1.0, steps_per_epoch=10, total_steps=100) for step in expected}
+    found = {
+        step: lr_at(step, cfg, lr=1.0, steps_per_epoch=10, total_steps=100) for step in expected
+    }
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def optimizer_of(model: nn.Module, lr: float | torch.Tensor = 0.1, **options: Any) -> torch.optim.Optimizer:
+def optimizer_of(
+    model: nn.Module, lr: float | torch.Tensor = 0.1, **options: Any
+) -> torch.optim.Optimizer:
     return build_optimizer(OptimConfig(**options), model, dict(model.named_parameters()), lr)
 
 
@@ -53,26 +79,46 @@ def test_layer_decay_equals_timms(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
     optimizer = optimizer_of(model, layer_decay=0.75, decay_norm_and_bias=False, name="adamw")
     set_lr(optimizer, 1.0)
-    theirs = by_name(model, timm.optim.param_groups_layer_decay(model, layer_decay=0.75), "lr_scale")
+    theirs = by_name(
+        model, timm.optim.param_groups_layer_decay(model, layer_decay=0.75), "lr_scale"
+    )
     assert by_name(model, optimizer.param_groups, "lr") == pytest.approx(theirs)
 
 
 def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
     model = torchvision.models.resnet18(num_classes=3)
     cfg = OptimConfig(layer_decay=0.5, head_lr_ratio=10)
-    groups = build_optimizer(cfg, model, dict(model.named_parameters()), 1.0, {"fc.weight", "fc.bias"}).param_groups
+    groups = build_optimizer(
+        cfg, model, dict(model.named_parameters()), 1.0, {"fc.weight", "fc.bias"}
+    ).param_groups
     found = by_name(model, groups, "lr")
-    blocks = ["conv1", *(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)), "fc"]
+    blocks = [
+        "conv1",
+        *(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)),
+        "fc",
+    ]
     for depth, block in enumerate(reversed(blocks)):
         of_block = {value for name, value in found.items() if name.startswith(f"{block}.")}
         assert of_block == {0.5**depth * (10 if block == "fc" else 1)}, block
     assert found["bn1.weight"] == found["conv1.weight"]
     layers = layer_numbers(torchvision.models.VisionTransformer(32, 16, 12, 2, 8, 8, num_classes=3))
     assert layers["encoder.ln.weight"] == layers["encoder.layers.encoder_layer_11.mlp.3.weight"]
+    of_block = [number for name, number in layers.items() if "encoder_layer_1." in name]
+    assert len({*of_block}) == 1 and "encoder.layers.encoder_layer_1.ln_1.weight" in layers
     assert layers["heads.head.weight"] - layers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 12
 
 
-ALL = ["0.weight", "1.weight", "1.bias", "3.weight", "3.bias", "4.weight", "4.bias", "8.weight", "8.bias"]
+ALL = [
+    "0.weight",
+    "1.weight",
+    "1.bias",
+    "3.weight",
+    "3.bias",
+    "4.weight",
+    "4.bias",
+    "8.weight",
+    "8.bias",
+]
 
 
 def test_freeze() -> None:
@@ -85,10 +131,19 @@ def test_freeze() -> None:
     ):
         model = small(3)
         freeze(model, patterns, {"8.weight", "8.bias"})
-        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+        assert [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ] == trained
         modes = [module.training for module in copy.deepcopy(model).train()]
-        assert (modes[1], modes[4], modes[2]) == ("1.weight" in trained, "4.weight" in trained, True)
-    for pattern, said in (("layer1", "freeze=layer1: the model has no such part"), ("*", "nothing")):
+        assert (modes[1], modes[4], modes[2]) == (
+            "1.weight" in trained,
+            "4.weight" in trained,
+            True,
+        )
+    for pattern, said in (
+        ("layer1", "freeze=layer1: the model has no such part"),
+        ("*", "nothing"),
+    ):
         with pytest.raises(ConfigError, match=said):
             freeze(small(3), [pattern], set())
 
@@ -102,7 +157,9 @@ def test_parameters_without_decay_are_those_of_timm() -> None:
     expected = {name: 0.1 if name in weights else 0.0 for name, _ in model.named_parameters()}
     for kind, decays in ((model, expected), (vit, theirs)):
         groups = optimizer_of(kind, weight_decay=0.1, decay_norm_and_bias=False).param_groups
-        assert by_name(kind, groups, "weight_decay") == decays and {group["lr"] for group in groups} == {0.1}
+        assert by_name(kind, groups, "weight_decay") == decays and {
+            group["lr"] for group in groups
+        } == {0.1}
 
 
 REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -113,7 +170,9 @@ REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is_one(name: str) -> None:
+def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is_one(
+    name: str,
+) -> None:
     model, is_fused, rate = nn.Conv2d(3, 4, 3), name in FUSED_OPTIMIZERS, torch.tensor(0.1)
     reference = copy.deepcopy(model)
     optimizer = optimizer_of(model, rate, name=name, weight_decay=0.1)
@@ -122,21 +181,32 @@ def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is
     set_lr(optimizer, 0.01)
     assert optimizer.param_groups[0]["lr"].data_ptr() == rate.data_ptr(), "set in place"
     train(model, optimizer, 0, 3)
-    train(reference, REFERENCES[name](reference.parameters(), lr=0.01, weight_decay=0.1, foreach=False), 0, 3)
+    train(
+        reference,
+        REFERENCES[name](reference.parameters(), lr=0.01, weight_decay=0.1, foreach=False),
+        0,
+        3,
+    )
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
 def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum() -> None:
-    """Fused SGD would start from unwritten memory: two steps after a skipped one equal two steps without it."""
+    """Fused SGD would start from unwritten memory: two steps after a skipped one equal two steps
+    without it.
+    """
     weight = nn.Parameter(torch.ones(5000))
-    optimizer = build_optimizer(OptimConfig(weight_decay=0.0), nn.Module(), {"weight": weight}, lr=0.5)
+    optimizer = build_optimizer(
+        OptimConfig(weight_decay=0.0), nn.Module(), {"weight": weight}, lr=0.5
+    )
     weight.grad = torch.full_like(weight, 0.25)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     del optimizer.found_inf
     optimizer.step()
     optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 1 - 0.5 * 0.25 * (1 + 1.9)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        weight.detach(), torch.full_like(weight, 1 - 0.5 * 0.25 * (1 + 1.9)), rtol=1e-6, atol=0
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
@@ -149,7 +219,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
 
 @pytest.mark.parametrize("name", ["lamb", "lion", "muon", "adan", "rmsproptf", "nadamw"])
 def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
-    """Three steps equal those of `create_optimizer_v2(model, ...)`, also if the second begins from a checkpoint."""
+    """Three steps equal those of `create_optimizer_v2(model, ...)`, also if the second begins from
+    a checkpoint.
+    """
     cfg = OptimConfig(library="timm", name=name, weight_decay=0.1, decay_norm_and_bias=False)
     check_optimizer(cfg)
     torch.manual_seed(0)
@@ -161,7 +233,11 @@ def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
     train(resumed, ours, 0, 1)
     again = build_optimizer(cfg, fresh, dict(fresh.named_parameters()), 0.01)
     states = [
-        state_of(replace(make_parts("fp32", model=model, layout=torch.contiguous_format), optimizer=optimizer))
+        state_of(
+            replace(
+                make_parts("fp32", model=model, layout=torch.contiguous_format), optimizer=optimizer
+            )
+        )
         for model, optimizer in ((resumed, ours), (fresh, again))
     ]
     restore(copy.deepcopy(collect(states[0], {}, {})), states[1])
@@ -180,6 +256,127 @@ def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
 
 def test_unknown_and_unusable_optimizers_of_timm_are_refused() -> None:
     check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95, beta2=0.98))
-    for name, said in (("lam", "lamb"), ("kron", "not a supported"), ("bnbadam", "bnb"), ("lion", "beta2")):
+    for name, said in (
+        ("lam", "lamb"),
+        ("kron", "not a supported"),
+        ("bnbadam", "bnb"),
+        ("lion", "beta2"),
+    ):
         with pytest.raises(ConfigError, match=said):
-            check_optimizer(OptimConfig(library="timm", name=name, beta1=0.95 if name == "lion" else None))
+            check_optimizer(
+                OptimConfig(library="timm", name=name, beta1=0.95 if name == "lion" else None)
+            )
+
+
+class FusedKernels(TorchDispatchMode):
+    """Notes whether every tensor that a fused kernel gets is contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contiguous: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_fused_" in str(func):
+            tensors = [tensor for tensors in args for tensor in tensors]
+            self.contiguous.append(all(tensor.is_contiguous() for tensor in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+def odd_layers() -> nn.Module:
+    """Odd sizes, so that kernels have remainders; depthwise and 1x1 weights, which have both
+    formats at once; 3-D; a weight that gets no gradient.
+    """
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 37, 7),
+        nn.Conv2d(37, 37, 3, groups=37),
+        nn.Conv2d(37, 13, 1),
+        nn.ConvTranspose2d(13, 5, (3, 5)),
+        nn.Conv3d(5, 7, (3, 3, 1)),
+        nn.Linear(19, 3),
+        nn.Conv2d(64, 96, 3),
+    ]
+    for layer in layers:
+        convert(layer)
+    return nn.Sequential(*layers)
+
+
+def updated(
+    precision: str, options: dict[str, Any], kernels: FusedKernels
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and optimizer state after 50 updates, one of which overflows, with a checkpoint in
+    the middle.
+    """
+    parts = parts_of(precision, options)
+    for step in range(50):
+        if step == 25:
+            saved = copy.deepcopy(collect(state_of(parts), {}, {}))
+            parts = parts_of(precision, options)
+            restore(saved, state_of(parts))
+        generator = torch.Generator().manual_seed(step)
+        for name, parameter in parts.model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.empty_like(parameter).copy_(values)
+            if name == "0.bias":
+                parameter.grad = None
+        parts.scaler.scale(torch.zeros(()))  # a scaler begins with the first loss
+        if step == 3:
+            parts.model[0].weight.grad[0, 0, 0, 0] = torch.inf
+        with kernels:
+            assert update_weights(parts).item() == (step == 3)
+    state = collect(state_of(parts), {}, {})
+    assert {id(p) for g in parts.optimizer.param_groups for p in g["params"]} == {
+        id(parameter) for parameter in parts.weights.trainable().values()
+    }
+    return state["model"], state["optimizer"]["state"]
+
+
+def parts_of(precision: str, options: dict[str, Any]) -> StepParts:
+    parts = make_parts(
+        precision,
+        model=odd_layers(),
+        layout=torch.preserve_format,
+        clip_norm=options.get("clip_norm"),
+    )
+    parameters = parts.weights.trainable()
+    kind = options["kind"]
+    groups = [{"params": list(parameters.values())}]
+    return replace(parts, optimizer=kind(groups, lr=0.01, fused=True, **options.get("more", {})))
+
+
+FUSED: dict[str, dict[str, Any]] = {
+    "sgd": {"kind": torch.optim.SGD, "more": {"momentum": 0.9, "weight_decay": 0.1}},
+    "sgd without momentum": {"kind": torch.optim.SGD, "clip_norm": 0.5},
+    "adamw": {"kind": torch.optim.AdamW},
+    "adam": {"kind": torch.optim.Adam, "more": {"amsgrad": True}, "clip_norm": 0.5},
+    "adagrad": {"kind": torch.optim.Adagrad},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_get_contiguous_views_and_update_the_same_bits(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # a kernel's parts begin elsewhere than with one thread
+    ours, theirs = FusedKernels(), FusedKernels()
+    try:
+        results = [updated(precision, FUSED[name], ours)]
+        monkeypatch.setattr(train_step, "FusedUpdatesInMemoryOrder", nullcontext)
+        results.append(updated(precision, FUSED[name], theirs))
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert len(ours.contiguous) == 50 and all(ours.contiguous) and not any(theirs.contiguous)
+
+
+def test_a_gradient_with_other_strides_than_its_weight_is_used_as_it_is() -> None:
+    weight = torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    gradient = torch.randn(4, 3, 5, 5)
+    parameter = nn.Parameter(weight)
+    parameter.grad = gradient
+    with FusedUpdatesInMemoryOrder():
+        torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+    assert torch.equal(parameter.detach(), -gradient)
+    assert parameter.is_contiguous(memory_format=torch.channels_last)

@@ -1,13 +1,25 @@
 """Number formats on a CPU: the same code paths as on a GPU, so that none of them rots."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch import backends
 
 from cl_train.config.schema import PRECISIONS
-from cl_train.step.precision import BY_NAME, EMA, Fp32Weights, cast_model, kernel_selection, resolve_precision
+from cl_train.step.precision import (
+    BY_NAME,
+    EMA,
+    Fp32Weights,
+    cast_model,
+    kernel_selection,
+    resolve_precision,
+)
 from tests.networks import small
 
 CPU = torch.device("cpu")
+NEWER = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
 
 
 def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
@@ -18,7 +30,7 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
     assert resolve_precision("fp32", CPU) is BY_NAME["fp32"]
 
 
-def test_fp32_weights_have_the_models_strides_and_take_gradients_and_changes_that_fp16_cannot_hold() -> None:
+def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold() -> None:
     """All but BatchNorm is fp16; the average follows the fp32 weights."""
     model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
     weights, average = Fp32Weights(model, BY_NAME["fp16_o2"]), EMA(model, decay=0.5)
@@ -30,9 +42,15 @@ def test_fp32_weights_have_the_models_strides_and_take_gradients_and_changes_tha
     model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
     gradient = half.grad.float()
     weights.copy_gradients_from_model()
-    assert half.grad is None and torch.equal(full.grad, gradient) and full.grad.stride() == full.stride()
+    assert (
+        half.grad is None
+        and torch.equal(full.grad, gradient)
+        and full.grad.stride() == full.stride()
+    )
     before = full.detach().clone()
-    for _ in range(100):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
+    for _ in range(
+        100
+    ):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
         with torch.no_grad():
             full.mul_(1 + 1e-5)
         weights.copy_weights_to_model()
@@ -41,23 +59,72 @@ def test_fp32_weights_have_the_models_strides_and_take_gradients_and_changes_tha
     with torch.no_grad():
         full.copy_(before + 2e-6)
     average.update(weights.state_dict())
-    torch.testing.assert_close(average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0
+    )
 
 
-def test_kernel_selection_is_restored_also_after_an_error() -> None:
-    def switches() -> tuple[object, ...]:
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        return matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit
+def nothing() -> None:
+    pass
 
+
+def set_newer(owner: Any, precision: str) -> Callable[[], None]:
+    return lambda: setattr(owner, "fp32_precision", precision)
+
+
+@pytest.fixture
+def default_switches() -> Iterator[None]:
+    yield
+    backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
+
+
+@pytest.mark.usefixtures("default_switches")
+@pytest.mark.parametrize(
+    "program",
+    [
+        nothing,
+        lambda: setattr(backends.cuda.matmul, "allow_tf32", True),
+        lambda: torch.set_float32_matmul_precision("medium"),
+        set_newer(backends, "tf32"),
+        set_newer(backends.cuda.matmul, "tf32"),
+        set_newer(backends.cudnn.conv, "ieee"),
+    ],
+)
+def test_kernel_selection_is_restored_whichever_switches_a_program_uses(
+    program: Callable[[], None],
+) -> None:
+    """Older and newer ones; in the block both can be read, for example by a user's model."""
+
+    def switches() -> list[object]:
+        reads: list[Callable[[], object]] = [
+            *(lambda part=part: part.fp32_precision for part in NEWER),  # type: ignore[misc]
+            lambda: backends.cuda.matmul.allow_tf32,
+            torch.get_float32_matmul_precision,
+            lambda: backends.cudnn.allow_tf32,
+            lambda: backends.cudnn.benchmark,
+        ]
+        states: list[object] = []
+        for read in reads:
+            try:
+                states.append(read())
+            except RuntimeError:  # torch's: older and newer ones differ
+                states.append("differ")
+        return states
+
+    program()
     before = switches()
-    with pytest.raises(KeyError), kernel_selection(tf32=True, autotune=True):
-        assert switches() == (True, True, True, 0)
-        raise KeyError
-    with kernel_selection(tf32=False, autotune=True):
-        with kernel_selection(autotune=False):
-            assert switches() == (False, False, False, 0)
-        assert switches() == (False, False, True, 0)
-    assert switches() == before
+    for tf32 in (True, False):
+        with pytest.raises(KeyError), kernel_selection(tf32=tf32, autotune=True):
+            assert [part.fp32_precision == "tf32" for part in NEWER] == [tf32] * 3
+            assert backends.cuda.matmul.allow_tf32 is backends.cudnn.allow_tf32 is tf32
+            with kernel_selection(autotune=False):
+                assert not backends.cudnn.benchmark and backends.cudnn.allow_tf32 is tf32
+            assert backends.cudnn.benchmark
+            raise KeyError
+        for restored, earlier in zip(switches(), before, strict=True):
+            assert earlier in (restored, "differ")
 
 
 def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:

@@ -1,4 +1,6 @@
-"""The AMP step: autocast is used, one optimizer step per call, clipping sees unscaled gradients, an overflow skips."""
+"""The AMP step: autocast is used, one optimizer step per call, clipping sees unscaled gradients, an
+overflow skips.
+"""
 
 from functools import partial
 
@@ -36,14 +38,27 @@ def make_parts(
     weights, cfg = Fp32Weights(model, precision), OptimConfig(name=optimizer, weight_decay=0.0)
     built = build_optimizer(cfg, model, weights.trainable(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale, enabled=precision.scales_loss)
-    return StepParts(model, weights, built, scaler, precision, CPU, Loss(label_smoothing=label_smoothing), clip_norm)
+    return StepParts(
+        model,
+        weights,
+        built,
+        scaler,
+        precision,
+        CPU,
+        Loss(label_smoothing=label_smoothing),
+        clip_norm,
+    )
 
 
 def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    layout = torch.channels_last if parts.model[0].weight.stride()[1] == 1 else torch.contiguous_format
+    layout = (
+        torch.channels_last if parts.model[0].weight.stride()[1] == 1 else torch.contiguous_format
+    )
     pixels = torch.randn(images, 3, 32, 32, generator=generator).to(parts.precision.input_dtype)
-    return Batch(pixels.to(memory_format=layout), torch.randint(0, 3, (images,), generator=generator))
+    return Batch(
+        pixels.to(memory_format=layout), torch.randint(0, 3, (images,), generator=generator)
+    )
 
 
 def state_of(parts: StepParts, average: EMA | None = None) -> TrainState:
@@ -77,14 +92,18 @@ def test_each_precision_trains_in_each_layout(name: str, layout: torch.memory_fo
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "fp16_o2"])
 def test_clipping_sees_unscaled_gradients(name: str) -> None:
-    """After a step from rest with lr 0.1 the change of all weights has the norm lr * clip_norm, whatever the scale."""
+    """After a step from rest with lr 0.1 the change of all weights has the norm lr * clip_norm,
+    whatever the scale.
+    """
     changes = []
     for init_scale in (1.0, 1024.0):
         parts = make_parts(name, clip_norm=0.01, init_scale=init_scale)
         named = parts.weights.trainable()
         before = {key: value.detach().clone() for key, value in named.items()}
         train_step(parts, [make_batch(parts)])
-        changes.append(torch.stack([(named[key] - before[key]).norm() for key in named]).norm().item())
+        changes.append(
+            torch.stack([(named[key] - before[key]).norm() for key in named]).norm().item()
+        )
     assert changes == pytest.approx([0.001, 0.001], rel=0.02)
 
 
@@ -95,7 +114,9 @@ def test_clipping_sees_unscaled_gradients(name: str) -> None:
         *((name, optimizer, "nan") for name in ("fp32", "bf16") for optimizer in OPTIMIZERS),
     ],
 )
-def test_a_gradient_that_is_not_finite_skips_the_step(name: str, optimizer: str, value: str) -> None:
+def test_a_gradient_that_is_not_finite_skips_the_step(
+    name: str, optimizer: str, value: str
+) -> None:
     """And halves the loss scale, if there is one. The next step is taken."""
     parts = make_parts(name, optimizer=optimizer)
     train_step(parts, [make_batch(parts)])
@@ -115,13 +136,16 @@ def test_accumulation_equals_the_larger_batch() -> None:
         torch.manual_seed(0)
         parts = make_parts("fp32", model=without_batchnorm(3))
         whole = make_batch(parts, images=16)
-        micro = [Batch(x, y) for x, y in zip(whole.images.chunk(pieces), whole.targets.chunk(pieces), strict=True)]
+        micro = [
+            Batch(x, y)
+            for x, y in zip(whole.images.chunk(pieces), whole.targets.chunk(pieces), strict=True)
+        ]
         sums = train_step(parts, micro)
         results.append((parts.model[0].weight.detach().clone(), sums.loss, sums.correct1))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 3
 LABELS = torch.tensor([0, 1, 2, 3, 4, 4])
@@ -137,15 +161,23 @@ def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None
     ours = Loss("bce", label_smoothing=smoothing, bce_threshold=threshold)
     theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold)
     torch.testing.assert_close(ours(LOGITS, LABELS), theirs(LOGITS, LABELS))
-    torch.testing.assert_close(ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing)))  # timm's MixUp smooths
+    torch.testing.assert_close(
+        ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing))
+    )  # timm's MixUp smooths
 
 
 def test_cross_entropy_is_timms_and_float32_for_half_precision_logits() -> None:
     ours = Loss(label_smoothing=0.1)
-    torch.testing.assert_close(ours(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
+    torch.testing.assert_close(
+        ours(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS)
+    )
     torch.testing.assert_close(ours(LOGITS, mixed()), SoftTargetCrossEntropy()(LOGITS, mixed(0.1)))
     for loss in (ours, Loss("bce")):
-        assert loss(LOGITS.bfloat16(), LABELS).dtype == loss(LOGITS.bfloat16(), mixed()).dtype == torch.float32
+        assert (
+            loss(LOGITS.bfloat16(), LABELS).dtype
+            == loss(LOGITS.bfloat16(), mixed()).dtype
+            == torch.float32
+        )
 
 
 @pytest.mark.slow
@@ -158,5 +190,7 @@ def test_auxiliary_heads_count(name: str, size: int) -> None:
     auxiliary = [value for field, value in output._asdict().items() if field != "logits"]
     assert auxiliary and all(value.shape == (2, 5) for value in auxiliary)
     expected = nn.functional.cross_entropy(output.logits, targets)
-    expected = expected + sum(weight * nn.functional.cross_entropy(value, targets) for value in auxiliary)
+    expected = expected + sum(
+        weight * nn.functional.cross_entropy(value, targets) for value in auxiliary
+    )
     torch.testing.assert_close(loss_of(output, targets), expected)

@@ -1,36 +1,115 @@
 """FLOPs equal the published figures; shares follow from them."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torchvision
 
 from cl_train.step.precision import BY_NAME
-from cl_train.step.utilisation import flops_of, matmul_tflop_per_s, utilisation
+from cl_train.step.utilisation import (
+    convolution_tflop_per_s,
+    data_sheet_tflop_per_s,
+    describe,
+    flops_of,
+    matmul_tflop_per_s,
+    utilisation,
+)
 
 QUICK = ("resnet18", "mobilenet_v2", "squeezenet1_1")
 SLOW = (
-    "alexnet", "vgg11", "vgg16", "vgg19_bn", "resnet34", "resnet50", "resnet101", "resnext50_32x4d", "wide_resnet50_2",
-    "mobilenet_v3_small", "mobilenet_v3_large", "mnasnet0_5", "mnasnet1_0", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0",
+    "alexnet", "vgg11", "vgg16", "vgg19_bn", "resnet34", "resnet50", "resnet101", "resnext50_32x4d",
+    "wide_resnet50_2",
+    "mobilenet_v3_small", "mobilenet_v3_large", "mnasnet0_5", "mnasnet1_0", "shufflenet_v2_x0_5",
+    "shufflenet_v2_x1_0",
     "densenet121", "efficientnet_b0",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_flops_are_the_published_ones(name: str) -> None:
     weights = next(iter(torchvision.models.get_model_weights(name)))
     with torch.device("meta"):
         model = torchvision.models.get_model(name).eval()
     size = weights.transforms().crop_size[0]
     published = 2 * weights.meta["_ops"]  # torchvision publishes billions of multiply-adds, rounded
-    assert flops_of(lambda: model(torch.empty(1, 3, size, size, device="meta"))) / 1e9 == pytest.approx(published, 0.02)
+    assert flops_of(
+        lambda: model(torch.empty(1, 3, size, size, device="meta"))
+    ) / 1e9 == pytest.approx(published, 0.02)
 
 
-def test_shares_are_of_three_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_there_is_no_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that has trained, or the comparison that has measured, is worth more."""
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    monkeypatch.setattr("cl_train.step.utilisation.timed_s", Mock(side_effect=error))
+    arguments = (8.0, 24.0, 5000.0, BY_NAME["fp32"], torch.device("cpu"))
+    assert utilisation(*arguments) is None
+    error.args = ("CUDA error: an illegal memory access was encountered",)
+    with pytest.raises(RuntimeError, match="illegal"):
+        utilisation(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen", "passes"),
+    [
+        ("resnet18", (), 2.93),  # no gradient of the images: the first convolution counts twice
+        ("resnet18", ("conv1", "bn1", "layer"), 1.0),
+        ("resnext50_32x4d", (), 2.97),  # groups
+        ("resnet18", ("conv1", "bn1", "layer1"), 2.33),
+    ],
+)
+def test_a_backward_pass_counts_as_far_as_it_runs(
+    name: str, frozen: tuple[str, ...], passes: float
+) -> None:
+    with torch.device("meta"):
+        model, images = torchvision.models.get_model(name), torch.empty(2, 3, 64, 64)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(not parameter_name.startswith(frozen or ("none",)))
+    forward = flops_of(lambda: model(images))
+    step = flops_of(lambda: model(images).sum().backward(), gradients=True)
+    assert step / forward == pytest.approx(passes, abs=0.05)
+
+
+def test_shares_are_of_the_faster_of_two_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < matmul_tflop_per_s(BY_NAME["fp32"], torch.device("cpu")) < 100
-    monkeypatch.setattr("cl_train.step.utilisation.matmul_tflop_per_s", lambda *_: 400.0)
+    assert 0 < convolution_tflop_per_s(BY_NAME["fp32"], torch.device("cpu")) < 100
+    module = "cl_train.step.utilisation"
+    monkeypatch.setattr(f"{module}.matmul_tflop_per_s", lambda *_: 400.0)
+    monkeypatch.setattr(f"{module}.convolution_tflop_per_s", lambda *_: 300.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
-    trained = utilisation(8.0, 5000.0, BY_NAME["fp16"], torch.device("cuda"), training=True)
-    assert trained["tflop_per_s"] == 120 and trained["matmul_pct"] == 30
+    cuda = torch.device("cuda")
+    trained = utilisation(8.0, 24.0, 5000.0, BY_NAME["fp16"], cuda)
+    assert trained is not None and trained["tflop_per_s"] == 120
+    assert (trained["peak"], trained["peak_pct"]) == ("matrix product", 30)
     assert (trained["data_sheet_tflop_per_s"], trained["data_sheet_pct"]) == (312, 38.46)
-    inferred = utilisation(8.0, 5000.0, BY_NAME["tf32"], torch.device("cuda"), training=False)
-    assert (inferred["tflop_per_s"], inferred["data_sheet_tflop_per_s"]) == (40, 156)
+    assert "not this machine's peak" not in describe(trained)
+
+    monkeypatch.setattr(f"{module}.convolution_tflop_per_s", lambda *_: 500.0)
+    inferred = utilisation(8.0, 8.0, 75000.0, BY_NAME["tf32"], cuda)
+    assert inferred is not None and inferred["data_sheet_tflop_per_s"] == 156
+    assert (inferred["peak"], inferred["peak_pct"]) == ("3x3 convolution", 120)
+    assert "120 % of a 3x3 convolution's (500; a matrix product's: 400)" in describe(inferred)
+    assert "not this machine's peak" in describe(inferred)
+
+
+@pytest.mark.parametrize(
+    ("name", "fp16", "fp32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5, 66.9),
+        ("NVIDIA H100 PCIe", 756.5, 51.2),
+        ("NVIDIA GH200 480GB", 989.5, 66.9),
+        ("NVIDIA B200", 2250.0, 75.0),
+        ("NVIDIA A10G", 70.0, 35.0),
+        ("Tesla V100-PCIE-32GB", 112.0, 14.0),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, None),
+        ("NVIDIA A1000", None, None),
+    ],
+)
+def test_the_peak_is_that_of_the_whole_gpu_by_name(
+    name: str, fp16: float | None, fp32: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    of = [data_sheet_tflop_per_s(BY_NAME[each], torch.device("cuda")) for each in ("fp16", "fp32")]
+    assert of == [fp16, fp32]

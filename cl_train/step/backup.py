@@ -1,0 +1,134 @@
+"""What running a model changes besides its weights, and how it is brought back: buffers, gradients,
+the random state.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class BufferBackup:
+    """The last good values of the models' buffers (BatchNorm statistics), on their device.
+
+    A skipped update does not change the weights, but NaN activations have already changed the
+    running statistics.
+    """
+
+    def __init__(self, **models: nn.Module) -> None:
+        self._models = nn.ModuleDict(models)  # a buffer's name begins with the name of its model
+        self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """The values of one dtype and device are one tensor with a view for each buffer: few
+        launches in `settle`.
+        """
+        buffers = dict(self._models.named_buffers())
+        self._kinds = {name: _kind(buffer) for name, buffer in buffers.items()}
+        self._copies = {
+            name: buffer.clone() for name, buffer in buffers.items() if not self._kinds[name][-1]
+        }
+        self._groups: list[tuple[list[str], torch.Tensor]] = []
+        for kind in {kind[1:] for kind in self._kinds.values() if kind[-1]}:
+            names = [name for name, found in self._kinds.items() if found[1:] == kind]
+            good = torch.cat([buffers[name].flatten() for name in names])
+            self._groups.append((names, good))
+            for name, part in zip(
+                names, good.split([buffers[name].numel() for name in names]), strict=True
+            ):
+                self._copies[name] = part.view(buffers[name].shape)
+
+    @torch.no_grad()
+    def settle(self, is_bad: torch.Tensor) -> None:
+        """Restore the good values if the bool [] `is_bad`, else the present ones become good,
+        except elements that are not finite: the loss may be finite although a variance has
+        overflowed.
+
+        The device decides; the host waits for it only if a buffer was replaced by one of another
+        shape or dtype.
+        """
+        buffers = dict(self._models.named_buffers())
+        if {name: _kind(buffer) for name, buffer in buffers.items()} != self._kinds:
+            if is_bad:
+                self.restore()
+            self._copy()
+            return
+        for names, good in self._groups:
+            present = [buffers[name] for name in names]
+            values = torch.cat([buffer.flatten() for buffer in present])
+            torch.where(is_bad | ~values.isfinite(), good, values, out=good)
+            torch._foreach_copy_(present, [self._copies[name] for name in names])
+
+    @torch.no_grad()
+    def settled(self, *, is_bad: bool) -> dict[str, torch.Tensor]:
+        """Returns the values that `settle` would restore or keep, by name; changes nothing."""
+        settled = {}
+        for name, buffer in self._models.named_buffers():
+            good = self._copies.get(name, buffer)
+            if is_bad:
+                buffer = good
+            elif _kind(buffer) == self._kinds.get(name) and _kind(buffer)[-1]:
+                buffer = torch.where(buffer.isfinite(), buffer, good)
+            settled[name] = buffer
+        return settled
+
+    @torch.no_grad()
+    def load_good(self, values: Mapping[str, torch.Tensor]) -> None:
+        """`values`, of `settled(is_bad=True)`, become the good ones."""
+        for name, value in values.items():
+            if name in self._copies and self._copies[name].shape == value.shape:
+                self._copies[name].copy_(value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Copy back what has changed, by name: a forward pass may have replaced a buffer. The host
+        waits.
+        """
+        for name, buffer in self._models.named_buffers():
+            copy = self._copies.get(name)
+            if copy is None or buffer.is_meta:
+                continue
+            if _kind(buffer) != self._kinds[name]:
+                module, _, attribute = name.rpartition(".")
+                setattr(self._models.get_submodule(module), attribute, copy.clone())
+            elif buffer.layout != torch.strided or not torch.equal(buffer, copy):
+                buffer.copy_(copy)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
+    """The last: whether it can be written, as it is not expanded, not sparse, and has values."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and 0 not in tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.device, is_dense
+
+
+@contextmanager
+def random_state_restored(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, numpy, torch's CPU and `device` at the end."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run the block without gradients from before; restore them, the buffers and the random
+    generators at the end.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = BufferBackup(model=model)
+    model.zero_grad(set_to_none=True)
+    try:
+        with random_state_restored(device):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        buffers.restore()
