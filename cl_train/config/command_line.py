@@ -1,46 +1,73 @@
 """From train.py's arguments to checked settings, before torch is imported or a file is created.
 
-Of Hydra only the composition is used, without Hydra's own node: no launcher, callback, logging or plugin exists in it,
-so that a configuration file cannot run code. Hydra's message for a typo advises `+key`, which would train with the
-default value; it is never shown here.
+Hydra composes the files of `conf/`; a file of `config=` and then the typed settings come on top.
+Files that the user names are trusted like a script. What a run left is data: `_start_settings`.
+Hydra's message for a typo advises `+key`, which would train with the default value; it is never
+shown here.
 """
 
 import argparse
+import copy
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import hydra
 import yaml
-from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
-from hydra._internal.defaults_list import create_defaults_list
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
-from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
-from cl_train.config.validation import flatten, load, parse_yaml, setting_fields, show, suggest
+from cl_train.config.main_amp import settings_of_main_amp
+from cl_train.config.schema import AUTO_REPEATS, CHOSEN_BY_GROUP, SETTINGS_OF_CODE, Config
+from cl_train.config.validation import (
+    flatten,
+    load,
+    names_code,
+    setting_fields,
+    show,
+    suggest,
+    train_program,
+)
+from cl_train.errors import ConfigError
 
-GROUPS = ("data", "augment", "optim", "schedule", "launcher", "experiment")
-MULTIRUN_KEYS = ("nproc", "repeats", "resume_sweep", "only_group", "compare_by")  # and those of `launcher`
+GROUPS = ("data", "augment", "optim", "schedule", "experiment")
+MULTIRUN_KEYS = (
+    "nproc",
+    "repeats",
+    "max_repeats",
+    "max_reruns",
+    "wait_for_quiet_s",
+    "time_limit_s",
+    "resume_sweep",
+    "rerun",
+    "compare_by",
+    "launcher",
+)
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
-_ONLY = f"only {' and '.join(HYDRA_KEYS)} of Hydra's settings can be set, so that a file of settings cannot run code"
+_UNUSED_OF_HYDRA = (
+    "output",
+    "launcher",
+    "sweeper",
+    "help",
+    "hydra_help",
+    "hydra_logging",
+    "job_logging",
+    "env",
+)
+# Of the run that left a file: how it started, not what it trained.
+_HOW_STARTED = ("config", "resume", "overwrite")
 _FIELDS = setting_fields(Config)
-TYPED_KEYS = [*GROUPS, *(key for key in _FIELDS if key not in CHOSEN_BY_GROUP)]  # what can stand before the `=`
+# What can stand before the `=`.
+TYPED_KEYS = [*GROUPS, *(key for key in _FIELDS if key not in CHOSEN_BY_GROUP)]
 _PACKAGE = Path(__file__).resolve().parents[1]
 # An installed wheel holds conf/ in the package, a checkout beside it.
 CONF_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
@@ -61,76 +88,127 @@ class CommandLine:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("-c", "--cfg", choices=("job",))
-        parser.add_argument("--config-dir", type=lambda text: Path(text or "/dev/null").expanduser().absolute())
+        parser.add_argument("--config-dir")
         try:
             options, settings = parser.parse_known_args(words)
         except argparse.ArgumentError as error:
             raise ConfigError(f"{error}; write --cfg job, or --config-dir=FOLDER") from None
-        for option in (word.partition("=")[0] for word in settings if word.startswith("-")):
-            key = option.lstrip("-").replace("-", "_")
-            hint = f"; settings have no dashes: {key}=..." if key in TYPED_KEYS else suggest(key, TYPED_KEYS)
-            raise ConfigError(f"no option {option}{hint} (there are -m, --help, --cfg job and --config-dir DIR)")
+        if unknown := [word.partition("=")[0] for word in settings if word.startswith("-")]:
+            raise ConfigError(_unknown_option(unknown[0], settings))
         if options.multirun and options.cfg:
             raise ConfigError("-m cannot be combined with --cfg")
-        if options.config_dir and not options.config_dir.is_dir():
-            raise ConfigError(f"--config-dir {options.config_dir}: no such folder; it holds experiment/NAME.yaml, ...")
-        return cls(tuple(settings), options.multirun, options.cfg is not None, options.config_dir)
+        folder = options.config_dir
+        if folder is not None and not (folder and Path(folder).expanduser().is_dir()):
+            raise ConfigError(
+                f"--config-dir={folder}: no such folder; it holds experiment/NAME.yaml, ..."
+            )
+        config_dir = Path(folder).expanduser().absolute() if folder else None
+        return cls(tuple(settings), options.multirun, options.cfg is not None, config_dir)
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where files of settings are searched: --config-dir, `conf/` of the working folder, the project's own."""
+        """Where files of settings are searched: --config-dir, `conf/` of the working folder, the
+        project's own.
+        """
         users = (self.config_dir or CONF_DIR, Path.cwd() / "conf")
-        return (*(folder for folder in users if folder.is_dir() and folder.resolve() != CONF_DIR), CONF_DIR)
+        return (
+            *(folder for folder in users if folder.is_dir() and folder.resolve() != CONF_DIR),
+            CONF_DIR,
+        )
+
+
+def _unknown_option(option: str, words: Sequence[str]) -> str:
+    if settings := settings_of_main_amp(words):
+        return (
+            f"no option {option}: it is one of apex's main_amp.py; write {' '.join(settings)} "
+            "(an earlier word gives way to a later one)"
+        )
+    key = option.lstrip("-").replace("-", "_")
+    is_setting = key in TYPED_KEYS
+    hint = f"; settings have no dashes: {key}=..." if is_setting else suggest(key, TYPED_KEYS)
+    return f"no option {option}{hint} (there are -m, --help, --cfg job and --config-dir DIR)"
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The settings of a run: checked, and as Hydra composed them, with the node `hydra` of their folders."""
+    """The settings of a run: checked, and as composed, with the names of its folders in `hydra`."""
 
     cfg: Config
     raw: DictConfig
     words: tuple[str, ...]  # the arguments that give this run alone
 
     def folder(self, kind: str) -> Path:
-        """The folder of the "run" or the "sweep". Raises ConfigError: its name cannot be resolved."""
+        """The folder of the "run" or the "sweep".
+
+        Raises ConfigError: its name cannot be resolved.
+        """
         try:
             return Path(str(self.raw.hydra[kind].dir))
         except OmegaConfBaseException as error:
-            name = OmegaConf.to_container(self.raw.hydra)[kind]["dir"]  # type: ignore[index, call-overload]
+            names: Any = OmegaConf.to_container(self.raw.hydra)
+            name = names[kind]["dir"]
             raise ConfigError(f"hydra.{kind}.dir={name}: {str(error).splitlines()[0]}") from None
 
 
 def check_command_line(words: Sequence[str]) -> list[Config]:
-    """Check all of train.py's arguments before torch is imported or a file is created; see `compose`."""
+    """Check all of train.py's arguments before torch is imported or a file is created; see
+    `compose`.
+    """
     return [composed.cfg for composed in compose(CommandLine.parse(words))]
 
 
 def compose(line: CommandLine) -> list[Composed]:
-    """The runs asked for: one, or with --multirun one per combination, of which the last key varies fastest.
+    """The runs asked for: one, or with --multirun one per combination, of which the last key varies
+    fastest.
 
     Raises ConfigError: every problem found.
     """
-    problems, axes, runs = [], [], []
+    problems: list[str] = []
+    axes: list[list[str]] = []
     for word in line.words:
-        found = _word_problems(word, line.folders, line.multirun)
-        problems += found
-        axes += [] if found else [_alternatives(word, line.folders)]
+        if wrong := _word_problems(word, line.folders, line.multirun):
+            problems += wrong
+        else:
+            axes.append(_alternatives(word, line.folders))
+
+    runs: list[Composed] = []
+    # The runs of a sweep share few choices of groups, and Hydra takes 0.1 s for each.
+    files = functools.lru_cache(functools.partial(_compose_files, line.folders))
     for words in itertools.product(*axes):
         try:
-            runs.append(run := _composed(words, line))
+            run = _composed(words, line, files)
         except ConfigError as error:
             problems += error.problems
-            continue
-        if run.cfg.optim.library == "torch":
-            problems += [f"{word}: {_chosen_by_group(word)}" for word in words if "optim.name=" in word]
-        given = [key for key in (*MULTIRUN_KEYS, "launcher") if getattr(run.cfg, key) != getattr(Config(), key)]
-        for key in [] if line.multirun else given:
-            shown = f"{key}={run.cfg.launcher.name if key == 'launcher' else getattr(run.cfg, key)}"
-            hint = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..." if key == "nproc" else ""
-            problems.append(f"{shown}: a setting of multirun, python train.py -m {shown}{hint}")
+        else:
+            runs.append(run)
+            problems += _misplaced(run, line)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
+
+
+def _misplaced(run: Composed, line: CommandLine) -> list[str]:
+    """Settings whose place is elsewhere: another command, or the choice of a group."""
+    problems = []
+    if run.cfg.optim.library == "torch":
+        problems = [
+            f"{word}: {_chosen_by_group(word)}" for word in run.words if "optim.name=" in word
+        ]
+    for key in () if line.multirun else MULTIRUN_KEYS:
+        value = getattr(run.cfg, key)
+        if value == getattr(Config(), key):
+            continue
+        word = f"{key}={'auto' if (key, value) == ('repeats', AUTO_REPEATS) else value}"
+        if key == "launcher":
+            word = f"launcher.gpus={','.join(value.gpus)}"
+        hint = ""
+        if key == "nproc":
+            hint = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..."
+        problems.append(f"{word}: a setting of multirun, {train_program()} -m {word}{hint}")
+    return problems
+
+
+# --- words ----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,37 +218,67 @@ def _parsed(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
-def _word_problems(word: str, folders: Sequence[Path], multirun: bool = False) -> list[str]:
+def _word_problems(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
     """What is wrong with key=value, besides the type and the range of the value."""
     try:
         override = _parsed(word)
     except HydraException:
-        hint = "" if "=" in word else "; settings are written key=value"
+        example = word if re.fullmatch(r"[\w./-]+", word) else "resnet50"
+        hint = "" if "=" in word else f"; settings are written key=value, such as model={example}"
         return [f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"]
-    key, value, is_sweep = override.key_or_group, override.value(), override.is_sweep_override()
+    key, value = override.key_or_group, override.value()
+    is_sweep = override.is_sweep_override()
     is_added = override.is_add() and not override.is_force_add()
     for is_wrong, problem in (
         (override.is_delete(), "a setting cannot be removed; give it another value"),
-        (is_sweep and not multirun, "several values need multirun, python train.py -m ..."),
-        (is_sweep and multirun and not _alternatives(word, folders), "the pattern or the range has no value"),
-        (re.match("hydra[./]launcher", key), "Hydra's launchers are not used; launcher=slurm submits jobs to Slurm"),
+        (is_sweep and not multirun, f"several values need multirun, {train_program()} -m ..."),
+        (
+            is_sweep and multirun and not _alternatives(word, folders),
+            "the pattern or the range has no value",
+        ),
         (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
         (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
-        (key not in HYDRA_KEYS and re.match(r"hydra\b", key), _ONLY),
-        (key in GROUPS and isinstance(value, dict), f"write {key}=NAME, or {key}.key=value for a single setting"),
+        (re.match(r"hydra\b(?![./]launcher)", key) and key not in HYDRA_KEYS, _only_folders(key)),
+        (
+            key in GROUPS and isinstance(value, dict),
+            f"write {key}=NAME, or {key}.key=value for a single setting",
+        ),
         (key in CHOSEN_BY_GROUP, _chosen_by_group(word)),
         (key in _FIELDS and is_added, "the setting exists, so leave out the '+'"),
-        (word == "resume=", "the value is empty: give a checkpoint file, a run folder or auto, or leave it out"),
+        (
+            word == "resume=",
+            "the value is empty: give a checkpoint file, a run folder or auto, or leave it out",
+        ),
     ):
         if is_wrong:
             return [f"{word}: {problem}"]
-    if key in GROUPS:
-        choices = group_choices(key, folders)
-        names = [name.partition("=")[2] for name in _alternatives(word, folders)] if is_sweep else [str(value)]
-        more = f"(there are {', '.join(choices)}{'; of timm optim=timm optim.name=NAME' if key == 'optim' else ''})"
-        return [f"{key}={x}: no such choice{suggest(x, choices)} {more}" for x in names if x not in choices]
+    if key not in GROUPS:
+        return _key_problems(key)
+    names = [str(value)]
+    if is_sweep:
+        names = [name.partition("=")[2] for name in _alternatives(word, folders)]
+    return [problem for name in names for problem in _choice_problems(key, name, folders)]
+
+
+def _key_problems(key: str) -> list[str]:
+    if key not in _FIELDS and re.match(r"(hydra[./])?launcher\b", key):
+        advice = "a sweep on Slurm is one allocation: sbatch scripts/slurm/sweep.sbatch FOLDER ..."
+        return [f"{key}: {advice} (docs/clusters.md)"]
     is_known = key in _FIELDS or key in HYDRA_KEYS
     return [] if is_known else [f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"]
+
+
+def _choice_problems(group: str, name: str, folders: Sequence[Path]) -> list[str]:
+    choices = group_choices(group, folders)
+    if name in choices:
+        return []
+    of_timm = "; of timm optim=timm optim.name=NAME" if group == "optim" else ""
+    there_are = f"(there are {', '.join(choices)}{of_timm})"
+    return [f"{group}={name}: no such choice{suggest(name, choices)} {there_are}"]
+
+
+def _only_folders(key: str) -> str:
+    return f"of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here, not {key}"
 
 
 def _chosen_by_group(word: str) -> str:
@@ -179,7 +287,9 @@ def _chosen_by_group(word: str) -> str:
 
 
 def _alternatives(word: str, folders: Sequence[Path]) -> list[str]:
-    """The arguments a word expands to: one, or one per value of `a,b`, `range(...)`, `choice(...)`, `glob(...)`."""
+    """The arguments a word expands to: one, or one per value of `a,b`, `range(...)`, `choice(...)`,
+    `glob(...)`.
+    """
     override = _parsed(word)
     if not override.is_sweep_override():
         return [str(override.input_line)]
@@ -200,122 +310,169 @@ def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
-class UserFiles(FileConfigSource):
-    """The user's files of settings, which `_read_settings` accepts."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "user"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        path = Path(self.path) / self._normalize_file_name(config_path)
-        _read_settings(path)
-        return super().load_config(config_path)
+# --- settings -------------------------------------------------------------------------------------
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """The content of a user's file: YAML that sets no more of Hydra than the command line may, and names no code."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = parse_yaml(text) or {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected settings, key: value")
-    keys = [key for key, _ in flatten(values)]
-    if code := [key for key in keys if re.search(r"(^|\.)_\w*_(\.|$)", key)]:
-        raise ConfigError(f"{path}: {code[0]} is no setting; a file of settings cannot name code to run")
-    placed = re.findall(r"^\s*#\s*@package\s.*", text, flags=re.MULTILINE)
-    set_keys = {key for key in keys if key.partition(".")[0] == "hydra"} - {*HYDRA_KEYS}
-    if set_keys or "hydra" in f"{placed} {values.get('defaults')}":
-        raise ConfigError(f"{path}: {_ONLY}")
-    return values
-
-
-def _start_file(typed: Mapping[str, Any]) -> Path | None:
-    """The file of `config=`; an evaluation of a run starts from that run's."""
-    if typed.get("config") is not None:
-        path = Path(str(typed["config"])).expanduser()
-        path = path / "config.yaml" if path.is_dir() else path
-        if not path.is_file():
-            raise ConfigError(f"config={typed['config']}: no such file, and no run folder with a config.yaml")
-        return path
-    if typed.get("evaluate_only") is not True or typed.get("experiment") or not typed.get("resume"):
-        return None
-    run = Path(str(typed.get("hydra.run.dir", ".") if typed["resume"] == "auto" else typed["resume"])).expanduser()
-    candidates = (folder / "config.yaml" for folder in (run, run.parent.parent, run.parent))
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _start_words(typed: Mapping[str, Any], folders: Sequence[Path]) -> list[str]:
-    """The file that the run starts from as words, without what is typed and how its own run started.
-
-    A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`. Raises ConfigError.
+def _composed(
+    words: tuple[str, ...], line: CommandLine, files: Callable[[tuple[str, ...]], DictConfig]
+) -> Composed:
+    """The settings of the words: of the files of the groups, then of the file that the run starts
+    from, then as typed.
     """
-    path = _start_file(typed)
-    if path is None:
-        # The images of an own folder are of any size, unlike the sample's.
-        is_own_folder = "data.root" in typed and not typed.keys() & {"data", "experiment"}
-        return ["data=folder"] if is_own_folder else []
-    if typed.get("experiment"):
-        raise ConfigError("config= and experiment= cannot be combined: both say what the run starts from")
-    values = _read_settings(path)
-    how_started = ("config", "resume", "overwrite", *(["weights"] if typed.get("evaluate_only") else []))
-    words = []
-    for key, value in sorted(flatten(values, _FIELDS)):  # optim.library before optim.name
-        group = key.partition(".")[0]
-        if key in how_started or typed.keys() & {key, group} or (key in GROUPS and value is None):
-            continue
-        if key == "optim.name" and "optim=timm" not in words:
-            words.append(f"{group}={value}")
-        elif key in CHOSEN_BY_GROUP:
-            words += [f"{group}={value}"] if value != "torch" else []
-        else:
-            words.append(f"{key}={as_word(value)}")
-    if problems := [f"{path}: {problem}" for word in words for problem in _word_problems(word, folders)]:
-        raise ConfigError(problems)
-    return words
-
-
-def _composed(words: Sequence[str], line: CommandLine) -> Composed:
-    """The settings that the words and the files of the line give. The file of `config=` is between them."""
-    typed = {override.key_or_group: override.value() for override in map(_parsed, words)}
+    overrides = [_parsed(word) for word in words]
+    typed = {override.key_or_group: override.value() for override in overrides}
+    path, is_trusted = _start_file(typed)
+    start = {} if path is None else _start_settings(path, typed, is_trusted, line.folders)
+    chosen = [f"{key}={value}" for key, value in start.items() if key in GROUPS]
+    # The images of an own folder are of any size, unlike the sample's.
+    if path is None and "data.root" in typed and not typed.keys() & {"data", "experiment"}:
+        chosen.append("data=folder")
+    chosen += [
+        word
+        for word, override in zip(words, overrides, strict=True)
+        if override.key_or_group in GROUPS
+    ]
     try:
-        raw = _compose_files([*_start_words(typed, line.folders), *words], line.folders)
-        nodes = {str(key): raw[key] for key in raw if key != "hydra"}
-        plain = {k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v for k, v in nodes.items()}
+        raw = copy.deepcopy(files(tuple(chosen)))
+        for key, value in (*start.items(), *typed.items()):
+            if key not in GROUPS:
+                OmegaConf.update(raw, key, value, merge=False)
+        settings = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
+        plain: Any = OmegaConf.to_container(settings, resolve=True)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a recipe cannot be read: {_on_one_line(error)}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
+
+    cfg = load(plain)
+    if cfg.overwrite and "overwrite" not in typed:
+        raise ConfigError(
+            "overwrite=true deletes an earlier run: type it, instead of writing it into a file"
+        )
+    if path is not None and not is_trusted:
+        named = code_named(cfg).items()
+        refuse_code(path, [f"{key}={value}" for key, value in named if key not in typed])
     options = [f"--config-dir={line.config_dir}"] if line.config_dir else []
-    composed = Composed(load(plain), raw, (*options, *words))
+    composed = Composed(cfg, raw, (*options, *words))
     for key in typed.keys() & {*HYDRA_KEYS}:
         composed.folder(key.split(".")[1])
     return composed
 
 
-def _compose_files(words: Sequence[str], folders: Sequence[Path]) -> DictConfig:
-    """What Hydra's composition makes of the words and the files."""
-    # Hydra's public `compose` would import every module `hydra_plugins.*`, also of the working folder.
-    for source in (UserFiles, FileConfigSource, StructuredConfigSource):
-        SourcesRegistry.instance().register(source)
-    setup_globals()
-    version.setbase("1.3")
-    ConfigStore.instance().store(name="schema", node={})  # the defaults are added below: Hydra copies its nodes often
-    path = ConfigSearchPathImpl()
-    for folder in folders[:-1]:
-        path.append("user", f"user://{folder}")
-    path.append("main", f"file://{folders[-1]}")
-    path.append("schema", "structured://")
-    loader = ConfigLoaderImpl(path)
-    files, overrides = CachingConfigRepository(loader.repository), [*map(_parsed, words)]
-    defaults = create_defaults_list(files, "config", overrides, prepend_hydra=False, skip_missing=False)
-    given = loader._compose_config_from_defaults_list(defaults.defaults, files)
-    # Plain values, because Hydra would stop at the first wrong type of a typed node, and `load` reports all.
-    raw = OmegaConf.unsafe_merge(asdict(Config()), given)
+def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
+    """What Hydra's composition makes of the chosen files, on top of the defaults of the schema."""
+    # Hydra looks for the main file in the first folder and in its store. In the store it is ours:
+    # ./conf/config.yaml may belong to another program.
+    ConfigStore.instance().store("cl_train", OmegaConf.load(CONF_DIR / "config.yaml"))
+    main, *others = folders
+    searched = [quoted(f"file://{folder}") for folder in others]
+    # Without Hydra's own launcher, logging and help, whose files take as long as all others.
+    unused = [f"~hydra/{group}" for group in _UNUSED_OF_HYDRA]
+    overrides = [*words, *unused, f"hydra.searchpath=[{','.join(searched)}]"]
+    callers_hydra = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(main), version_base="1.3"):
+            composed = hydra.compose("cl_train", overrides, return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().hydra = callers_hydra
+    of_hydra = OmegaConf.masked_copy(composed.hydra, ["run", "sweep"])
+    settings = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    # Plain values: a typed node would stop at the first wrong type, and `load` reports all.
+    raw = OmegaConf.unsafe_merge(asdict(Config()), settings, {"hydra": of_hydra})
     assert isinstance(raw, DictConfig)
-    OmegaConf.set_struct(raw, True)
-    loader._apply_overrides_to_config(defaults.config_overrides, raw)
     return raw
+
+
+def _start_file(typed: Mapping[str, Any]) -> tuple[Path | None, bool]:
+    """The file that the run starts from, and whether the user named it: a file of `config=`. The
+    config.yaml of a run is data, of `config=RUN` and of an evaluation, which starts from that of
+    the run.
+    """
+    if typed.get("config") is not None:
+        path = Path(str(typed["config"])).expanduser()
+        is_trusted = not path.is_dir()
+        path = path if is_trusted else path / "config.yaml"
+        if not path.is_file():
+            raise ConfigError(
+                f"config={typed['config']}: no such file, and no run folder with a config.yaml"
+            )
+        if typed.get("experiment"):
+            raise ConfigError(
+                "config= and experiment= cannot be combined: both say what the run starts from"
+            )
+        return path, is_trusted
+    resume = typed.get("resume")
+    if typed.get("evaluate_only") is not True or typed.get("experiment") or not resume:
+        return None, True
+    path = Path(str(typed.get("hydra.run.dir", ".") if resume == "auto" else resume)).expanduser()
+    checkpoints = path if path.is_dir() else path.absolute().parent
+    run = checkpoints.absolute().parent if checkpoints.name == "checkpoints" else path
+    path = run / "config.yaml"
+    return (path, False) if path.is_file() else (None, True)
+
+
+def _start_settings(
+    path: Path, typed: Mapping[str, Any], is_trusted: bool, folders: Sequence[Path]
+) -> dict[str, Any]:
+    """The settings of a file by full key, without what is typed and how its own run started.
+
+    A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`. Raises
+    ConfigError.
+    """
+    settings: dict[str, Any] = {}
+    for key, value in sorted(flatten(_read(path), _FIELDS)):  # optim.library before optim.name
+        group = key.partition(".")[0]
+        if key in _HOW_STARTED or typed.keys() & {key, group} or (key in GROUPS and value is None):
+            continue
+        if key == "weights" and typed.get("evaluate_only"):
+            continue
+        is_timms = key == "optim.name" and settings.get("optim") == "timm"
+        if is_timms or key not in (*CHOSEN_BY_GROUP, "optim.name"):
+            settings[key] = value
+        elif value != "torch":
+            settings[group] = value
+
+    problems = []
+    for key, value in settings.items():
+        if key in GROUPS:
+            problems += _choice_problems(key, str(value), folders)
+        elif key.startswith("hydra.") and not (is_trusted and key in HYDRA_KEYS):
+            problems.append(_only_folders(key))
+        else:
+            problems += _key_problems(key)
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return settings
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {_on_one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected settings, key: value")
+    return values
+
+
+def _on_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def code_named(cfg: Config) -> dict[str, str]:
+    """The settings that name code of the user's, and their values as they are typed."""
+    values = dict(flatten(asdict(cfg), _FIELDS))
+    return {key: show(values[key]) for key in SETTINGS_OF_CODE if names_code(values[key])}
+
+
+def refuse_code(source: Path, words: Sequence[str]) -> None:
+    """Raises ConfigError if there are `words`: `source`, which is data, names this code."""
+    if words:
+        raise ConfigError(
+            f"{source} names code, and what a run left never runs any: to run it, repeat "
+            + " ".join(words)
+        )
 
 
 def as_word(value: Any) -> str:
@@ -329,5 +486,9 @@ def as_word(value: Any) -> str:
 
 def quoted(path: Path | str) -> str:
     """A text as the value of a setting, quoted so that commas and equal signs are literal."""
+
     # Hydra reads a backslash as an escape only before a quote or the end.
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + (found[2] and "\\'"), str(path)) + "'"
+    def doubled(match: re.Match[str]) -> str:
+        return 2 * match[1] + (match[2] and "\\'")
+
+    return "'" + re.sub(r"(\\*)('|\Z)", doubled, str(path)) + "'"

@@ -1,4 +1,5 @@
-"""The machine around a run: processes, signals, files and locks that survive kills, versions and load.
+"""The machine around a run: processes, signals, files and locks that survive kills, versions and
+load.
 
 Start with `files.py`. May import `config`.
 """

@@ -1,4 +1,6 @@
-"""The processes of one run: device, process group, the collectives that a run uses, and which rank died or hangs."""
+"""The processes of one run: device, process group, the collectives that a run uses, and which rank
+died or hangs.
+"""
 
 import logging
 import os
@@ -7,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 import torch.distributed
 
 from cl_train.config.schema import ConfigError
+from cl_train.errors import RankFault as RankFault
 from cl_train.system.processes import adopt_srun, end_with_parent, is_srun_task, read_launch
 
 log = logging.getLogger(__name__)
@@ -25,13 +28,15 @@ T = TypeVar("T")
 GPU_FILE = Path("/dev/nvidia0")
 BEAT_S = 0.5
 LISTEN_S = 3.0
+NCCL_GRACE = timedelta(seconds=60)
 ANSWER_S = 3.0  # the ranks' store may take this long to respond
 _groups = 0  # process groups that this process has joined
-_LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")  # gloo's messages
-
-
-class RankFault(RuntimeError):
-    """Another rank died or hangs; the message names it if it is known."""
+_LOST = (
+    "gloo",
+    "pair closure",
+    "Connection closed by peer",
+    "Connection reset by peer",
+)  # gloo's messages
 
 
 @dataclass(frozen=True)
@@ -47,54 +52,89 @@ class Dist:
 
 
 def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch.device:
-    """The device of a setting `device=`: `auto` is CUDA if torch can use it, else the CPU, with a warning beside a GPU.
+    """Returns the device of a setting `device=`: `cuda` is the GPU of this rank, `auto` the same if
+    torch can use it, else the CPU, with a warning beside a GPU.
 
-    Raises ConfigError: there is no CUDA device for this rank, or torch has no kernels for it.
+    Raises ConfigError: there is no such CUDA device, or torch has no kernels for it.
     """
     if name != "cpu" and torch.cuda.is_available():
-        device, count = torch.device("cuda", local_rank), torch.cuda.device_count()
-        if local_rank >= count:
-            raise ConfigError(f"device=cuda: no GPU for local rank {local_rank}; use --nproc-per-node={count}")
+        _, is_named, index = name.partition(":")
+        device, count = torch.device("cuda", int(index or local_rank)), torch.cuda.device_count()
+        if device.index >= count and is_named:
+            raise ConfigError(
+                f"device={name}: there are {count} GPUs, of which cuda:0 is the first"
+            )
+        if device.index >= count:
+            raise ConfigError(
+                f"device=cuda: no GPU for local rank {local_rank}; use --nproc-per-node={count}"
+            )
         _check_kernels(device)
         return device
-    problem, has_gpu, cuda = "this machine has no usable CUDA device", GPU_FILE.exists(), torch.version.cuda
-    if has_gpu:
-        driver = f"the driver is too old for CUDA {cuda} (see nvidia-smi), or CUDA_VISIBLE_DEVICES hides it"
-        problem = f"torch {torch.__version__} cannot use this GPU: {driver if cuda else 'it is a build without CUDA'}"
-    if name == "cuda":
-        raise ConfigError(f"device=cuda: {problem}; use device=cpu or device=auto")
+    problem = "this machine has no usable CUDA device"
+    if has_gpu := GPU_FILE.exists():
+        cuda = torch.version.cuda
+        why = "it is a build without CUDA"
+        if cuda:
+            why = f"the driver is too old for CUDA {cuda} (see nvidia-smi)"
+            why += ", or CUDA_VISIBLE_DEVICES hides it"
+        problem = f"torch {torch.__version__} cannot use this GPU: {why}"
+    if name.startswith("cuda"):
+        raise ConfigError(f"device={name}: {problem}; use device=cpu or device=auto")
     if name == "auto" and warn and has_gpu:
         log.warning("device=auto uses the CPU: %s", problem)
     return torch.device("cpu")
 
 
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """The block's GPU, where code names none: compiled kernels, events, libraries."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _check_kernels(device: torch.device) -> None:
     """Raises ConfigError: torch has no kernels for this GPU, and the first one would fail."""
-    # Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for any later GPU when it is needed.
-    capability, names = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()  # sm_90, compute_90
-    matches = [match for name in names if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name))]
+    # Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for any later GPU
+    # when it is needed.
+    capability, names = (
+        torch.cuda.get_device_capability(device),
+        torch.cuda.get_arch_list(),
+    )  # sm_90, compute_90
+    matches = [
+        match for name in names if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name))
+    ]
     built = [(match[1], (int(match[2]), int(match[3]))) for match in matches]
-    runs = any(version <= capability and (kind == "compute" or version[0] == capability[0]) for kind, version in built)
-    if built and not runs:  # without `built`, torch is not for NVIDIA's GPUs and knows what it supports
+    runs = any(
+        version <= capability and (kind == "compute" or version[0] == capability[0])
+        for kind, version in built
+    )
+    if (
+        built and not runs
+    ):  # without `built`, torch is not for NVIDIA's GPUs and knows what it supports
         raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and torch "
-            f"{torch.__version__} has kernels for {', '.join(names)} only: install a newer torch, for a GPU older than "
-            "these its build for CUDA 12.6, or use device=cpu"
+            f"{torch.cuda.get_device_name(device)} has compute capability"
+            f" {'.'.join(map(str, capability))}, and torch {torch.__version__} has kernels for"
+            f" {', '.join(names)} only: install a newer torch, for a GPU older than these its build"
+            " for CUDA 12.6, or use device=cpu"
         )
 
 
 @contextmanager
 def processes(device: str, timeout_s: float) -> Iterator[Dist]:
-    """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), if there is one; leave it at the end.
+    """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), if there is one;
+    leave it at the end.
 
-    Raises ConfigError as `read_launch` and `choose_device`, ConnectionError if the other ranks do not respond. A
-    collective raises RuntimeError if it waits longer than `timeout_s` for a dead or hung rank.
+    Raises ConfigError as `read_launch` and `choose_device`, ConnectionError if the other ranks do
+    not respond. A collective raises RuntimeError if it waits longer than `timeout_s` for a dead or
+    hung rank.
     """
     adopt_srun()
     launch = read_launch()
     if launch is None:
-        yield Dist(0, 1, choose_device(device))
+        chosen = choose_device(device)
+        with as_current(chosen):
+            yield Dist(0, 1, chosen)
         return
+    if ":" in device and launch.world_size > 1:
+        raise ConfigError(f"device={device} is one GPU for {launch.world_size} ranks: use cuda")
     end_with_parent(signal.SIGTERM)  # a rank whose launcher was killed saves and ends
     # `srun --gpus-per-task=1` shows each task its own GPU only; NCCL refuses two ranks on one GPU.
     has_own_gpu = is_srun_task() and torch.cuda.device_count() == 1
@@ -107,19 +147,25 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     except torch.distributed.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ConnectionError(
-            f"rank {launch.rank} did not meet the other {launch.world_size - 1} ranks at {address} within "
-            f"{timeout_s:g} s: start all ranks, and check MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
+            f"rank {launch.rank} did not meet the other {launch.world_size - 1} ranks at {address}"
+            f" within {timeout_s:g} s: start all ranks, and check MASTER_ADDR and MASTER_PORT"
+            f" ({str(error).splitlines()[0]})"
         ) from error
     global _groups
     _groups += 1
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",  # the hosts exchange flags without waiting for a device
+        (
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+        ),  # the hosts exchange flags without waiting for a device
         store=torch.distributed.PrefixStore(_store_prefix("attempt"), store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=chosen if is_cuda else None,
     )
+    if is_cuda:
+        assert torch.distributed.group.WORLD is not None
+        give_nccl_more_time(torch.distributed.group.WORLD, chosen, timeout)
     try:
         yield Dist(rank, world_size, chosen)
     except BaseException:
@@ -132,9 +178,21 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         torch.distributed.destroy_process_group()
 
 
+def give_nccl_more_time(
+    group: torch.distributed.ProcessGroup, device: torch.device, timeout: timedelta
+) -> None:
+    """NCCL's watchdog ends the process without naming a rank; gloo, by which the hosts meet in each
+    step, fails first and leads to a `RankFault`.
+    """
+    group._get_backend(device)._set_default_timeout(timeout + NCCL_GRACE)
+
+
 def _store_prefix(name: str) -> str:
-    """Keys that no earlier attempt or run has used; after a node has joined torchrun counts no restart, but ranks."""
-    return f"{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ['WORLD_SIZE']}-{_groups}"
+    """Keys that no earlier attempt or run has used; after a node has joined torchrun counts no
+    restart, but ranks.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{name}-{restarts}-{os.environ['WORLD_SIZE']}-{_groups}"
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
@@ -145,7 +203,10 @@ def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
 
 
 def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
-    """The maximum of each flag over the ranks. It runs on the hosts and does not wait for a device."""
+    """The maximum of each flag over the ranks.
+
+    It runs on the hosts and does not wait for a device.
+    """
     if dist.world_size == 1:
         return flags
     maxima = torch.tensor(flags)
@@ -154,7 +215,10 @@ def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
 
 
 def on_main(work: Callable[[], T], dist: Dist) -> T:
-    """Do `work` on rank 0, and return its result or raise its exception on every rank. Both are pickled."""
+    """Do `work` on rank 0, and return its result or raise its exception on every rank.
+
+    Both are pickled.
+    """
     if dist.world_size == 1:
         return work()
     outcome: list[Any] = [None, None]  # the result, the exception
@@ -179,10 +243,12 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
 
 @contextmanager
 def watch_ranks(dist: Dist) -> Iterator[None]:
-    """Raise a `RankFault` that names the missing rank if a collective fails, whose error only says: connection broken.
+    """Raise a `RankFault` that names the missing rank if a collective fails, whose error only says:
+    connection broken.
 
-    A thread of every rank increments a counter in the ranks' store. The counter of a killed or stopped process no
-    longer changes; that of a rank that waits in a collective does, because waiting releases the interpreter lock.
+    A thread of every rank increments a counter in the ranks' store. The counter of a killed or
+    stopped process no longer changes; that of a rank that waits in a collective does, because
+    waiting releases the interpreter lock.
     """
     if dist.world_size == 1:
         yield
@@ -190,7 +256,9 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
     store, stop = connect_to_store(), threading.Event()
 
     def beat() -> None:
-        with suppress(RuntimeError):  # the process that holds the store has ended; the next collective fails
+        with suppress(
+            RuntimeError
+        ):  # the process that holds the store has ended; the next collective fails
             while not stop.wait(BEAT_S):
                 store.add(str(dist.rank), 1)
 
@@ -199,7 +267,9 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo's errors have no type of their own
-        if not isinstance(error, torch.distributed.DistError) and not any(words in str(error) for words in _LOST):
+        if not isinstance(error, torch.distributed.DistError) and not any(
+            words in str(error) for words in _LOST
+        ):
             raise
         raise RankFault(f"{find_silent_ranks(dist)} ({str(error).splitlines()[0]})") from error
     finally:
@@ -208,9 +278,16 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
 
 
 def connect_to_store() -> torch.distributed.Store:
-    """A separate connection to the ranks' store, because a call that waits blocks the others on its connection."""
-    address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=LISTEN_S)
-    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+    """A separate connection to the ranks' store, because a call that waits blocks the others on its
+    connection.
+    """
+    address, timeout = (
+        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        timedelta(seconds=LISTEN_S),
+    )
+    store = torch.distributed.TCPStore(
+        *address, is_master=False, timeout=timeout, wait_for_workers=False
+    )
     return torch.distributed.PrefixStore(_store_prefix("heartbeat"), store)
 
 
@@ -231,5 +308,9 @@ def find_silent_ranks(dist: Dist) -> str:
     if len(readings) < 2:  # without torchrun, rank 0 holds the store
         return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not respond"
     counters = enumerate(zip(*readings, strict=True))
-    silent = [f"rank {rank} is dead or hangs" for rank, (old, new) in counters if old == new and rank != dist.rank]
+    silent = [
+        f"rank {rank} is dead or hangs"
+        for rank, (old, new) in counters
+        if old == new and rank != dist.rank
+    ]
     return ", ".join(silent) or "a rank hangs although its process is alive"

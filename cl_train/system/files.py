@@ -1,4 +1,6 @@
-"""Files replaced atomically or extended by whole records; outputs of commands; run folders; locks; no torch."""
+"""Files replaced atomically or extended by whole records; outputs of commands; run folders; locks;
+no torch.
+"""
 
 import errno
 import fcntl
@@ -9,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -19,17 +22,26 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import ConfigError
+from cl_train.errors import LockHeld as LockHeld
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
-_RESULTS = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints/step-*.pt", "checkpoints/best.pt")
+_RESULTS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "checkpoints/step-*.pt",
+    "checkpoints/best.pt",
+)
 _LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
 
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """A temporary file, written in the block, that replaces `path` at its end, but not after an exception."""
+    """A temporary file, written in the block, that replaces `path` at its end, but not after an
+    exception.
+    """
     temporary = temporary or path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         yield temporary
@@ -39,12 +51,16 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, in UTF-8 or the bytes of file names; an OSError leaves it unchanged."""
+    """Replace the content of `path` by `text`, in UTF-8 or the bytes of file names; an OSError
+    leaves it unchanged.
+    """
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name the file
+        raise OSError(
+            error.errno, error.strerror, str(path)
+        ) from error  # a failed write does not name the file
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
@@ -53,7 +69,9 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
 
 
 def retry(write: Callable[[], None]) -> None:
-    """Call `write` until it succeeds, for `RETRY_S` (somebody may free space); then it raises the last OSError."""
+    """Call `write` until it succeeds, for `RETRY_S` (somebody may free space); then it raises the
+    last OSError.
+    """
     deadline = None
     while True:
         try:
@@ -68,68 +86,87 @@ def retry(write: Callable[[], None]) -> None:
 
 
 def cache_folder() -> Path:
-    """${XDG_CACHE_HOME:-~/.cache}/cl_train; in the temporary folder if there is no home directory."""
-    given = os.environ.get("XDG_CACHE_HOME")
+    """${XDG_CACHE_HOME:-~/.cache}/cl_train; in the temporary folder without a home directory."""
+    home = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(given) if given else Path.home() / ".cache") / "cl_train"
+        return (Path(home) if home else Path.home() / ".cache") / "cl_train"
     except RuntimeError:
         return Path(tempfile.gettempdir()) / "cl_train"
 
 
 def safe_name(text: str) -> str:
-    """`text` as one component of a path: no separators, no leading dot; a text over 100 bytes ends in a hash."""
+    """`text` as one component of a path: no separators, no leading dot; a text over 100 bytes ends
+    in a hash.
+    """
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text).lstrip(".") or "_"
     if len(name) <= 100:
         return name
     return f"{name[:91]}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
 
 
-# --- outputs of commands, run folders ---------------------------------------------------------------------------------
+# --- outputs of commands, run folders -------------------------------------------------------------
 
 
 @contextmanager
 def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
-    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block; not after an exception.
+    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block; not
+    after an exception.
 
-    Raises ConfigError at once: `path` is a folder, cannot be written, or exists without `overwrite`.
+    Raises ConfigError at once: `path` is no regular file, such as a folder or a device, cannot be
+    written, or exists without `overwrite`.
     """
     if path.is_dir():
         raise ConfigError(f"{key}={path} is a folder: name a file")
-    if os.path.lexists(path) and not overwrite:
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError(f"{key}={path} is a link or a device, not a file: choose another name")
+    if path.exists() and not overwrite:
         raise ConfigError(f"{key}={path} exists: choose another name, or write overwrite=true")
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     with _created(temporary, f"{key}={path}"), replacing(path, temporary):
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # safetensors creates the file anew, for its owner alone
 
 
 @contextmanager
 def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> Iterator[None]:
-    """The folder `path`, which a command fills, perhaps in several calls; files of others are never deleted.
+    """The folder `path`, which a command fills, perhaps in several calls; files of others are never
+    deleted.
 
-    The block writes the `markers` first. A folder that has one of them is continued; a new one with nothing else in it
-    is removed after an exception. ConfigError: `path` cannot be written, or has files of others without `overwrite`.
+    The block writes the `markers` first. A folder that has one of them is continued; a new one with
+    nothing else in it is removed after an exception. ConfigError: `path` cannot be written, or has
+    files of others without `overwrite`.
     """
     probe = path / f".tmp-{os.getpid()}"
     with _created(probe, f"out={path}", removable=markers):
         probe.unlink()
         names = set(os.listdir(path))
         if names and names.isdisjoint(markers) and not overwrite:
-            raise ConfigError(f"out={path} holds files of something else: choose another name, or write overwrite=true")
+            what = f"out={path} holds files of something else"
+            raise ConfigError(f"{what}: choose another name, or write overwrite=true")
         yield
 
 
 @contextmanager
 def _created(
-    file: Path, setting: str, *, removable: Collection[str] = (), after: type[BaseException] = BaseException
+    file: Path,
+    setting: str,
+    *,
+    removable: Collection[str] = (),
+    after: type[BaseException] = BaseException,
 ) -> Iterator[None]:
-    """Create `file` and its folders; `after` an exception, remove the new folders that have nothing but `removable`."""
+    """Create `file` and its folders; `after` an exception, remove the new folders that have nothing
+    but `removable`.
+    """
     missing = [folder for folder in file.parents if not folder.exists()]
     try:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
         except OSError as error:
-            raise ConfigError(f"{setting} cannot be written: {error.strerror or error}; choose another place") from None
+            raise ConfigError(
+                f"{setting} cannot be written: {error.strerror or error}; choose another place"
+            ) from None
         yield
     except LockHeld:  # the folders are another run's
         raise
@@ -145,33 +182,48 @@ def _created(
 
 @contextmanager
 def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
-    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else. A refused run leaves nothing.
+    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else. A refused run leaves
+    nothing.
 
-    Raises ConfigError: the folder cannot be written to, a record in it is not a regular file, another run is writing to
-    it, or an earlier run's results are in it and `resume` does not continue that run.
+    Raises ConfigError: the folder cannot be written to, a record in it is not a regular file,
+    another run is writing to it, or an earlier run's results are in it and `resume` does not
+    continue that run.
     """
     if overwrite and continues(resume, folder):
-        raise ConfigError(f"resume={resume} continues the run in {folder}, which overwrite=true deletes: leave out one")
-    elsewhere, lock, checkpoints = "choose another hydra.run.dir=FOLDER", folder / ".lock", folder / "checkpoints"
+        what = f"resume={resume} continues the run in {folder}, which overwrite=true deletes"
+        raise ConfigError(f"{what}: leave out one")
+    lock = folder / ".lock"
+    checkpoints = folder / "checkpoints"
+    elsewhere = "choose another hydra.run.dir=FOLDER"
     removable = (lock.name, checkpoints.name, "train.log")
-    with _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError), ExitStack() as stack:
+    with (
+        _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError),
+        ExitStack() as stack,
+    ):
         try:
             stack.enter_context(lock_file(lock))
             checkpoints.mkdir(exist_ok=True)
             tempfile.TemporaryFile(dir=checkpoints).close()
         except OSError as error:
-            raise ConfigError(f"{error.filename or folder}: {error.strerror}; {elsewhere}") from None
-        results, logs = ([path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS))
+            raise ConfigError(
+                f"{error.filename or folder}: {error.strerror}; {elsewhere}"
+            ) from None
+        results, logs = (
+            [path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS)
+        )
         for path in results + logs:
-            if path.exists() and not path.is_file():  # a FIFO would block the run, a folder would fail it at its end
+            # A FIFO would block the run, a folder fail it at its end, a link lead elsewhere.
+            if path.is_symlink() or not path.is_file():
                 raise ConfigError(f"{path} is not a regular file: move it away, or {elsewhere}")
             if overwrite:
                 path.unlink()
-        if not (overwrite or continues(resume, folder)) and any(path.stat().st_size for path in results):
-            raise ConfigError(
-                f"{folder} holds the results of an earlier run, or files of the same names: continue it with "
-                f"resume=auto, {elsewhere}, or delete them with overwrite=true"
+        is_ours = overwrite or continues(resume, folder)
+        if not is_ours and any(path.stat().st_size for path in results):
+            what = f"{folder} holds the results of an earlier run, or files of the same names"
+            advice = (
+                f"continue it with resume=auto, {elsewhere}, or delete them with overwrite=true"
             )
+            raise ConfigError(f"{what}: {advice}")
         yield
 
 
@@ -183,26 +235,36 @@ def continues(resume: str | None, folder: Path) -> bool:
 
 
 def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
-    """Warn without space for the `keep` last checkpoints, the best and the next one; ConfigError without any space."""
-    free_bytes, count = shutil.disk_usage(folder).free, keep + 2
-    sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free for checkpoints of {checkpoint_bytes / 2**20:,.1f} MiB"
+    """Warn without space for the `keep` last checkpoints, the best and the next one; ConfigError
+    without any space.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    count = keep + 2
+    sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free for checkpoints of "
+    sizes += f"{checkpoint_bytes / 2**20:,.1f} MiB"
     if free_bytes < checkpoint_bytes:
         raise ConfigError(f"{sizes}: free some space, or choose another hydra.run.dir=FOLDER")
     if free_bytes < count * checkpoint_bytes:
-        log.warning("%s, of which up to %d exist at a time: free some space or lower checkpoint.keep", sizes, count)
+        advice = "free some space or lower checkpoint.keep"
+        log.warning("%s, of which up to %d exist at a time: %s", sizes, count, advice)
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 class AppendFile:
-    """An append-only file. Records that cannot be written stay in memory and are written with later ones."""
+    """An append-only file.
+
+    Records that cannot be written stay in memory and are written with later ones.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._waiting = path, list[bytes]()
 
     def append(self, record: bytes) -> None:
-        """Write `record`, which includes the terminator of the file's format (a line feed for lines)."""
+        """Write `record`, which includes the terminator of the file's format (a line feed for
+        lines).
+        """
         self._waiting.append(record)
         try:
             self.flush()
@@ -211,7 +273,10 @@ class AppendFile:
                 log.warning("%s; the records stay in memory; free some space", error)
 
     def flush(self) -> None:
-        """Write the pending records. Raises OSError if they cannot be written; they remain pending."""
+        """Write the pending records.
+
+        Raises OSError if they cannot be written; they remain pending.
+        """
         if not self._waiting:
             return
         try:
@@ -234,37 +299,41 @@ class AppendFile:
                 raise
 
 
-# --- locks ------------------------------------------------------------------------------------------------------------
-
-
-class LockHeld(ConfigError):
-    """Names the holder: `process 4711 on host since 2025-01-31 12:00:00`."""
+# --- locks ----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
-    """Hold a lock on the file `path`, which stays. It excludes other processes, not other threads of this one.
+    """Hold a lock on the file `path`, which stays. It excludes other processes, not other threads
+    of this one.
 
-    A POSIX record lock: the kernel releases it when the process that acquired it ends for any reason, and forked
-    children, which may outlive it, do not inherit it. If it is held, raise LockHeld, or with a `waiting_for` say so on
-    stderr and wait. Raises OSError if the file cannot be written or locked.
+    A POSIX record lock: the kernel releases it when the process that acquired it ends for any
+    reason, and forked children, which may outlive it, do not inherit it. If it is held, raise
+    LockHeld, or with a `waiting_for` say so on stderr and wait. Raises OSError if the file cannot
+    be written or locked.
     """
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0) as file:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with open(descriptor, "r+b", buffering=0) as file:
         holder = ""
         while True:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
-                before, holder = holder, os.pread(file.fileno(), 4096, 0).decode(errors="replace") or "another process"
+                before = holder
+                holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
             if waiting_for is None:
                 what = f"another run writes to {Path(path).parent} ({holder})"
-                raise LockHeld(f"{what}: stop it, or choose another hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER")
+                elsewhere = "hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER"
+                raise LockHeld(f"{what}: stop it, or choose another {elsewhere}")
             if holder != before:
-                print(f"waiting for {waiting_for}: locked by {holder} ({path})", file=sys.stderr, flush=True)
+                what = f"waiting for {waiting_for}: locked by {holder} ({path})"
+                print(what, file=sys.stderr, flush=True)
             time.sleep(0.2)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode())
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode()
+        )
         try:
             yield
         finally:

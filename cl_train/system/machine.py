@@ -1,4 +1,6 @@
-"""The machine: versions and hardware for `summary.json` and comparisons, memory, and the time that a device needs."""
+"""The machine: versions and hardware for `summary.json` and comparisons, memory, and the time that
+a device needs.
+"""
 
 import ctypes
 import gc
@@ -8,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
@@ -20,6 +22,7 @@ import torchvision
 from torch.profiler import ProfilerActivity, profile
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
+_SLOWED = 0x8 | 0x20 | 0x40 | 0x80  # NVML: hardware slowdown, software and hardware heat, brake
 # Parts of messages, in lower case, of errors that have no type of their own.
 _OUT_OF_MEMORY = (
     "out of memory",  # CUDA's runtime and driver, also when a CUDA graph is instantiated; NCCL
@@ -37,8 +40,15 @@ def describe_environment(device: torch.device) -> dict[str, str | None]:
     cuda, cudnn, driver = None, None, None
     if device.type == "cuda":
         cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
-        driver = _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
-    hardware = {"cuda": cuda, "cudnn": str(cudnn) if cudnn else None, "cpu": cpu_name(), "driver": driver}
+        driver = _output_of(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        )
+    hardware = {
+        "cuda": cuda,
+        "cudnn": str(cudnn) if cudnn else None,
+        "cpu": cpu_name(),
+        "driver": driver,
+    }
     return {**versions, "python": platform.python_version(), **hardware}
 
 
@@ -69,29 +79,82 @@ def cpu_name() -> str:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """The commit of this package's checkout, and whether tracked files differ; None outside a checkout."""
+    """The commit of this package's checkout, and whether tracked files differ; None outside a
+    checkout.
+    """
     git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
-    commit, changes = _output_of([*git, "rev-parse", "HEAD"]), _output_of([*git, "status", "--porcelain", "-uno"])
+    commit, changes = (
+        _output_of([*git, "rev-parse", "HEAD"]),
+        _output_of([*git, "status", "--porcelain", "-uno"]),
+    )
     return {"commit": commit, "dirty": bool(changes) if commit else None}
 
 
 def _output_of(command: list[str]) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
+def gpu_state(device: torch.device) -> dict[str, Any] | None:
+    """Clock, heat and power of a GPU now, whether heat or a brake slows it, and how many other
+    processes use it. None: it is no GPU, or nvidia-smi cannot tell, as for a part of one (MIG).
+    """
+    if device.type != "cuda":
+        return None
+    gpu = f"--id=GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', None)}"
+    names = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,clocks_throttle_reasons.active"
+    state = _output_of(["nvidia-smi", gpu, f"--query-gpu={names}", "--format=csv,noheader,nounits"])
+    pids = _output_of(["nvidia-smi", gpu, "--query-compute-apps=pid", "--format=csv,noheader"])
+    try:
+        *numbers, reasons = (state or "").split(", ")
+        clock_mhz, max_clock_mhz, temperature_c, power_w = map(float, numbers)
+        is_slowed = bool(int(reasons, 16) & _SLOWED)
+    except ValueError:
+        return None
+    return {
+        "clock_mhz": clock_mhz,
+        "max_clock_mhz": max_clock_mhz,
+        "temperature_c": temperature_c,
+        "power_w": power_w,
+        "is_slowed": is_slowed,
+        # In a container its own process has another number, or is not listed.
+        "other_processes": max(0, len((pids or "").split()) - 1),
+    }
+
+
+def problem_of_gpu(state: Mapping[str, Any] | None) -> str | None:
+    """Why a speed measured on a GPU in this state cannot be compared; None if it can."""
+    if state and state["other_processes"]:
+        return f"{state['other_processes']} other processes used the GPU"
+    if state and state["is_slowed"]:
+        return f"heat or a power brake slowed the GPU to {state['clock_mhz']:.0f} MHz"
+    return None
+
+
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU with torch's reserve; on a CPU what Linux has without swapping in a container's limit."""
+    """Free memory of a GPU with torch's reserve; on a CPU what Linux has without swapping in a
+    container's limit.
+    """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = None
-    with suppress(OSError, ValueError, IndexError):  # not Linux; no limit ("max"), or other control groups
-        free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0])
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+    with suppress(
+        OSError, ValueError, IndexError
+    ):  # not Linux; no limit ("max"), or other control groups
+        free = 1024 * int(
+            Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0]
+        )
+        limit, used = (
+            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current")
+        )
+        stat = dict(
+            line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        )
         cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
         free = max(0, min(free, limit - used + cache))
     return free
@@ -100,10 +163,12 @@ def available_bytes(device: torch.device) -> int | None:
 def peak_memory_of_step_gib(
     step: Callable[[], object], own_bytes: int, other_bytes: int, device: torch.device
 ) -> float:
-    """Peak memory in GiB of a process with only this step, after warm-up: without the workspace of autotuning.
+    """Peak memory in GiB of a process with only this step, after warm-up: without the workspace of
+    autotuning.
 
-    On a GPU the allocator's peak less `other_bytes`, the memory of other models. On a CPU `own_bytes`, the memory of
-    this model between steps, plus the peak of torch's allocations within a step (without oneDNN's scratch memory).
+    On a GPU the allocator's peak less `other_bytes`, the memory of other models. On a CPU
+    `own_bytes`, the memory of this model between steps, plus the peak of torch's allocations within
+    a step (without oneDNN's scratch memory).
     """
     if device.type == "cuda":
         wait_for(device)
@@ -111,7 +176,11 @@ def peak_memory_of_step_gib(
         step()
         wait_for(device)
         return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events: the only cycle ends here; without it torch 2.11 warns that it forgets earlier
+    # ones.
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         step()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     held = peak = 0
@@ -123,20 +192,32 @@ def peak_memory_of_step_gib(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. Only torch's own allocators raise an exception of its own; libraries have messages."""
+    """Whether memory ran out.
+
+    Only torch's own allocators raise an exception of its own; libraries have messages.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(
+        part in str(error).lower() for part in _OUT_OF_MEMORY
+    )
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """The first line of an out-of-memory error, of torch's to the GPU's free memory; no full stop at the end."""
-    reason, is_free, _ = (str(error).splitlines() or [type(error).__name__])[0].partition(" is free")
+    """The first line of an out-of-memory error, of torch's to the GPU's free memory; no full stop
+    at the end.
+    """
+    reason, is_free, _ = (str(error).splitlines() or [type(error).__name__])[0].partition(
+        " is free"
+    )
     return f"out of memory: {reason.rstrip('.')}{is_free}"
 
 
 def release_memory() -> None:
-    """Free unreferenced memory on the device, and return what `keep_freed_memory` kept. Waits for the device."""
+    """Free unreferenced memory on the device, and return what `keep_freed_memory` kept.
+
+    Waits for the device.
+    """
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -144,25 +225,36 @@ def release_memory() -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Call before training steps on a CPU: what one step frees stays mapped for the next, for the rest of the process.
+    """Call before training steps on a CPU: what one step frees stays mapped for the next, for the
+    rest of the process.
 
-    glibc returns it to the kernel, and the page faults of the next step take up to a third of its time
-    (docs/performance.md). Variables MALLOC_* of the user win; other C libraries are left as they are.
+    glibc returns it to the kernel, and the page faults of the next step take up to a third of its
+    time (docs/performance.md). Variables MALLOC_* of the user win; other C libraries are left as
+    they are.
     """
-    if device.type == "cpu" and sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+    if (
+        device.type == "cpu"
+        and sys.platform == "linux"
+        and not any(name.startswith("MALLOC_") for name in os.environ)
+    ):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
         mallopt(_M_TRIM_THRESHOLD, -1)  # never
         mallopt(_M_MMAP_MAX, 0)  # a tensor with a mapping of its own would lose it when it is freed
 
 
 def wait_for(device: torch.device) -> None:
-    """Block the host until `device` has finished all work; on a CPU, work is finished when its call returns."""
+    """Block the host until `device` has finished all work; on a CPU, work is finished when its call
+    returns.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class DeviceClock:
-    """Marks in the work of a device, and the seconds between them. A GPU reaches a mark later than the host sets it."""
+    """Marks in the work of a device, and the seconds between them.
+
+    A GPU reaches a mark later than the host sets it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
@@ -170,7 +262,9 @@ class DeviceClock:
     def mark(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # blocking: a waiting host leaves its core free
+        event = torch.cuda.Event(
+            enable_timing=True, blocking=True
+        )  # blocking: a waiting host leaves its core free
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -185,7 +279,10 @@ class DeviceClock:
 
 
 def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` consecutive calls. On a GPU the host waits once, after the last call."""
+    """Seconds of each of `steps` consecutive calls.
+
+    On a GPU the host waits once, after the last call.
+    """
     clock = DeviceClock(device)
     marks = [clock.mark()]
     for _ in range(steps):

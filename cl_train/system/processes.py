@@ -1,4 +1,6 @@
-"""Processes, without torch: variables of launchers, children, pools, the load of others, runs that signals stop."""
+"""Processes, without torch: variables of launchers, children, pools, the load of others, runs that
+signals stop.
+"""
 
 import atexit
 import ctypes
@@ -29,11 +31,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the ter
 SAVE_SIGNAL = signal.SIGUSR1
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Slurm signals torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within milliseconds are one.
+# Slurm signals torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within
+# milliseconds are one.
 _SAME_REQUEST_S = 0.5
 
 
-# --- launchers --------------------------------------------------------------------------------------------------------
+# --- launchers ------------------------------------------------------------------------------------
 
 
 class Launch(NamedTuple):
@@ -43,38 +46,60 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The variables of torchrun; None for a process without a launcher. ConfigError: some are missing or invalid."""
+    """The variables of torchrun; None for a process without a launcher. ConfigError: some are
+    missing or invalid.
+    """
     rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
-    if (rank, world_size) == (None, None) or ((rank, world_size) == ("0", "1") and "MASTER_ADDR" not in environment):
+    if (rank, world_size) == (None, None) or (
+        (rank, world_size) == ("0", "1") and "MASTER_ADDR" not in environment
+    ):
         return None
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    if all(environment.get(name, "").isdecimal() for name in numbers) and environment.get("MASTER_ADDR"):
+    if all(environment.get(name, "").isdecimal() for name in numbers) and environment.get(
+        "MASTER_ADDR"
+    ):
         launch = Launch(*(int(environment[name]) for name in numbers[:3]))
         if launch.local_rank <= launch.rank < launch.world_size:
             return launch
-    found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in (*numbers, "MASTER_ADDR"))
-    advice = "start with torchrun or srun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
+    found = ", ".join(
+        f"{name}={environment.get(name, 'unset')!r}" for name in (*numbers, "MASTER_ADDR")
+    )
+    advice = (
+        "start with torchrun or srun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train in one"
+        " process"
+    )
     raise ConfigError(f"the environment has {found}: {advice}")
 
 
 def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `srun` started this process as one of several tasks."""
-    # Of this `srun`; SLURM_NTASKS is also set where one process is started: in a shell of `salloc` and by `sbatch`.
-    return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "TORCHELASTIC_RUN_ID" not in environment
+    # Of this `srun`; SLURM_NTASKS is also set where one process is started: in a shell of `salloc`
+    # and by `sbatch`.
+    return (
+        environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        and "TORCHELASTIC_RUN_ID" not in environment
+    )
 
 
 def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
-    """In one of several tasks of `srun`, set torchrun's variables, which torch.distributed reads, unless they are set.
+    """In one of several tasks of `srun`, set torchrun's variables, which torch.distributed reads,
+    unless they are set.
 
-    By default rank 0 is on the first node of the step, and the port follows from the job and the step, so that jobs on
-    one node do not collide: 20000-29999, below Linux's ephemeral ports.
+    By default rank 0 is on the first node of the step, and the port follows from the job and the
+    step, so that jobs on one node do not collide: 20000-29999, below Linux's ephemeral ports.
     """
     if not is_srun_task(environment) or {"RANK", "WORLD_SIZE"} & environment.keys():
         return
     tasks = environment["SLURM_STEP_NUM_TASKS"]
-    job, step, node = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "NODEID"))
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
-    per_node = [count for count, repeats in counts for _ in range(int(repeats or 1))]  # 2(x3),1 is 2, 2, 2, 1
+    job, step, node = (
+        int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "NODEID")
+    )
+    counts = re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)
+    )
+    per_node = [
+        count for count, repeats in counts for _ in range(int(repeats or 1))
+    ]  # 2(x3),1 is 2, 2, 2, 1
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)  # gpu[003-007,010] of gpu[003-007,010],other1
     assert first is not None
@@ -83,28 +108,70 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
         LOCAL_RANK=environment.get("SLURM_LOCALID", ""),
         WORLD_SIZE=tasks,
         LOCAL_WORLD_SIZE=per_node[min(node, len(per_node) - 1)],
-        MASTER_ADDR=environment.get("MASTER_ADDR") or re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]),  # gpu003
+        MASTER_ADDR=environment.get("MASTER_ADDR")
+        or re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]),  # gpu003
         MASTER_PORT=environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
     )
 
 
+_is_bound = False  # `bind_to_cores` gave this process its own cores
+
+
 def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The CPU cores for one process: the usable ones, divided by the ranks on this machine unless `srun` did it."""
+    """The CPU cores for one process: the usable ones, divided by the ranks on this machine unless
+    `bind_to_cores` or `srun` did it.
+    """
     cores = len(_usable_cores()) or os.cpu_count() or 1
-    if is_srun_task(environment) and "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", ""):
+    if _is_bound or (
+        is_srun_task(environment) and "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", "")
+    ):
         return cores
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", world_size)))
 
 
+def bind_to_cores(environment: Mapping[str, str] = os.environ) -> None:
+    """Binds this process to its share of the cores of a machine that runs several ranks.
+
+    Shares are neighbouring cores, socket by socket: with one rank per socket, threads and memory of
+    a rank stay on its socket. Call it before torch starts threads. `srun` binds its tasks itself.
+    """
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", 1))
+    cores = sorted(_usable_cores(), key=_position_of_core)
+    if ranks == 1 or len(cores) < ranks or is_srun_task(environment):
+        return
+
+    global _is_bound
+    _is_bound = True
+    share = len(cores) // ranks
+    first = int(environment.get("LOCAL_RANK", 0)) * share
+    os.sched_setaffinity(0, cores[first : first + share])
+
+
+def _position_of_core(core: int) -> tuple[int, int, int]:
+    """Returns the socket, the physical core and the number: hyperthreads become neighbours."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        socket = int((topology / "physical_package_id").read_text())
+        return socket, int((topology / "core_id").read_text()), core
+    except OSError:  # hidden in some containers
+        return 0, core, core
+
+
 def _usable_cores() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # unknown on macOS
+    return (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    )  # unknown on macOS
 
 
-# --- children ---------------------------------------------------------------------------------------------------------
+# --- children -------------------------------------------------------------------------------------
 
 
-def end_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Call in a child: it receives `signum` when its parent has ended (on Linux by the kernel, else by a thread)."""
+def end_with_parent(signum: int = signal.SIGKILL, *, by_kernel: bool = True) -> None:
+    """Call in a child: it receives `signum` when its parent has ended.
+
+    Linux sends it, when the thread ends that started the child; elsewhere, and without `by_kernel`
+    (for another thread than the main one), a thread of the child watches the parent.
+    """
     parent_pid = getattr(multiprocessing.parent_process(), "pid", os.getppid())
 
     def watch() -> None:
@@ -112,7 +179,7 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
             time.sleep(0.5)
         os.kill(os.getpid(), signum)
 
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not by_kernel:
         threading.Thread(target=watch, name="parent", daemon=True).start()
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
@@ -121,7 +188,9 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Call in any process: a rank of torchrun receives SIGTERM when its agent has ended; ConfigError if it has."""
+    """Call in any process: a rank of torchrun receives SIGTERM when its agent has ended;
+    ConfigError if it has.
+    """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host and port.isdecimal():
         end_with_parent(signal.SIGTERM)
@@ -132,22 +201,41 @@ def end_with_torchrun() -> None:
 
 
 def map_in_processes(
-    function: Callable[[Item], Result], items: Sequence[Item], workers: int | None, *, description: str, unit: str
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    workers: int | None,
+    *,
+    description: str,
+    unit: str,
 ) -> Iterator[Result]:
-    """`function` of each item, in order, in `workers` forked processes (None: as many as cores), with a progress bar.
+    """`function` of each item, in order, in `workers` forked processes (None: as many as cores),
+    with a progress bar.
 
-    One worker is this process. Raises RuntimeError, which names the item, if a process died, as for lack of memory.
+    One worker is this process. Raises RuntimeError, which names the item, if a process died, as for
+    lack of memory.
     """
     from tqdm import tqdm
 
-    count, fork = min(workers or len(_usable_cores()), len(items)), multiprocessing.get_context("fork")
+    count, fork = (
+        min(workers or len(_usable_cores()), len(items)),
+        multiprocessing.get_context("fork"),
+    )
     pool = ProcessPoolExecutor(count, fork, initializer=_start_worker) if count > 1 else None
-    chunk = min(32, 1 + len(items) // (100 * max(1, count)))  # many small items are sent to a process at once
+    chunk = min(
+        32, 1 + len(items) // (100 * max(1, count))
+    )  # many small items are sent to a process at once
     seconds = 0.1 if sys.stderr.isatty() else 30.0
-    with tqdm(desc=description, total=len(items), unit=unit, mininterval=seconds) as bar, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork of a threaded process; the workers start no threads
+    with (
+        tqdm(desc=description, total=len(items), unit=unit, mininterval=seconds) as bar,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # fork of a threaded process; the workers start no threads
         try:
-            for result in pool.map(function, items, chunksize=chunk) if pool else map(function, items):
+            for result in (
+                pool.map(function, items, chunksize=chunk) if pool else map(function, items)
+            ):
                 yield result
                 bar.update()
         except BrokenExecutor:
@@ -160,20 +248,28 @@ def map_in_processes(
 
 def _start_worker() -> None:
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends the workers
-    if torch := sys.modules.get("torch"):  # importing it takes seconds, and some tasks do not need it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole process group; the parent ends the workers
+    if torch := sys.modules.get(
+        "torch"
+    ):  # importing it takes seconds, and some tasks do not need it
         torch.set_num_threads(1)
 
 
 class MachineLoad:
-    """The load on this process's cores, from construction on, except its own and its descendants' work."""
+    """The load on this process's cores, from construction on, except its own and its descendants'
+    work.
+    """
 
     def __init__(self) -> None:
         self._cores = {f"cpu{core}" for core in _usable_cores()}
         self._before = self._clocks()
 
     def others_pct(self) -> float | None:
-        """Percent of the cores' time that other processes and other guests of the hypervisor used; None if unknown."""
+        """Percent of the cores' time that other processes and other guests of the hypervisor used;
+        None if unknown.
+        """
         before, now = self._before, self._clocks()
         if before is None or now is None:
             return None
@@ -181,25 +277,37 @@ class MachineLoad:
         return max(0.0, 100 * (busy_s - own_s) / (max(elapsed_s, 1e-9) * len(self._cores)))
 
     def _clocks(self) -> tuple[float, float, float] | None:
-        """Seconds: now, in which the cores were not idle, and of this process's own work; None except on Linux."""
+        """Seconds: now, in which the cores were not idle, and of this process's own work; None
+        except on Linux.
+        """
         try:
-            rows = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
+            rows = [
+                line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()
+            ]
         except OSError:
             return None
         # columns: name user nice system idle iowait irq softirq steal
-        ticks = sum(sum(map(int, row[1:9])) - int(row[4]) - int(row[5]) for row in rows if row[0] in self._cores)
+        ticks = sum(
+            sum(map(int, row[1:9])) - int(row[4]) - int(row[5])
+            for row in rows
+            if row[0] in self._cores
+        )
         return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own_cpu_s()
 
 
 def own_cpu_s() -> float:
-    """CPU seconds of this process, its descendants and the children it has waited for; under torchrun of all ranks."""
+    """CPU seconds of this process, its descendants and the children it has waited for; under
+    torchrun of all ranks.
+    """
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             fields = entry.read_text(errors="replace").rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-            ticks[int(entry.parent.name)] = sum(map(int, fields[11:15]))  # own and waited children's utime and stime
+            ticks[int(entry.parent.name)] = sum(
+                map(int, fields[11:15])
+            )  # own and waited children's utime and stime
     total, pending = 0, [os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()]
     while pending:
         pid = pending.pop()
@@ -208,17 +316,24 @@ def own_cpu_s() -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-# --- signals ----------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 _active: "StopRequest | None" = None
 
 
-class StopRequest:
-    """Context manager for the main thread: SIGTERM, SIGINT and SIGHUP set `stop`, SIGUSR1 sets `save_requested`.
+def handles_signals() -> bool:
+    """Python runs handlers of signals in the main thread only."""
+    return threading.current_thread() is threading.main_thread()
 
-    The loop reads them between two optimizer steps, where the state is consistent. A second signal n that requests a
-    stop exits at once with 128 + n and saves nothing: SIGINT at any time, SIGTERM and SIGHUP from half a second after
-    the first. Without `ends_process` (a notebook) a second SIGINT raises KeyboardInterrupt instead.
+
+class StopRequest:
+    """Context manager: SIGTERM, SIGINT and SIGHUP set `stop`, SIGUSR1 sets `save_requested`. In
+    another thread than the main one, where Python handles no signals, neither is ever set.
+
+    The loop reads them between two optimizer steps, where the state is consistent. A second signal
+    n that requests a stop exits at once with 128 + n and saves nothing: SIGINT at any time, SIGTERM
+    and SIGHUP from half a second after the first. Without `ends_process` (a notebook) a second
+    SIGINT raises KeyboardInterrupt instead.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
@@ -236,8 +351,12 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         global _active
+        if not handles_signals():
+            return self
         assert _active is None, "one StopRequest at a time"
-        self._previous = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, SAVE_SIGNAL)}
+        self._previous = {
+            signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, SAVE_SIGNAL)
+        }
         for signum, previous in self._previous.items():
             if signum != signal.SIGHUP or previous != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(signum, self._handle)
@@ -251,13 +370,14 @@ class StopRequest:
 
     def __exit__(self, *exception: object) -> None:
         global _active
-        if _active is not self:  # in a forked child
+        if _active is not self:  # in a forked child, or another thread
             return
         _active = None
         signal.set_wakeup_fd(self._previous_fd)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        # shutdown ends the thread's recv; close alone would not, while a forked worker has a copy of the descriptor.
+        # shutdown ends the thread's recv; close alone would not, while a forked worker has a copy
+        # of the descriptor.
         self._writer.shutdown(socket.SHUT_RDWR)
         self._writer.close()
         self._thread.join()
@@ -269,8 +389,10 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
-        """In a thread: a handler runs only between two bytecodes of the main thread, which may never return from a
-        collective. Python writes the signals that have a handler to the wake-up descriptor."""
+        """In a thread: a handler runs only between two bytecodes of the main thread, which may
+        never return from a collective. Python writes the signals that have a handler to the wake-up
+        descriptor.
+        """
         while received := self._reader.recv(64):
             for signum in received:
                 if signum == SAVE_SIGNAL:
@@ -283,14 +405,22 @@ class StopRequest:
         if self.stop is None:
             self.stop, self._stopped_at = signum, now
             if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\nstopping: the run is saved after this step; Ctrl-C again exits without saving\n")
-        elif self._ends_process and (signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S):
+                os.write(
+                    2,
+                    b"\nstopping: the run is saved after this step; Ctrl-C again exits without"
+                    b" saving\n",
+                )
+        elif self._ends_process and (
+            signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S
+        ):
             os.write(2, f"second {signal.Signals(signum).name}: exiting without saving\n".encode())
             os._exit(128 + signum)
 
 
 def _reset_in_child() -> None:
-    """SIGTERM ends a forked child (loader workers ignore it); Ctrl-C and SIGUSR1 are left to the parent."""
+    """SIGTERM ends a forked child (loader workers ignore it); Ctrl-C and SIGUSR1 are left to the
+    parent.
+    """
     global _active
     if _active is not None:
         _active = None
@@ -304,10 +434,14 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def exit_without_teardown(code: int) -> NoReturn:
-    """Exit after `atexit`'s functions without the interpreter's teardown: freeing torch's modules takes 1-3 seconds."""
+    """Exit after `atexit`'s functions without the interpreter's teardown: freeing torch's modules
+    takes 1-3 seconds.
+    """
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None: closed by the caller
+            with suppress(OSError):
+                stream.flush()
     os._exit(code)

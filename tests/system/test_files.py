@@ -1,4 +1,6 @@
-"""Outputs that replace nothing unasked and leave nothing half; records and a full disk; locks; one run per folder."""
+"""Outputs that replace nothing unasked and leave nothing half; records and a full disk; locks; one
+run per folder.
+"""
 
 import os
 import re
@@ -14,7 +16,14 @@ import pytest
 
 from cl_train.config.schema import ConfigError
 from cl_train.system import files
-from cl_train.system.files import AppendFile, check_space, claimed_folder, lock_file, output_file, output_folder
+from cl_train.system.files import (
+    AppendFile,
+    check_space,
+    claimed_folder,
+    lock_file,
+    output_file,
+    output_folder,
+)
 
 
 def test_refused_records_are_reported_once_and_written_later_in_order(
@@ -33,12 +42,15 @@ def test_refused_records_are_reported_once_and_written_later_in_order(
     assert path.read_bytes() == b"1\n2\n3\n"
 
 
-# --- outputs of commands ----------------------------------------------------------------------------------------------
+# --- outputs of commands --------------------------------------------------------------------------
 
 
 def tree(folder: Path) -> dict[str, str | None]:
     """Every path below `folder`, with the text of the files."""
-    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else None for p in folder.rglob("*")}
+    return {
+        str(p.relative_to(folder)): p.read_text() if p.is_file() else None
+        for p in folder.rglob("*")
+    }
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -53,18 +65,33 @@ def test_an_output_file_appears_whole_or_not_at_all(exists: bool, tmp_path: Path
     with output_file(path, overwrite=exists) as file:
         assert file.suffix == ".pt2" and file.parent == path.parent, "writers look at the suffix"
         file.write_text("new")
+        file.chmod(0o600)  # as safetensors does
+    (tmp_path / "usual").touch()
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    (tmp_path / "usual").unlink()
     folders = dict.fromkeys([] if exists else ["a", "a/b"])
     assert tree(tmp_path) == {**before, **folders, str(path.relative_to(tmp_path)): "new"}
 
 
-@pytest.mark.parametrize("name", ["file", "link", "folder", "file/below", "/proc/x", "new/" + "x" * 300])
-def test_an_output_file_is_refused_before_the_work(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "overwrite"),
+    [
+        (name, False)
+        for name in ("file", "link", "folder", "file/below", "/proc/x", "n/" + "x" * 300)
+    ]
+    + [(name, True) for name in ("link", "linked", "folder", "fifo", "/dev/full", "/dev/stdout")],
+)
+def test_an_output_file_is_refused_before_the_work(
+    name: str, overwrite: bool, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "linked").symlink_to("file")
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
     before = tree(tmp_path)
     with pytest.raises(ConfigError, match=r"out=.*(overwrite=true|choose another|name a file)"):
-        output_file(tmp_path / name, overwrite=False).__enter__()
+        output_file(tmp_path / name, overwrite=overwrite).__enter__()
     assert tree(tmp_path) == before
 
 
@@ -89,13 +116,19 @@ def test_an_output_folder_is_ones_own(tmp_path: Path) -> None:
 
 
 def test_names_stay_inside_the_folder() -> None:
-    names = {"a=true,b=1": "a=true,b=1", "../../etc": "_.._etc", "/abs": "_abs", "": "_", "ü b\nc\0": "_b_c_"}
+    names = {
+        "a=true,b=1": "a=true,b=1",
+        "../../etc": "_.._etc",
+        "/abs": "_abs",
+        "": "_",
+        "ü b\nc\0": "_b_c_",
+    }
     assert {text: files.safe_name(text) for text in names} == names
     first, second = files.safe_name("x" * 300 + "1"), files.safe_name("x" * 300 + "2")
     assert len(first) == len(second) == 100 and first != second
 
 
-# --- locks and the run folder -----------------------------------------------------------------------------------------
+# --- locks and the run folder ---------------------------------------------------------------------
 
 HOLD = """
 import os, sys, time
@@ -111,7 +144,9 @@ with lock_file(sys.argv[1]):
 def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits says for whom; a second run is refused; a forked worker of the killed process holds nothing."""
+    """Who waits says for whom; a second run is refused; a forked worker of the killed process holds
+    nothing.
+    """
     path, pauses = tmp_path / ".lock", []
     command = [sys.executable, "-c", HOLD, str(path)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -125,7 +160,9 @@ def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
 
     monkeypatch.setattr(files, "time", SimpleNamespace(sleep=end_the_holder))
     try:
-        with pytest.raises(ConfigError, match=rf"another run.*process {first.pid} on .*hydra\.run\.dir"):
+        with pytest.raises(
+            ConfigError, match=rf"another run.*process {first.pid} on .*hydra\.run\.dir"
+        ):
             claimed_folder(tmp_path, resume=None, overwrite=False).__enter__()
         with lock_file(path, waiting_for="the sample data"):
             os.killpg(first.pid, 0)  # the forked worker still lives
@@ -133,7 +170,9 @@ def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.communicate()
-    assert re.fullmatch(rf"waiting for the sample data: .*process {first.pid} .*{path}.*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"waiting for the sample data: .*process {first.pid} .*{path}.*\n", capsys.readouterr().err
+    )
     with claimed_folder(tmp_path, resume=None, overwrite=False):
         pass
     assert path.read_bytes() == b""
@@ -157,11 +196,19 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path: Pa
         assert set(tree(tmp_path)) == left
 
 
-OWN = ["config.yaml", "summary.json", "metrics.jsonl", "checkpoints/best.pt", "checkpoints/step-00000003.pt"]
+OWN = [
+    "config.yaml",
+    "summary.json",
+    "metrics.jsonl",
+    "checkpoints/best.pt",
+    "checkpoints/step-00000003.pt",
+]
 
 
 @pytest.mark.parametrize("name", [*OWN, "train.log"])
-def test_files_of_somebody_are_replaced_only_on_request_and_records_are_files(name: str, tmp_path: Path) -> None:
+def test_files_of_somebody_are_replaced_only_on_request_and_records_are_files(
+    name: str, tmp_path: Path
+) -> None:
     own, other = tmp_path / name, tmp_path / "checkpoints/my.pt"
     other.parent.mkdir()
     other.write_text("precious")
@@ -172,12 +219,17 @@ def test_files_of_somebody_are_replaced_only_on_request_and_records_are_files(na
     assert own.read_text() == "own"
     with claimed_folder(tmp_path, resume=None, overwrite=True):
         assert other.read_text() == "precious" and not own.exists()
-    os.mkfifo(own)
-    with pytest.raises(ConfigError, match=name):
-        claimed_folder(tmp_path, resume="auto", overwrite=False).__enter__()
+    (tmp_path / "foreign").write_text("precious")
+    for make in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "foreign")):
+        make(own)
+        with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
+            claimed_folder(tmp_path, resume="auto", overwrite=False).__enter__()
+        own.unlink()
 
 
-def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     check_space(tmp_path, 1000, 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
     check_space(tmp_path, 2_500, 2)

@@ -8,7 +8,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.system.machine import available_bytes, keep_freed_memory, peak_memory_of_step_gib, release_memory
+from cl_train.system.machine import (
+    available_bytes,
+    keep_freed_memory,
+    peak_memory_of_step_gib,
+    release_memory,
+)
 from cl_train.system.processes import MachineLoad, own_cpu_s
 from tests.processes import fields_of, wait_until
 
@@ -50,10 +55,14 @@ def test_free_memory_and_the_peak_of_a_known_allocation() -> None:
 def test_freed_memory_is_kept_without_page_faults_until_it_is_released() -> None:
     def page_faults() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(25_600, 1024)  # 100 MiB, of which glibc would map each tensor anew: 25,600 pages of 4 KiB
+        torch.ones(
+            25_600, 1024
+        )  # 100 MiB, of which glibc would map each tensor anew: 25,600 pages of 4 KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     keep_freed_memory(CPU)
-    assert any(page_faults() < 1000 for _ in range(20))  # small tensors may take the place of the first ones
+    assert any(
+        page_faults() < 1000 for _ in range(20)
+    )  # small tensors may take the place of the first ones
     release_memory()
     assert page_faults() > 10_000

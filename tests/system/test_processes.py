@@ -1,4 +1,6 @@
-"""A killed parent leaves no child; signals set flags, a second one leaves. Real processes and signals throughout."""
+"""A killed parent leaves no child; signals set flags, a second one leaves. Real processes and
+signals throughout.
+"""
 
 import os
 import signal
@@ -16,7 +18,8 @@ CHILDREN = """
 import os, sys, time
 from cl_train.system.processes import end_with_parent, end_with_torchrun
 if sys.argv[1:]:  # a rank
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = sys.argv[1]
     sys.exit(end_with_torchrun())
 if os.fork() == 0:
     end_with_parent()
@@ -35,12 +38,15 @@ def test_children_end_with_a_killed_parent_and_ranks_with_their_torchrun() -> No
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         rank = [sys.executable, "-c", CHILDREN, str(server.getsockname()[1])]
-        assert "torchrun does not respond" in subprocess.run(rank, capture_output=True, text=True).stderr
+        assert (
+            "torchrun does not respond"
+            in subprocess.run(rank, capture_output=True, text=True).stderr
+        )
         server.listen()
         assert subprocess.run(rank).returncode == 0
 
 
-# --- signals ----------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 POLITE = """
 import signal, sys, time
@@ -60,12 +66,16 @@ sys.exit(128 + request.stop)
 
 def start(same_request_s: float = 0.05, script: str = POLITE) -> subprocess.Popen[str]:
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    process = subprocess.Popen([sys.executable, "-c", script, str(same_request_s)], text=True, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(same_request_s)], text=True, **pipes
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_one_signal_stops_politely_and_a_second_one_at_once(signum: int, code: int) -> None:
     """SIGUSR1 asks for one save, and the program goes on."""
     process = start()
@@ -86,7 +96,7 @@ import ctypes, signal
 from cl_train.system.processes import StopRequest
 with StopRequest():
     print("ready", flush=True)
-    # Signals now go to another thread, so that nothing interrupts the call: as in a hung collective.
+    # Signals now go to another thread, so that nothing interrupts the call, as in a collective.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     ctypes.CDLL(None).sleep(10_000)
 """
@@ -101,8 +111,10 @@ def test_a_second_signal_leaves_even_when_the_main_thread_is_stuck_in_c() -> Non
     assert process.returncode == 130
 
 
-def test_two_sigterms_within_milliseconds_are_one_and_a_closed_terminal_is_ignored_under_nohup() -> None:
-    process = start(10_000, "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + POLITE)
+def test_two_sigterms_at_once_are_one_and_a_closed_terminal_is_ignored_under_nohup() -> None:
+    process = start(
+        10_000, "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + POLITE
+    )
     for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
         send_and_wait(process.pid, signum)
     output, errors = process.communicate(timeout=LIMIT_S)
@@ -122,7 +134,9 @@ def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> No
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-        os.kill(os.getpid(), signal.SIGUSR1)  # comes after what the child would have written to the shared socket
+        os.kill(
+            os.getpid(), signal.SIGUSR1
+        )  # comes after what the child would have written to the shared socket
         wait_until(lambda: request.save_requested)
         assert request.stop is None and not request.save_requested
     assert [signal.getsignal(signum) for signum in signals] == before

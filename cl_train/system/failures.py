@@ -1,0 +1,65 @@
+"""Failures of the user's code explained in one line: the message, the line of that code, a
+remedy.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from cl_train.config.schema import ConfigError
+from cl_train.system.machine import is_out_of_memory
+
+TORCH = f"{Path(torch.__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+
+
+@contextmanager
+def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Iterator[None]:
+    """Turn an exception of a model, the user's code, into a ConfigError; one of memory only with
+    `memory_too`.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error) and not memory_too:
+            raise
+        raise ConfigError(f"{what}: {explain_failure(error)}; {remedy}") from error
+
+
+def explain_failure(error: BaseException) -> str:
+    """One line about an exception raised while a model ran: its message, the line of the model's
+    code, a remedy.
+    """
+    if isinstance(error, ConfigError):
+        return str(error)
+    message = " ".join(str(error).split())[:600]
+    where = ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((TORCH, _PACKAGE)):
+            where = f" at {short_path(frame.filename)}:{frame.lineno} `{frame.line}`"
+            break
+    if "view size is not compatible" in str(error):
+        return (
+            f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape"
+            " instead of .view"
+        )
+    if is_out_of_memory(error):
+        return f"out of memory{where}: use a smaller batch or image size"
+    return (
+        f"{type(error).__name__}{where}: {message}" if message else f"{type(error).__name__}{where}"
+    )
+
+
+def short_path(path: str) -> str:
+    """A source file relative to site-packages or to the current folder."""
+    _, found, tail = path.rpartition("site-packages/")
+    if found:
+        return tail
+    return (
+        str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
+    )

@@ -1,0 +1,239 @@
+"""What a run leaves in its folder, without torch: the one definition of `metrics.jsonl` and
+`summary.json`.
+
+Training makes `Window`s and a `Summary` and writes them; sweeps, `RunResult` and benchmarks read
+them back. Which windows count, and the speed of a run, are decided here and nowhere else.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
+Record = dict[str, Any]  # a line of metrics.jsonl: of a window, kind "train", or of an evaluation
+
+
+@dataclass(frozen=True)
+class Window:
+    """The training between two log lines, over all ranks; a record of kind "train".
+
+    What older records lack has a default.
+    """
+
+    step: int  # the last one of the window
+    time: float  # Unix time at which it was logged, seconds
+    images_per_s: float
+    data_wait_pct: float  # share of the time in which the device had no batch
+    epoch: int = 0
+    lr: float | None = None
+    loss: float = math.nan  # the mean; NaN and Inf are null in the file
+    top1: float | None = None  # percent
+    top5: float | None = None
+    image_size: int | None = None  # pixels
+    images: int = 0
+    seconds: float = 0.0  # without pauses, such as for a checkpoint
+    step_ms: float = math.nan
+    warmup: bool = False
+    loss_scale: float | None = None
+    skipped_steps: int = 0  # since the run began
+    skipped_images: int = 0
+    peak_memory_gib: float = 0.0
+    # What a resumed run may change; a comparison refuses runs in which it changed.
+    memory_format: str | None = None
+    precision: str | None = None
+    world_size: int | None = None
+    device_name: str | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """Raises ValueError: the record is not that of a window."""
+        names = [item.name for item in fields(cls) if record.get(item.name) is not None]
+        try:
+            window = cls(**{name: record[name] for name in names})
+            is_valid = 0 < window.images_per_s < math.inf and window.step > 0 and window.time > 0
+            is_valid = (
+                is_valid and window.data_wait_pct >= 0 and isinstance(window.loss, float | int)
+            )
+        except TypeError:
+            is_valid = False
+        if not is_valid:
+            raise ValueError(f"step {record.get('step')!r:.20} is not a window of training")
+        return window
+
+    def to_record(self) -> Record:
+        return {"kind": "train", **finite_or_null(asdict(self))}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`summary.json`: percent is 0-100, what is absent is null. Speeds as in `speed`."""
+
+    status: str  # completed, interrupted or failed
+    command: str
+    model: str
+    seed: int
+    conversion: str
+    compile: bool
+    cuda_graph: bool
+    epochs: int
+    memory_format: str
+    precision: str
+    world_size: int
+    global_batch_size: int
+    channels_last_requested: str
+    device: str
+    device_name: str
+    image_size: int
+    data: str
+    workers: int
+    environment: dict[str, str | None]
+    started: str  # of this process; ISO 8601
+    git: dict[str, Any]
+    steps: int
+    images_seen: int
+    images_per_s: dict[str, Any]
+    step_ms: dict[str, float] | None
+    data_wait_pct: float | None
+    utilisation: dict[str, Any] | None
+    peak_memory_gib: float
+    train: dict[str, float | None]
+    val: dict[str, Any] | None
+    amp: dict[str, Any]
+    others_pct: float | None  # CPU time that other processes took; null: unknown
+    skipped_images: int
+    best: dict[str, Any] | None
+    ended: str
+    seconds: float  # of this process
+    val_average: dict[str, Any] | None = None  # of the EMA
+    resumed_with: list[str] | None = None  # settings that an earlier process had otherwise
+    why: str | None = None  # of a run that failed
+    reserved_memory_gib: float | None = (
+        None  # of a GPU, by torch's allocator; with CUDA graphs more
+    )
+    first_step_s: float | None = None  # until its end, of this process: selecting, compiling
+    gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end; null: unknown, or a CPU
+    schema_version: int = 1
+
+
+def read_records(folder: Path) -> tuple[list[Record], list[int]]:
+    """The records of metrics.jsonl, and the numbers of the lines that cannot be read, but for the
+    last one, which a killed process leaves incomplete. Without a file there are none.
+
+    Raises OSError, UnicodeDecodeError.
+    """
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").rstrip().splitlines() if path.is_file() else []
+    records, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            damaged += [number] if number < len(lines) else []
+            continue
+        records.append({"kind": "train"} | record)
+    return records, damaged
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The content of summary.json; empty without one. Raises OSError, ValueError."""
+    path = folder / SUMMARY
+    if not path.is_file():
+        return {}
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(summary, dict):
+        raise ValueError("not a JSON object")
+    return summary
+
+
+def windows_of(records: Sequence[Record]) -> list[Window]:
+    """Raises ValueError: a record of training is not that of a window."""
+    return [Window.of(record) for record in records if record["kind"] == "train"]
+
+
+def after_warmup(windows: Sequence[Window]) -> list[Window]:
+    """The windows after warm-up, or all if there are no others."""
+    return [window for window in windows if not window.warmup] or list(windows)
+
+
+def windows_that_count(windows: Sequence[Window]) -> list[Window]:
+    """Those that make the speed of a run: after warm-up, with the image size of the last one."""
+    measured = after_warmup(windows)
+    return [window for window in measured if window.image_size == measured[-1].image_size]
+
+
+def speed(windows: Sequence[Window]) -> dict[str, Any]:
+    """The part of a `Summary` on throughput and step time, over `windows_that_count`; nulls without
+    a window. `loader` is always null: `cl-train loader_benchmark` measures it.
+    """
+    speeds: dict[str, Any] = {"end_to_end": None, "compute": None, "loader": None}
+    if not windows:
+        return {"images_per_s": speeds, "step_ms": None, "data_wait_pct": None}
+    by_size: dict[int | None, list[float]] = {}
+    for window in after_warmup(windows):
+        by_size.setdefault(window.image_size, []).append(window.images_per_s)
+    if len(by_size) > 1:
+        sizes = sorted(by_size, key=lambda size: size or 0)
+        speeds["by_image_size"] = {str(n): round(statistics.median(by_size[n]), 2) for n in sizes}
+
+    counted = windows_that_count(windows)
+    images_per_s = spread([window.images_per_s for window in counted])
+    speeds["end_to_end"] = {name: round(value, 2) for name, value in images_per_s.items()}
+    step_ms = spread([window.step_ms for window in counted])
+    seconds = [window.seconds for window in counted]
+    wait_pct = statistics.fmean([window.data_wait_pct for window in counted], weights=seconds)
+    return {
+        "image_size": counted[-1].image_size,
+        "images_per_s": speeds,
+        "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
+        "data_wait_pct": round(wait_pct, 2),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 5th and 95th percentile (linear interpolation) of at least one window's value, and
+    the number of windows.
+    """
+    percentiles = list(values)
+    if len(values) > 1:
+        percentiles = statistics.quantiles(values, n=20, method="inclusive")
+    return {
+        "median": statistics.median(values),
+        "p5": percentiles[0],
+        "p95": percentiles[-1],
+        "windows": len(values),
+    }
+
+
+def finite_or_null(value: Any) -> Any:
+    """JSON has no NaN or Infinity: they become null."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What `cl_train.train` returns."""
+
+    folder: Path
+    summary: dict[str, Any]  # the content of summary.json
+    exit_code: int  # 0, or 128 + n if signal n stopped the run
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of metrics.jsonl: a window per log line, and the evaluations."""
+        return read_records(self.folder)[0]
+
+    @property
+    def top1(self) -> float | None:
+        """Percent of the validation images; None without an evaluation."""
+        return (self.summary["val"] or {}).get("top1")
+
+    @property
+    def images_per_s(self) -> float | None:
+        """The median over the windows that count, with loading; None if nothing was trained."""
+        return (self.summary["images_per_s"]["end_to_end"] or {}).get("median")

@@ -1,0 +1,28 @@
+"""Rows of records as a table of text."""
+
+from typing import Any
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Rows with equal keys as a Markdown table with aligned columns; empty for no rows."""
+    if not rows:
+        return ""
+
+    def cell(value: object) -> str:
+        text = "" if value is None else str(value)
+        if isinstance(value, float):
+            text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # not 1.23e+03
+        if isinstance(value, tuple):
+            text = f"[{', '.join(map(cell, value))}]"
+        return text.replace("|", "\\|").replace("\n", " ")
+
+    lines = [
+        list(rows[0]),
+        ["---"] * len(rows[0]),
+        *([cell(value) for value in row.values()] for row in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(text.ljust(width) for text, width in zip(line, widths, strict=True))} |"
+        for line in lines
+    )

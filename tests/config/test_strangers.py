@@ -1,0 +1,217 @@
+"""What a run left is data: a stranger's run, sweep, checkpoint and weights name code, and no
+command runs it. Where a command needs the code, it prints the word to repeat.
+"""
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+import cl_train
+from cl_train.cli import main
+from cl_train.config.command_line import CommandLine, check_command_line, compose
+from cl_train.errors import ConfigError
+from cl_train.models.files import ModelCard, SavedModel, write_weights
+from cl_train.sweeps.plan import Job
+from cl_train.system import checkpoints
+
+NAMES = {
+    "model": "evil:f",
+    "loss": "evil:f",
+    "metrics": "evil:f",
+    "log_to": ["evil:f"],
+    "data": {"dataset": "evil:f"},
+}
+TINY = "data=synthetic data.synthetic_images=4 data.synthetic_classes=2 data.image_size=32"
+TINY += " batch_size=2 max_steps=1 device=cpu precision=fp32 log_to=[] checkpoint.background=false"
+ALL = "model=evil:f loss=evil:f metrics=evil:f log_to=[evil:f] data.dataset=evil:f"
+# what is planted; the command; the words that it must print ("": it does not need the code)
+TABLE = [
+    ("run", "train config=RUN", ALL),
+    ("run", "train config=RUN seed=1 epochs=2", ALL),
+    ("run", "train config=RUN model=resnet18", ALL.removeprefix("model=evil:f ")),
+    ("run", "train -m config=RUN seed=0,1", ALL),
+    ("run", "train --cfg job config=RUN", ALL),
+    ("run", "train evaluate_only=true resume=RUN", ALL),
+    ("run", "train evaluate_only=true resume=RUN/checkpoints", ALL),
+    ("run", "train evaluate_only=true resume=RUN/checkpoints/best.pt", ALL),
+    ("run", "train evaluate_only=true resume=auto hydra.run.dir=RUN", ALL),
+    ("run", "compare RUN RUN", ""),
+    ("sweep", "train -m resume_sweep=SWEEP", ALL.removesuffix(" data.dataset=evil:f")),
+    ("sweep", "train -m resume_sweep=SWEEP model=other:f", "model=evil:f"),
+    ("sweep model", "train -m resume_sweep=SWEEP", "model=evil:f"),
+    ("sweep loss", "train -m resume_sweep=SWEEP", "loss=evil:f"),
+    ("sweep metrics", "train -m resume_sweep=SWEEP", "metrics=evil:f"),
+    ("sweep log_to", "train -m resume_sweep=SWEEP", "log_to=[evil:f]"),
+    ("sweep dataset", "train -m resume_sweep=SWEEP", "data.dataset=evil:f"),
+    ("sweep recipe", "train -m resume_sweep=SWEEP", "loss=evil:f"),
+    ("sweep file", "train -m resume_sweep=SWEEP", "loss=evil:f"),
+    ("sweep", "compare SWEEP", ""),
+    ("checkpoint", f"train resume=RUN {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
+    ("checkpoint", f"train resume=RUN/checkpoints/best.pt {TINY} hydra.run.dir=new", ""),
+    ("checkpoint", f"train weights=RUN {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
+    ("checkpoint", f"train evaluate_only=true resume=RUN/checkpoints/best.pt {TINY}", ""),
+    ("checkpoint", "predict weights=RUN data.root=images out=x.csv", "model=evil:f"),
+    (
+        "checkpoint",
+        "predict weights=RUN/checkpoints/best.pt data.root=images out=x.csv",
+        "model=evil:f",
+    ),
+    ("checkpoint", "convert RUN out=x.pth", "model=evil:f"),
+    ("checkpoint", "convert RUN out=x.onnx input=1,3,32,32", "model=evil:f"),
+    ("checkpoint", "audit weights=RUN model=squeezenet1_1 data.image_size=32 batch_size=2", ""),
+    ("checkpoint", "load_model RUN", "model=evil:f"),
+    *(
+        (kind, command.replace("FILE", f"w{kind}"), word)
+        for kind in (".pth", ".safetensors")
+        for command, word in (
+            (f"train weights=FILE {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
+            ("predict weights=FILE data.root=images out=x.csv", "model=evil:f"),
+            ("convert FILE out=x.pth", "model=evil:f"),
+            ("convert FILE out=x.pt2 input=1,3,32,32", "model=evil:f"),
+            ("load_model FILE", "model=evil:f"),
+        )
+    ),
+]
+JOBS = {
+    "sweep": ["model=evil:f", "loss='evil:f'", "metrics=evil:f", "log_to=[evil:f]"],
+    "sweep model": ["model='evil:f'"],
+    "sweep loss": ["loss=evil:f"],
+    "sweep metrics": ["metrics=evil:f"],
+    "sweep log_to": ["log_to=[evil:f]"],
+    "sweep dataset": ["data=dataset", "data.dataset=evil:f"],
+    "sweep recipe": ["experiment=evil"],
+    "sweep file": ["config=conf/experiment/evil.yaml"],
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, as the honest program leaves it."""
+    folder = tmp_path_factory.mktemp("stranger") / "run"
+    cl_train.train(*TINY.split(), f"hydra.run.dir={folder}", model="squeezenet1_1")
+    return folder
+
+
+def plant(kind: str, trained: Path, folder: Path) -> None:
+    (folder / "conf/experiment").mkdir(parents=True)
+    (folder / "conf/experiment/evil.yaml").write_text("# @package _global_\nloss: evil:f\n")
+    (folder / "evil.py").write_text("open('imported', 'w'); raise SystemExit('imported')\n")
+    (folder / "other.py").write_text("f = dict\n")
+    (folder / "images/a").mkdir(parents=True)
+    if kind.startswith("sweep"):
+        (folder / "sweep").mkdir()
+        job = vars(Job(0, "job", JOBS[kind]))
+        document = {"schema_version": 2, "compare_by": "channels_last", "jobs": [job]}
+        (folder / "sweep/sweep.json").write_text(json.dumps(document))
+        return
+    for path in (*trained.glob("*.*"), *trained.glob("checkpoints/*")):
+        (folder / "run/checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "run" / path.relative_to(trained)).write_bytes(path.read_bytes())
+    if kind == "run":
+        config = yaml.safe_load((trained / "config.yaml").read_text())
+        config = config | NAMES | {"data": config["data"] | {"dataset": "evil:f"}}
+        (folder / "run/config.yaml").write_text(yaml.safe_dump(config))
+    state = checkpoints.load(next(trained.glob("checkpoints/step-*.pt")))
+    if kind == "checkpoint":
+        state["facts"] |= {"model": "evil:f", "config": state["facts"]["config"] | NAMES}
+        for path in (folder / "run/checkpoints").iterdir():
+            checkpoints.write(path, state)
+    if kind.startswith("."):
+        card = ModelCard(model="evil:f", classes=("a", "b"))
+        write_weights(SavedModel("state dict", state["model"], card), folder / f"w{kind}")
+
+
+def run_command(words: list[str]) -> tuple[int, str]:
+    """The exit code and all output of a command, in this process."""
+    if words[0] == "load_model":
+        with pytest.raises(cl_train.ConfigError) as caught:
+            cl_train.load_model(words[1])
+        return 2, str(caught.value)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        return main(words), output.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "command", "words"), TABLE, ids=[f"{k}: {c}" for k, c, _ in TABLE]
+)
+def test_no_command_imports_what_a_stranger_named(
+    kind: str,
+    command: str,
+    words: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(kind, trained, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m cl_train` does
+    typed = command.replace("RUN", "run").replace("SWEEP", "sweep").split()
+    code, output = run_command(typed)
+    assert not Path("imported").exists() and "evil" not in sys.modules
+    assert "Traceback" not in output
+    if words:
+        assert code == (1 if "out=x.pth" in command else 2), "1: written, but not compared"
+        assert all(word in output for word in words.split()), output
+
+
+def test_what_the_user_names_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine.yaml").write_text("# @package _global_\nloss: mine:f\n")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("loss: mine:f\nlog_to: [tensorboard, mine:g]\n")
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["experiment=mine"],
+        ["config=run/config.yaml"],
+        ["config=run", "loss=mine:f", "log_to=[]"],
+        ["evaluate_only=true", "resume=run", "loss=mine:f", "log_to=[mine:g]"],
+    ):
+        (cfg,) = check_command_line(words)
+        assert cfg.loss == "mine:f", words
+
+
+@pytest.mark.parametrize("resume", ["a/b", "best.pt", "a/best.pt", "a/checkpoints/best.pt"])
+def test_an_evaluation_reads_the_settings_of_its_run_and_no_other(
+    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a/b/checkpoints").mkdir(parents=True)
+    Path("a/checkpoints").mkdir()
+    for folder, seed in ((".", 1), ("a", 2)):
+        Path(folder, "best.pt").touch()
+        Path(folder, "config.yaml").write_text(f"seed: {seed}\n")
+    Path("a/checkpoints/best.pt").touch()
+    (cfg,) = check_command_line(["evaluate_only=true", f"resume={resume}"])
+    assert cfg.seed == (2 if resume == "a/checkpoints/best.pt" else 0)
+
+
+def test_a_file_of_settings_cannot_delete_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    recipe = "# @package _global_\noverwrite: true\nhydra: {run: {dir: precious}}\n"
+    (tmp_path / "conf/experiment/mine.yaml").write_text(recipe)
+    (tmp_path / "old.yaml").write_text("overwrite: true\nepochs: 7\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="overwrite=true deletes an earlier run: type it"):
+        check_command_line(["experiment=mine"])
+    (run,) = compose(CommandLine.parse(["experiment=mine", "overwrite=true"]))
+    assert run.cfg.overwrite and str(run.folder("run")) == "precious"
+    (cfg,) = check_command_line(["config=old.yaml"])
+    assert cfg.epochs == 7 and not cfg.overwrite
+
+
+def test_it_composes_inside_a_program_that_uses_hydra(tmp_path: Path) -> None:
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        callers = GlobalHydra.instance().hydra
+        (cfg,) = check_command_line(["epochs=3"])
+        assert cfg.epochs == 3 and GlobalHydra.instance().hydra is callers
