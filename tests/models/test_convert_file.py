@@ -1,10 +1,13 @@
-"""Saved models of every kind: contiguous on disk, layout recorded, equal values and outputs, or no file."""
+"""Saved models of every kind: contiguous on disk, layout recorded, equal values and outputs, or no
+file.
+"""
 
 import argparse
 import importlib
 import itertools
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,17 @@ from torch import nn
 from cl_train.commands.convert import main
 from cl_train.config.schema import ConfigError
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import MEMORY_FORMATS, classify, model_memory_format, to_memory_format
+from cl_train.memory_format.layout import (
+    MEMORY_FORMATS,
+    classify,
+    model_memory_format,
+    to_memory_format,
+)
 from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import ModelCard, Preprocessing, read_weights
 from cl_train.models.sources import build_model
 from cl_train.system import checkpoints
+from tests import networks
 from tests.networks import Fault, small
 
 IMAGES, SMALL = (2, 3, 32, 32), "tests.networks:small"
@@ -50,7 +59,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.save(model.state_dict(), paths["state dict"])
     facts = {"model": "squeezenet1_1", "memory_format": "channels_last"}
     checkpoints.write(paths["checkpoint"], {"model": model.state_dict(), "facts": facts})
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, paths["safetensors"])
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()},
+        paths["safetensors"],
+    )
     torch.jit.script(model).save(str(paths["TorchScript"]))
     torch.export.save(torch.export.export(model, (x,)), paths["exported program"])
     return paths
@@ -61,7 +73,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_every_kind_is_converted_and_equal_in_both_directions(
     name: str, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    source, target, trust = files[name], tmp_path / files[name].name, name in ("TorchScript", "exported program")
+    source, target, trust = (
+        files[name],
+        tmp_path / files[name].name,
+        name in ("TorchScript", "exported program"),
+    )
     model_name = "squeezenet1_1" if name in ("state dict", "safetensors") else None
     if trust:
         with pytest.raises(ConfigError, match="trust=true"):
@@ -69,32 +85,51 @@ def test_every_kind_is_converted_and_equal_in_both_directions(
     done, is_proved = convert_file(source, target, model=model_name, input=IMAGES, trust=trust)
     assert is_proved and done.startswith(name) and "recorded memory format: channels_last" in done
     x, model = torch.randn(IMAGES), load_model(target, "squeezenet1_1", trust=trust)[0]
-    assert model_memory_format(model) == "channels_last" and torch.allclose(model(x), squeezenet()(x), atol=1e-4)
+    assert model_memory_format(model) == "channels_last" and torch.allclose(
+        model(x), squeezenet()(x), atol=1e-4
+    )
     if trust:  # for anyone who loads the program with torch alone
-        program = torch.jit.load(target) if target.suffix == ".pt" else torch.export.load(target).module()
+        program = (
+            torch.jit.load(target) if target.suffix == ".pt" else torch.export.load(target).module()
+        )
         assert model_memory_format(program) == "channels_last"
     else:
         weights = read_weights(target)
         assert weights.card.memory_format == "channels_last" and weights.stored == "contiguous"
     back = tmp_path / f"back-{target.name}"
-    assert convert_file(target, back, channels_last=False, trust=trust, model="squeezenet1_1", input=IMAGES)[1]
+    assert convert_file(
+        target, back, channels_last=False, trust=trust, model="squeezenet1_1", input=IMAGES
+    )[1]
     assert model_memory_format(load_model(back, "squeezenet1_1", trust=trust)[0]) == "contiguous"
 
 
 @pytest.mark.parametrize(("suffix", "count"), [(".pth", 4), (".safetensors", 5)])
-def test_weights_without_a_model_compare_values_only(suffix: str, count: int, tmp_path: Path) -> None:
+def test_weights_without_a_model_compare_values_only(
+    suffix: str, count: int, tmp_path: Path
+) -> None:
     """Wrapped, 5-dimensional, NaN, and tied: they stay tied in a file that can hold them."""
     weight = torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last)
     video = torch.randn(8, 3, 3, 3, 3).to(memory_format=torch.channels_last_3d)
-    state = {"a": weight, "b": weight, "head": weight[:2], "c": video, "d": torch.tensor([1.0, torch.nan])}
+    state = {
+        "a": weight,
+        "b": weight,
+        "head": weight[:2],
+        "c": video,
+        "d": torch.tensor([1.0, torch.nan]),
+    }
     target = tmp_path / f"out{suffix}"
     torch.save({"state_dict": state}, tmp_path / "in.pth")
     done, is_proved = convert_file(tmp_path / "in.pth", target)
     assert not is_proved and "values read back are equal" in done and "model=<name>" in done
     convert_file(target, again := tmp_path / "again" / target.name)
-    assert suffix != ".pth" or again.read_bytes() == target.read_bytes(), "equal weights are equal bytes"
+    assert suffix != ".pth" or again.read_bytes() == target.read_bytes(), (
+        "equal weights are equal bytes"
+    )
     read = read_weights(target)
-    assert read.stored == "contiguous" and len({tensor.data_ptr() for tensor in read.tensors.values()}) == count
+    assert (
+        read.stored == "contiguous"
+        and len({tensor.data_ptr() for tensor in read.tensors.values()}) == count
+    )
     assert torch.equal(read.tensors["b"], weight) and torch.equal(read.tensors["head"], weight[:2])
     with pytest.raises(ConfigError, match="model=<name>"):
         load_model(target)
@@ -112,19 +147,32 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Pa
     state = {f"model.{name}": value for name, value in small(3).state_dict().items()}
     torch.save({"state_dict": state | {"loss.weight": torch.ones(3)}}, own)
     cases: list[tuple[Path | str, str, dict[str, Any], str]] = [
-        *((tmp_path / name, "out.pth", {}, name) for name in ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "a.pt")),
+        *(
+            (tmp_path / name, "out.pth", {}, name)
+            for name in ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "a.pt")
+        ),
         (weights, str(weights), {}, "another name"),
         (own, "out.pth", {"model": SMALL}, r"does not fit the file: .* lacks .* prefix=model\. "),
         (own, "out.pth", {"entry": "state_dic"}, "did you mean state_dict"),
         (own, "out.pth", {"prefix": "neck."}, "prefix=neck"),
         (extra, "out.safetensors", {}, "extra state"),
         *((weights, name, {}, "suffixes .pth") for name in ("out.h5", "out.onnx.txt", "out")),
-        (files["TorchScript"], "out.onnx", {"trust": True}, "TorchScript can be written as .pt, .pth"),
+        (
+            files["TorchScript"],
+            "out.onnx",
+            {"trust": True},
+            "TorchScript can be written as .pt, .pth",
+        ),
         (weights, "out.onnx", {}, "model=<name>"),
         ("squeezenet1_1", "out.pth", {}, "weights=DEFAULT"),
-        ("squeezenet1_1", "out.pth", {"weights": "DEFAULTS"}, r"mean DEFAULT\? \(there are DEFAULT, IMAGENET1K_V1\)"),
+        (
+            "squeezenet1_1",
+            "out.pth",
+            {"weights": "DEFAULTS"},
+            r"mean DEFAULT\? \(there are DEFAULT, IMAGENET1K_V1\)",
+        ),
         (tmp_path, "out.pth", {}, "folder without a checkpoint"),
-    ]  # fmt: skip
+    ]
     for source, target, options, problem in cases:
         with pytest.raises(ConfigError, match=problem):
             convert_file(source, tmp_path / target, **options)
@@ -132,36 +180,61 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Pa
 
 
 @pytest.mark.slow
-def test_the_command(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target, linear = str(files["checkpoint"]), tmp_path / "c.pt", tmp_path / "linear.pth"
     torch.save(nn.Linear(3, 4).state_dict(), linear)
     target.write_bytes(b"precious")
-    for words, named in ((f"out={target}", "overwrite=true"), ("memory_format=contiguous", "(?s)out=.*memory_format")):
+    for words, named in (
+        (f"out={target}", "overwrite=true"),
+        ("memory_format=contiguous", "(?s)out=.*memory_format"),
+    ):
         with pytest.raises(ConfigError, match=named):
             main([source, words])
     assert target.read_bytes() == b"precious"
     assert main([source, f"out={target}", "input=2,3,32,32", "overwrite=true"]) == 0
-    for path, out, said in ((files["state dict"], "w.pth", "model=<name>"), (linear, "none.pth", "not converted")):
+    done = capsys.readouterr()
+    assert (
+        f'MiB; to load it: model, preprocess, classes = cl_train.load_model("{target}")' in done.out
+    )
+    with pytest.raises(ConfigError, match=r"contiguous model fails on \[\[1, 3, 8, 8\]\]"):
+        main([source, f"out={tmp_path / 'e.onnx'}", "input=1,3,8,8"])
+    assert capsys.readouterr().err == "", "no traceback of torch.export"
+    for path, out, said in (
+        (files["state dict"], "w.pth", "model=<name>"),
+        (linear, "none.pth", "not converted"),
+    ):
         assert main([str(path), f"out={tmp_path / out}"]) == 1 and said in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "w.pth", "linear.pth"}
 
 
-# --- the card ---------------------------------------------------------------------------------------------------------
+# --- the card -------------------------------------------------------------------------------------
 
 PREPROCESSING = Preprocessing(40, 32, "bicubic", (0.5, 0.25, 0.125), (0.5, 0.25, 0.125))
 CARD = ModelCard("channels_last", SMALL, "fp32", ("cat", "dog", "emu"), PREPROCESSING)
 
 
 @pytest.mark.parametrize(
-    "suffix", [".pth", ".safetensors", *(pytest.param(name, marks=pytest.mark.slow) for name in (".pt2", ".onnx"))]
+    "suffix",
+    [
+        ".pth",
+        ".safetensors",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (".pt2", ".onnx")),
+    ],
 )
-def test_each_kind_runs_without_this_package_and_carries_the_card(suffix: str, tmp_path: Path) -> None:
+def test_each_kind_runs_without_this_package_and_carries_the_card(
+    suffix: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model, x, target = small(3).eval(), torch.randn(5, 3, 32, 32), tmp_path / f"out{suffix}"
     checkpoints.write(tmp_path / "in.pt", {"model": model.state_dict(), "facts": CARD.to_dict()})
     assert convert_file(tmp_path / "in.pt", target, model=SMALL)[1]
     if suffix == ".onnx":
         session = importlib.import_module("onnxruntime").InferenceSession(target)
+        [images], [logits] = session.get_inputs(), session.get_outputs()
+        assert (images.name, images.shape) == ("images", ["batch", 3, 32, 32])
+        assert (logits.name, logits.shape) == ("logits", ["batch", 3])
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
         recorded = session.get_modelmeta().custom_metadata_map
     elif suffix == ".pt2":
@@ -170,17 +243,24 @@ def test_each_kind_runs_without_this_package_and_carries_the_card(suffix: str, t
     else:
         safe = importlib.import_module("safetensors.torch")
         state = safe.load_file(target) if suffix == ".safetensors" else torch.load(target)
-        recorded = safe.safe_open(target, "pt").metadata() if suffix == ".safetensors" else state._metadata[""]
+        recorded = (
+            safe.safe_open(target, "pt").metadata()
+            if suffix == ".safetensors"
+            else state._metadata[""]
+        )
         plain = small(3).eval()
         plain.load_state_dict(state)
         found = plain(x)
-        with pytest.raises(ConfigError, match="model=<name>"):
+        with pytest.raises(ConfigError, match=r"add model=tests\.networks:small"):
             load_model(target)  # a function is not called because a file names it
     assert torch.allclose(found, model(x), atol=1e-4)
     assert json.loads(str(recorded["crop"])) == 32 and ModelCard.read(recorded) == CARD
     if suffix != ".onnx":
         loaded, *known = load_model(target, SMALL, trust=True)
-        assert torch.allclose(loaded(x), model(x), atol=1e-4) and known == [PREPROCESSING, CARD.classes]
+        assert torch.allclose(loaded(x), model(x), atol=1e-4) and known == [
+            PREPROCESSING,
+            CARD.classes,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -193,23 +273,71 @@ def test_a_card_of_odd_values_is_unknown(metadata: object) -> None:
     assert ModelCard.read(metadata).preprocessing is None
 
 
-def test_a_zoo_model_by_name_and_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zoo_model_by_name_and_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     torch.manual_seed(0)
     model = torchvision.models.squeezenet1_1().eval()
-    torch.save(model.state_dict(), tmp_path / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth")  # as if downloaded
+    torch.save(
+        model.state_dict(), tmp_path / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth"
+    )  # as if downloaded
     target = tmp_path / "RUN/checkpoints/step-00000001.pt"
     target.parent.mkdir(parents=True)
     assert convert_file("squeezenet1_1", target, weights="DEFAULT", input=IMAGES)[1]
     loaded, preprocess, classes = load_model(tmp_path / "RUN")
-    assert len(classes) == 1000 and preprocess is not None and (preprocess.resize, preprocess.crop) == (256, 224)
+    assert (
+        len(classes) == 1000
+        and preprocess is not None
+        and (preprocess.resize, preprocess.crop) == (256, 224)
+    )
     built = build_model("squeezenet1_1", num_classes=1000, weights=str(tmp_path / "RUN"))
     for other in (loaded, built):
         assert torch.equal(other.features[0].weight, model.features[0].weight)
 
 
-# --- the usual wrappings of weights -----------------------------------------------------------------------------------
+VERSIONED = "tests.networks:versioned"
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "DDP of a compiled model": lambda model: nn.Sequential(
+        OrderedDict(module=nn.Sequential(OrderedDict(_orig_mod=model)))
+    ),
+    "prefix": lambda model: nn.Sequential(OrderedDict(backbone=model)),
+}
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_versions_of_modules_travel(wrapper: str, suffix: str, tmp_path: Path) -> None:
+    wrapped = WRAPPERS[wrapper](networks.versioned(5).eval())
+    torch.save({"state_dict": wrapped.state_dict()}, tmp_path / "in.pth")
+    prefix = "backbone." if wrapper == "prefix" else None
+    words: dict[str, Any] = {"model": VERSIONED, "input": IMAGES}
+    assert convert_file(tmp_path / "in.pth", tmp_path / f"a{suffix}", prefix=prefix, **words)[1]
+    assert convert_file(tmp_path / f"a{suffix}", tmp_path / "b.pth", **words)[1]
+    plain, (model, *_) = networks.versioned(5), load_model(tmp_path / "b.pth", VERSIONED)
+    plain.load_state_dict(torch.load(tmp_path / "b.pth"))
+    built = build_model(VERSIONED, num_classes=5, weights=str(tmp_path / f"a{suffix}"))
+    new_head = build_model(VERSIONED, num_classes=7, weights=str(tmp_path / f"a{suffix}"))
+    for each in (plain, model, built, new_head):
+        assert torch.equal(each.get_parameter("0.weight"), wrapped.state_dict().popitem(False)[1])
+
+
+def test_a_file_of_an_older_version_is_loaded_as_torch_does(tmp_path: Path) -> None:
+    """BatchNorm counts its batches since its version 2."""
+    state = {n: v for n, v in small(3).state_dict().items() if "num_batches" not in n}
+    torch.save(state, tmp_path / "old.pth")
+    model = build_model(SMALL, num_classes=3, weights=str(tmp_path / "old.pth"))
+    assert torch.equal(model.get_buffer("1.running_mean"), torch.zeros(8))
+    state = networks.versioned(3).state_dict()
+    state._metadata[""] = {"version": 1}  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "old.pth")
+    with pytest.raises(ConfigError, match="do not fit the model: version should be set to 2"):
+        build_model(VERSIONED, num_classes=3, weights=str(tmp_path / "old.pth"))
+
+
+# --- the usual wrappings of weights ---------------------------------------------------------------
 
 STATE = {"conv.weight": torch.ones(4, 3, 3, 3), "conv.bias": torch.zeros(4)}
 
@@ -221,15 +349,27 @@ def prefixed(prefix: str) -> dict[str, torch.Tensor]:
 ENTRIES = ("state_dict", "model", "model_state_dict", "model_ema", "ema")
 WRAPPED: dict[str, tuple[Any, str]] = {  # the file, and words of what was taken
     "plain": (STATE, ""),
-    **{name: ({name: STATE, "optimizer": {"state": {}}, "epoch": 3}, f"'{name}'") for name in ENTRIES},
+    **{
+        name: ({name: STATE, "optimizer": {"state": {}}, "epoch": 3}, f"'{name}'")
+        for name in ENTRIES
+    },
     "by option": ({"model": STATE, "ema": prefixed("backbone."), "epoch": 1}, "'backbone.'"),
     "both": ({"model": STATE, "model_ema": prefixed("x.")}, "model_ema"),
     "DDP": ({"model": prefixed("module.")}, "'module.'"),
     "compiled": (prefixed("_orig_mod."), "'_orig_mod.'"),
-    "a compiled child": ({"conv._orig_mod.weight": STATE["conv.weight"], "conv.bias": STATE["conv.bias"]}, ""),
-    "DDP of a compiled model": ({"state_dict": prefixed("module._orig_mod.")}, "'module._orig_mod.'"),
+    "a compiled child": (
+        {"conv._orig_mod.weight": STATE["conv.weight"], "conv.bias": STATE["conv.bias"]},
+        "",
+    ),
+    "DDP of a compiled model": (
+        {"state_dict": prefixed("module._orig_mod.")},
+        "'module._orig_mod.'",
+    ),
     "nested": ({"model": {"state_dict": prefixed("module.")}}, "'model.state_dict'"),
-    "timm with args": ({"state_dict": STATE, "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99))}, "'state_dict'"),
+    "timm with args": (
+        {"state_dict": STATE, "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99))},
+        "'state_dict'",
+    ),
 }
 
 
@@ -240,6 +380,21 @@ def test_wrapped_weights(name: str, tmp_path: Path) -> None:
     asked = {"entry": "ema", "prefix": "backbone."} if name == "by option" else {}
     weights = read_weights(tmp_path / "w.pth", **asked)
     assert list(weights.tensors) == list(STATE) and taken in weights.taken
+
+
+def with_buffer(num_classes: int) -> nn.Module:
+    model = small(num_classes)
+    model[0].scale = nn.Buffer(torch.full((3, 1, 1), 0.5), persistent=False)
+    model[0].register_forward_pre_hook(lambda module, images: (images[0] * module.scale,))
+    return model
+
+
+@pytest.mark.slow
+def test_a_program_also_has_the_buffers_that_a_state_dict_has_not(tmp_path: Path) -> None:
+    """As the attention of timm's LeViT."""
+    torch.save(with_buffer(3).state_dict(), tmp_path / "w.pth")
+    words: dict[str, Any] = {"model": f"{__name__}:with_buffer", "input": IMAGES}
+    assert convert_file(tmp_path / "w.pth", tmp_path / "e.pt2", **words)[1]
 
 
 @pytest.mark.slow
@@ -258,11 +413,15 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    off = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
     trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **off)
     trainer.fit(Module(argparse.Namespace(lr=0.1)), [0])
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert convert_file(tmp_path / "last.ckpt", tmp_path / "w.pth", model=SMALL, input=IMAGES, prefix="model.")[1]
+    assert convert_file(
+        tmp_path / "last.ckpt", tmp_path / "w.pth", model=SMALL, input=IMAGES, prefix="model."
+    )[1]
 
 
 class WithExtraState(nn.Conv2d):
@@ -278,7 +437,9 @@ def with_extra_state(num_classes: int) -> nn.Module:
 
 
 def after_convolution(change: Callable[[torch.Tensor], Any]) -> Callable[[int], nn.Module]:
-    return lambda num_classes: nn.Sequential(nn.Conv2d(3, num_classes, 3), Fault(lambda _, x, number: change(x)))
+    return lambda num_classes: nn.Sequential(
+        nn.Conv2d(3, num_classes, 3), Fault(lambda _, x, number: change(x))
+    )
 
 
 layout_dependent = after_convolution(lambda x: x * (1.5 if classify(x) == "channels_last" else 1.0))
@@ -288,7 +449,9 @@ named = after_convolution(lambda x: {"a": x})
 
 def bias_before_head(num_classes: int) -> nn.Module:
     """The last bias is not the classifier's."""
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes, False))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes, False)
+    )
 
 
 def scripted(in_channels: int) -> Any:
@@ -311,7 +474,9 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [  # a function of this module, or 
 
 
 @pytest.mark.parametrize(("made", "options", "problem"), OWN)
-def test_what_is_not_proved_is_said(made: Any, options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_what_is_not_proved_is_said(
+    made: Any, options: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     if callable(made):
         made().save(tmp_path / "in.pt")
     else:
@@ -333,7 +498,9 @@ class OfPairs(nn.Conv2d):
 @pytest.mark.slow
 def test_an_export_with_named_and_nested_inputs(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 8, 8)
-    program = torch.export.export(OfPairs(3, 4, 3), ([images, images],), {"scale": torch.tensor(2.0)})
+    program = torch.export.export(
+        OfPairs(3, 4, 3), ([images, images],), {"scale": torch.tensor(2.0)}
+    )
     torch.export.save(program, tmp_path / "in.pt2")
     assert convert_file(tmp_path / "in.pt2", tmp_path / "out.pt2", trust=True)[1]
 
@@ -351,14 +518,19 @@ IN_MEMORY: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", IN_MEMORY)
 def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(kind: str) -> None:
-    model, is_export = nn.Sequential(*list(torchvision.models.resnet18().children())[:5]).eval(), kind == "exported"
+    model, is_export = (
+        nn.Sequential(*list(torchvision.models.resnet18().children())[:5]).eval(),
+        kind == "exported",
+    )
     with torch.no_grad():
         expected, made = model(X), IN_MEMORY[kind](model)
         for mode, layout in itertools.product(
             ("full",) if is_export else ("full", "conv"), ("channels_last", "contiguous")
         ):
             assert len(convert(made, mode, memory_format=MEMORY_FORMATS[layout]).changed) == 5
-            found = (made.module() if is_export else made)(to_memory_format(X, MEMORY_FORMATS[layout]))
+            found = (made.module() if is_export else made)(
+                to_memory_format(X, MEMORY_FORMATS[layout])
+            )
             assert model_memory_format(made) == classify(found) == layout
             assert torch.allclose(found, expected, atol=1e-4)
     torch._dynamo.reset()

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cl_train.config.schema import Config, ConfigError, DataConfig
+from cl_train.models import sources
 from cl_train.models.sources import build_model, model_names, replace_classifier
 from cl_train.system.distributed import Dist
 from cl_train.training import build
@@ -41,16 +42,26 @@ def test_unknown_names_are_refused(name: str, weights: str | None, problem: str)
 
 def test_all_classification_models_are_known() -> None:
     names = model_names()
-    assert len(names) >= 80 and {"resnet50", "vit_b_16", "googlenet", "shufflenet_v2_x0_5"} <= set(names)
+    assert len(names) >= 80 and {"resnet50", "vit_b_16", "googlenet", "shufflenet_v2_x0_5"} <= set(
+        names
+    )
     assert not any("fcn" in name or "r3d" in name or "raft" in name for name in names)
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("resnet18", 64), ("squeezenet1_1", 64), ("mobilenet_v2", 64), ("shufflenet_v2_x0_5", 64), (SMALL, 64),
-     ("timm/test_resnet", 64), ("timm/deit_tiny_patch16_224", 32),  # built for the size, and so is torchvision's:
-     pytest.param("vit_b_32", 64, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("resnet18", 64),
+        ("squeezenet1_1", 64),
+        ("mobilenet_v2", 64),
+        ("shufflenet_v2_x0_5", 64),
+        (SMALL, 64),
+        # built for the size, and so is torchvision's:
+        ("timm/test_resnet", 64),
+        ("timm/deit_tiny_patch16_224", 32),
+        pytest.param("vit_b_32", 64, marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_has_the_classes_and_the_image_size_of_the_data(name: str, size: int) -> None:
     model = build_model(name, num_classes=7, image_size=size).eval()
     assert model(torch.randn(1, 3, size, size)).shape == (1, 7)
@@ -58,7 +69,8 @@ def test_a_model_has_the_classes_and_the_image_size_of_the_data(name: str, size:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["resnet18", "squeezenet1_1", "googlenet", "vgg11", "densenet121", "swin_t", "convnext_tiny"]
+    "name",
+    ["resnet18", "squeezenet1_1", "googlenet", "vgg11", "densenet121", "swin_t", "convnext_tiny"],
 )
 def test_a_pretrained_head_is_replaced(name: str) -> None:
     options = {"init_weights": False} if name == "googlenet" else {}
@@ -85,11 +97,15 @@ def test_images_that_a_model_cannot_take_are_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize(("suffix", "save"), [(".pth", torch.save), (".safetensors", save_file)])
-def test_a_file_of_other_classes_gives_all_but_the_head(suffix: str, save: Any, tmp_path: Path) -> None:
+def test_a_file_of_other_classes_gives_all_but_the_head(
+    suffix: str, save: Any, tmp_path: Path
+) -> None:
     saved, path = build_model(SMALL, num_classes=3), tmp_path / f"weights{suffix}"
     save(saved.state_dict(), path)
     model = build_model(SMALL, num_classes=3, weights=str(path), keep_classifier=True)
-    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items()
+    )
     other = build_model(SMALL, num_classes=4, weights=str(path))
     assert torch.equal(other[3].weight, saved[3].weight) and other[8].weight.shape == (4, 16)
     with pytest.raises(ConfigError, match="another number of classes"):
@@ -98,12 +114,19 @@ def test_a_file_of_other_classes_gives_all_but_the_head(suffix: str, save: Any, 
 
 def test_drop_path_reaches_each_source_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(networks, "small", lambda **options: asked.update(options) or nn.Linear(1, 1))
+    monkeypatch.setattr(
+        networks, "small", lambda **options: asked.update(options) or nn.Linear(1, 1)
+    )
     build_model(SMALL, num_classes=3, drop_path=0.25)
     assert asked == {"num_classes": 3, "drop_path": 0.25}
-    for name, kind, rate in (("timm/resnet18", "DropPath", "drop_prob"), ("convnext_tiny", "StochasticDepth", "p")):
+    for name, kind, rate in (
+        ("timm/resnet18", "DropPath", "drop_prob"),
+        ("convnext_tiny", "StochasticDepth", "p"),
+    ):
         blocks = build_model(name, num_classes=3, drop_path=0.25).modules()
-        assert max(getattr(block, rate) for block in blocks if type(block).__name__ == kind) == pytest.approx(0.25)
+        assert max(
+            getattr(block, rate) for block in blocks if type(block).__name__ == kind
+        ) == pytest.approx(0.25)
     for name in ("resnet18", "swin_t", "timm/vgg11"):  # torchvision fixes the rate of Swin
         with pytest.raises(ConfigError, match=r"drop_path=0\.25"):
             build_model(name, num_classes=3, drop_path=0.25)
@@ -115,5 +138,21 @@ def test_weights_that_cannot_be_downloaded(error: OSError, monkeypatch: pytest.M
         raise error
 
     monkeypatch.setattr(torchvision.models, "get_model", offline)
-    with pytest.raises(ConfigError, match=r"weights=DEFAULT cannot be downloaded .* weights=FILE"):
-        build_model("resnet18", num_classes=3, weights="DEFAULT")
+    said = r"resnet18 cannot be downloaded: .*checkpoints/resnet18-f37072fd.pth .*weights=FILE"
+    with pytest.raises(ConfigError, match=said) as caught:
+        build_model("resnet18", num_classes=3, weights="DEFAULT", image_size=32)
+    assert "32" not in str(caught.value), "the images have nothing to do with it"
+
+
+def test_deit3_drops_every_path_alike_and_scales_its_layers() -> None:
+    name = "timm/deit3_small_patch16_224"
+    model = sources.build_model(name, num_classes=2, image_size=32, drop_path=0.05)
+    sources.set_drop_path(model, 0.05)
+    sources.set_layer_scale(model, 1e-4)
+    depths = [module.drop_prob for module in model.modules() if hasattr(module, "drop_prob")]
+    assert depths == [0.05] * 24, "two in each of 12 blocks, also in the first"
+    scales = [p for name, p in model.named_parameters() if name.endswith("gamma")]
+    assert len(scales) == 24 and all((scale == 1e-4).all() for scale in scales)
+    for change in (sources.set_drop_path, sources.set_layer_scale):
+        with pytest.raises(ConfigError, match="the model has no"):
+            change(torch.nn.Linear(2, 2), 0.1)

@@ -1,4 +1,6 @@
-"""Files made to run code, or to allocate much more than their size, through everything that reads a file of weights."""
+"""Files of strangers: everything that reads weights refuses those that hold code, and never runs
+it.
+"""
 
 import contextlib
 import io
@@ -24,13 +26,21 @@ from cl_train.models.sources import load_weights_file
 from cl_train.system import checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-MAX_GROWTH_BYTES = 512 << 20  # of the process, by all files together; each of the bombs would take gigabytes
+SMALL = "tests.networks:small"
 EXECUTED = Path("executed")  # whatever runs code creates it, in the working folder
 
 
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+class Weight(nn.Module):
+    """Has one parameter, `weight`, as `WEIGHT`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3, 3, 3))
 
 
 class Touch:
@@ -77,13 +87,17 @@ def raw(content: bytes, name: str = "raw.pth") -> Path:
     return Path(name)
 
 
-def rewritten(source: Path, changes: dict[str, bytes], rename: Sequence[str] = (), **options: Any) -> Path:
+def rewritten(
+    source: Path, changes: dict[str, bytes], rename: Sequence[str] = (), **options: Any
+) -> Path:
     """`source`, with members of its archive replaced, added or renamed."""
     with zipfile.ZipFile(source) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     root = next(iter(members)).partition("/")[0]
     with zipfile.ZipFile(source, "w", **options) as archive:
-        for name, content in (members | {f"{root}/{inner}": content for inner, content in changes.items()}).items():
+        for name, content in (
+            members | {f"{root}/{inner}": content for inner, content in changes.items()}
+        ).items():
             archive.writestr(name.replace(*rename) if rename else name, content)
     return source
 
@@ -102,7 +116,12 @@ def exported(changes: dict[str, bytes] | None = None, **options: Any) -> Path:
 def export_with_pickle() -> Path:
     weight = {"path_name": "weight_0", "is_param": True, "use_pickle": True, "tensor_meta": None}
     config = json.dumps({"config": {"weight": weight}}).encode()
-    return exported({"data/weights/model_weights_config.json": config, "data/weights/weight_0": UNSAFE.getvalue()})
+    return exported(
+        {
+            "data/weights/model_weights_config.json": config,
+            "data/weights/weight_0": UNSAFE.getvalue(),
+        }
+    )
 
 
 def scripted() -> Path:
@@ -129,13 +148,6 @@ def checkpoint(content: dict[str, Any]) -> Path:
     """A file with a valid digest, which anybody can compute."""
     checkpoints.write(Path("checkpoint.pt"), content)
     return Path("checkpoint.pt")
-
-
-def nested_lists() -> Path:
-    value: Any = [0]
-    for _ in range(40):
-        value = [value] * 10
-    return pickle_zip({"a": value})
 
 
 def odd_metadata() -> Path:
@@ -168,30 +180,26 @@ FILES: dict[str, Callable[[], Path]] = {
     "member names that climb": lambda: rewritten(saved(WEIGHT), {"../../../executed": b"x"}),
     "absolute member names": lambda: rewritten(saved(WEIGHT), {str(EXECUTED.absolute()): b"x"}),
     "nested zip": lambda: rewritten(saved(WEIGHT), {"data/0": UNSAFE.getvalue()}),
-    "deflated zeros": lambda: rewritten(
-        saved({"weight": torch.zeros(64 << 20)}),
-        {},
-        compression=zipfile.ZIP_DEFLATED,  # 256 MiB
-    ),
     "zip without members": lambda: raw(b"PK\x05\x06" + bytes(18)),
-    "expanded tensor": lambda: saved({"a": torch.zeros(1).expand(1 << 33)}),
-    "laughing lists": nested_lists,
     "checkpoint with a program's name": lambda: checkpoint(
-        {"model": {"weight": torch.zeros(2, 2)}, "facts": {"model": "os:system", "memory_format": "channels_last"}}
+        {
+            "model": {"weight": torch.zeros(2, 2)},
+            "facts": {"model": "os:system", "memory_format": "channels_last"},
+        }
     ),
     "checkpoint of odd values": lambda: checkpoint({"model": [1, 2], "facts": 3}),
     "metadata of odd values": odd_metadata,
-    "safetensors header too long": lambda: safetensors({}, 1 << 62),
     "safetensors deep JSON": lambda: safetensors(b"[" * 100_000),
-    "safetensors with a huge shape": lambda: safetensors(
-        {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
-    ),
 }
-SLOW = ("deflated zeros", "laughing lists", *(name for name in FILES if name.startswith(("exported", "TorchScript"))))
-
-
-def peak_bytes() -> int:
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+# Their code or odd values are ignored: the reader of weights, or of a checkpoint, takes the rest.
+HARMLESS = {
+    "member names that climb": {"weights"},
+    "absolute member names": {"weights"},
+    "metadata of odd values": {"weights"},
+    "checkpoint with a program's name": {"checkpoint"},
+    "checkpoint of odd values": {"checkpoint"},
+}
+SLOW = [name for name in FILES if name.startswith(("exported", "TorchScript"))]
 
 
 @pytest.mark.parametrize(
@@ -199,19 +207,17 @@ def peak_bytes() -> int:
 )
 def test_planted_file(name: str) -> None:
     """In everything that reads such a file: `weights=` of training, `resume=`, and convert."""
-    path = FILES[name]()
-    with contextlib.suppress(OSError):  # not every kernel has it
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = peak_bytes()
-    for read in (
-        lambda: load_weights_file(nn.Conv2d(3, 4, 3), path),
-        lambda: checkpoints.load(path),
-        lambda: convert_file(path, "out.pth", model="tests.networks:small", input=(1, 3, 8, 8)),
+    path, read = FILES[name](), set[str]()
+    for reader, call in (
+        ("weights", lambda: load_weights_file(Weight(), path)),
+        ("checkpoint", lambda: checkpoints.load(path)),
+        ("convert", lambda: convert_file(path, "out.pth", model=SMALL, input=(1, 3, 8, 8))),
     ):
         with contextlib.suppress(ConfigError, NotConverted, checkpoints.CheckpointError):
-            read()
+            call()
+            read.add(reader)
         assert not EXECUTED.exists()
-    assert peak_bytes() - before < MAX_GROWTH_BYTES
+    assert read == HARMLESS.get(name, set())
 
 
 TRUSTED = [name for name in FILES if name.startswith("exported") and name != "exported program"]
@@ -228,7 +234,10 @@ def test_trusted_programs_are_not_unpickled(name: str) -> None:
 
 def test_the_commands_refuse_with_one_line() -> None:
     path = scripted()
-    for command, words in ((audit, ["model=resnet18", f"weights={path}"]), (convert, [str(path), "out=o.pt"])):
+    for command, words in (
+        (audit, ["model=resnet18", f"weights={path}"]),
+        (convert, [str(path), "out=o.pt"]),
+    ):
         with pytest.raises(ConfigError, match="trust=true"):
             command.main(words)
     assert not EXECUTED.exists()
