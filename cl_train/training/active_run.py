@@ -1,12 +1,16 @@
-"""A run and its log lines: the steps between two of them are timed, added up on the device, read one line late, logged,
-and searched for NaN. All ranks decide equally, on numbers that were gathered or summed over them."""
+"""A run and its log lines: the steps between two of them are timed, added up on the device, read
+one line late, logged, and searched for NaN. All ranks decide equally, on numbers that were gathered
+or summed over them.
+"""
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,40 +18,56 @@ from typing import Any
 import torch
 
 from cl_train.data.build import Data
-from cl_train.data.loader import bottleneck_advice
-from cl_train.memory_format.model_call import BufferBackup
+from cl_train.data.loader_report import bottleneck_advice
+from cl_train.step.backup import BufferBackup
+from cl_train.step.train_step import StepResult
 from cl_train.system.distributed import Dist, gather_objects, sum_over_ranks
 from cl_train.system.machine import DeviceClock
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
-from cl_train.training.records import Records, duration, peak_memory_gib, without_warmup
+from cl_train.system.run_folder import Window, after_warmup
+from cl_train.training.console import console_line, mean
+from cl_train.training.records import Records, peak_memory_gib
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainingFault, TrainState
 
 log = logging.getLogger(__name__)
 
-ADVICE = "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=bf16 or on_nonfinite=skip"
-READ_AT_ONCE = ("cpu",)  # devices; the host would wait for another one by reading a log line at once
-LEAD_STEPS = 2  # that the device may be behind the host: enough to keep it busy; each holds a batch in memory
+ADVICE = (
+    "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=fp32 "
+    "(instead of fp16 also precision=bf16) or on_nonfinite=skip"
+)
+READ_AT_ONCE = (
+    "cpu",
+)  # devices; the host would wait for another one by reading a log line at once
+BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
+# that the device may be behind the host: enough to keep it busy; each holds a batch in memory
+LEAD_STEPS = 2
 
 
 @dataclass
-class Window:
-    """Steps between two log lines. Marks are those of `DeviceClock`."""
+class OpenWindow:
+    """The timing of the steps between two log lines. Marks are those of `DeviceClock`."""
 
     image_size: int
     warmup: bool
     start: Any
     end: Any
     images: int = 0
-    # Of each step: seconds that the host waited for its batch, marks at the end of the step before and after that wait
+    # Of each step: seconds that the host waited for its batch, marks at the end of the step before
+    # and after that wait
     waits: list[tuple[float, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class ThroughputMeter:
-    """Counts images between calls of `close`. The host runs ahead of a GPU: `host_clock` measures only its own waiting.
-    Windows that begin within `warmup_steps` of an image size, which selects kernels or compiles, are warm-up."""
+    """Counts images between calls of `close`.
 
-    def __init__(self, warmup_steps: int, clock: DeviceClock, host_clock: Callable[[], float] = perf_counter) -> None:
+    The host runs ahead of a GPU: `host_clock` measures only its own waiting. Windows that begin
+    within `warmup_steps` of an image size, which selects kernels or compiles, are warm-up.
+    """
+
+    def __init__(
+        self, warmup_steps: int, clock: DeviceClock, host_clock: Callable[[], float] = perf_counter
+    ) -> None:
         self.clock, self._host_clock, self._warmup_steps = clock, host_clock, warmup_steps
         self._steps_before = self._image_size = 0
         self._ends: deque[Any] = deque()  # marks of the steps that the device may not have done
@@ -57,11 +77,14 @@ class ThroughputMeter:
         if image_size != self._image_size:
             self._image_size, self._steps_before = image_size, 0
         self._idle_from = mark = self.clock.mark() if mark is None else mark
-        self._window = Window(image_size, self._steps_before < self._warmup_steps, mark, mark)
+        self._window = OpenWindow(image_size, self._steps_before < self._warmup_steps, mark, mark)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The block waits for the batches of a step. Before it the host waits until the device is near enough."""
+        """The block waits for the batches of a step.
+
+        Before it the host waits until the device is near enough.
+        """
         while len(self._ends) >= LEAD_STEPS:
             self.clock.wait(self._ends.popleft())
         since = self._host_clock()
@@ -79,7 +102,7 @@ class ThroughputMeter:
         self._idle_from = self.clock.mark()
         self._window.pauses.append((self._window.end, self._idle_from))
 
-    def close(self) -> Window:
+    def close(self) -> OpenWindow:
         """Close the window and begin the next. The host does not wait."""
         closed = self._window
         assert closed.waits, "an empty window"
@@ -87,12 +110,16 @@ class ThroughputMeter:
         self.start(closed.image_size, closed.end)
         return closed
 
-    def measured(self, window: Window) -> dict[str, Any]:
-        """A closed window as part of a training record, for all ranks, without pauses; the host waits for its end.
-        `data_wait_pct`: 0-100, the share of the time in which this process had no batch for an idle device."""
+    def measured(self, window: OpenWindow) -> dict[str, Any]:
+        """A closed window as fields of `Window`, for all ranks, without pauses; the host
+        waits for its end.
+        `data_wait_pct`: 0-100, the share of the time in which this process had no batch for an idle
+        device."""
         self.clock.wait(window.end)
         paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
-        waited_s = sum(min(host_waited_s, self.clock.seconds(*marks)) for host_waited_s, *marks in window.waits)
+        waited_s = sum(
+            min(host_waited_s, self.clock.seconds(*marks)) for host_waited_s, *marks in window.waits
+        )
         seconds = max(self.clock.seconds(window.start, window.end) - paused_s, 1e-9)
         return {
             "image_size": window.image_size,
@@ -120,23 +147,67 @@ class ActiveRun:
     machine_load: MachineLoad
     progress: Progress
     stop_signal: int = 0  # ends the run
-    epoch_records: list[dict[str, Any]] = field(default_factory=list)  # of the training in this epoch
-    submitted: tuple[Any, ...] | None = None  # a window whose sums are on their way from the device to the host
-    bad_steps: int = 0  # with a loss or gradient that was not finite
+    epoch_windows: list[Window] = field(default_factory=list)
+    submitted: tuple[Any, ...] | None = (
+        None  # a window whose sums are on their way from the device to the host
+    )
+    first_step_s: float | None = None  # since the process began its work
     is_loader_checked: bool = False  # once per run, after the first epoch
 
     def __post_init__(self) -> None:
         self.meter = ThroughputMeter(self.plan.cfg.warmup_steps, DeviceClock(self.dist.device))
-        self._buffers = BufferBackup(self.state.model, *([self.state.average.module] if self.state.average else []))
+        models = {"model": self.state.model}
+        if self.state.average is not None:
+            models["average"] = self.state.average.module
+        self._buffers = BufferBackup(**models)
+        self._buffers.load_good(self.progress.good_buffers)
+        self.progress.good_buffers = {}
+
+    def save(self) -> None:
+        """Save the state between two steps; the host waits for the device.
+
+        In the middle of a window the checkpoint also has the buffers of the last log line, to which
+        a resumed run falls back too. Raises TrainingFault: the window has a step that ends the
+        run, and so would every run that resumes such a checkpoint.
+        """
+        self.log_submitted()
+        progress, settled = self.progress, dict[str, torch.Tensor]()
+        if progress.window:
+            bad = self._bad_steps(rows_of(progress.window).tolist(), progress.step)
+            self._check_bad_steps(bad, progress.bad_steps + count_of_steps(bad))
+            settled = self._buffers.settled(is_bad=bool(bad))
+            progress.good_buffers = self._buffers.settled(is_bad=True)
+        self.checkpoints.save(progress, settled)
+        progress.good_buffers = {}
+
+    def _bad_steps(self, rows: list[list[float]], last_step: int) -> list[BadStep]:
+        """Those of all ranks among the steps `rows`, of which `last_step` is the last one.
+
+        With loss scaling, overflowing gradients are expected, because they determine the scale.
+        """
+        has_scale = self.state.parts.scaler.is_enabled()
+        bad = [
+            (step, self.dist.rank, loss)
+            for step, (loss, _, _, skipped) in enumerate(rows, last_step - len(rows) + 1)
+            if not math.isfinite(loss) or (skipped and not has_scale)
+        ]
+        return [step for of_rank in gather_objects(bad, self.dist) for step in of_rank]
+
+    def _check_bad_steps(self, bad: list[BadStep], count: int) -> None:
+        cfg = self.plan.cfg
+        check_bad_steps(bad, count, cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0)
 
     def log_steps(self, lr: float) -> None:
-        """Submit the steps since the last log line, the last one with `lr`, for reading; log those submitted before.
-        One reduction over the ranks; a GPU goes on meanwhile. At the end of an epoch and on a CPU the host waits."""
+        """Submit the steps since the last log line, the last one with `lr`, for reading; log those
+        submitted before. One reduction over the ranks; a GPU goes on meanwhile. At the end of an
+        epoch and on a CPU the host waits.
+        """
         steps, scaler = self.progress.window, self.state.parts.scaler
-        rows = torch.stack([torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps])
+        rows = rows_of(steps)
         bad_images = rows.new_full((1,), self.data.bad_images.skipped)
         totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), self.dist)
-        is_bad = ~totals[0].isfinite()  # as `check_bad_steps` decides, but without waiting for the device
+        # As `_bad_steps` decides, but without waiting for the device.
+        is_bad = ~totals[0].isfinite()
         self._buffers.settle(is_bad if scaler.is_enabled() else is_bad | (totals[3] > 0))
         if scaler.is_enabled():  # private, but `get_scale` waits for the device
             scale = scaler._get_scale_async()
@@ -144,97 +215,106 @@ class ActiveRun:
             totals = torch.cat([totals, scale.double().view(1)])
         totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
         self.progress.window = []
-        # Values that a resumed run may change; a comparison refuses runs in which they changed.
-        names = ("memory_format", "precision", "world_size", "device_name")
-        record = {name: self.records.description[name] for name in names}
-        record |= {"step": self.progress.step, "epoch": self.progress.epoch, "lr": lr}
-        submitted = (self.meter.close(), rows, totals, self.meter.clock.mark(), record)
+        place = {"step": self.progress.step, "epoch": self.progress.epoch, "lr": lr}
+        submitted = (self.meter.close(), rows, totals, self.meter.clock.mark(), place)
         self.log_submitted()
         self.submitted = submitted
         if self.dist.device.type in READ_AT_ONCE or self.plan.is_epoch_end(self.progress):
             self.log_submitted()
 
+    def note_first_step(self) -> None:
+        """The host waits for the device, once per run: this step selects kernels and compiles."""
+        if self.first_step_s is not None:
+            return
+        self.meter.clock.wait(self.meter.clock.mark())
+        started = datetime.fromisoformat(self.records.description["started"])
+        seconds = (datetime.now().astimezone() - started).total_seconds()
+        self.first_step_s = round(max(0.0, seconds), 1)
+        if self.dist.device.type == "cuda" or self.plan.cfg.compile:
+            log.info("the first step is done after %.0f s", seconds)
+
     def log_submitted(self) -> None:
-        """Log the submitted window, if there is one; the host waits for it. Raises TrainingFault: the run must end."""
+        """Log the submitted window, if there is one; the host waits for it. Raises TrainingFault:
+        the run must end.
+        """
         if self.submitted is None:
             return
-        # rows: float64 [steps, 4] on the device; totals: the sums over steps and ranks, on the host after the mark.
-        (window, rows, totals, copied, record), self.submitted = self.submitted, None
+        # rows: float64 [steps, 4] on the device; totals: the sums over steps and ranks, on the host
+        # after the mark.
+        (timing, rows, totals, copied, place), self.submitted = self.submitted, None
         self.meter.clock.wait(copied)
         loss, correct1, correct5, skipped, skipped_images, *scale = totals.tolist()
         self.progress.skipped_steps += round(skipped / self.dist.world_size)
-        found: list[tuple[int, int, float]] = []  # step, rank, loss; if that is finite, a gradient is not
+        bad: list[BadStep] = []
         if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
-            for step, (its_loss, _, _, was_skipped) in enumerate(rows.tolist(), record["step"] - len(rows) + 1):
-                # With loss scaling, overflowing gradients are expected, because they determine the scale.
-                if not math.isfinite(its_loss) or (was_skipped and not scale):
-                    found.append((step, self.dist.rank, its_loss))
-            found = [step for of_rank in gather_objects(found, self.dist) for step in of_rank]
+            bad = self._bad_steps(rows.tolist(), place["step"])
         images = len(rows) * self.plan.global_batch_size
-        record |= {
-            "loss": loss / (len(rows) * self.dist.world_size),
-            "top1": 100 * correct1 / images,
-            "top5": 100 * correct5 / images,
-            **self.meter.measured(window),
-            "loss_scale": scale[0] if scale else None,
-            "skipped_steps": self.progress.skipped_steps,
-            "skipped_images": int(skipped_images),
-            "peak_memory_gib": peak_memory_gib(self.dist.device),
-        }
-        self.epoch_records.append(record)
-        self.records.write("train", record)
-        log.info("%s", self.console_line(record))
-        cfg = self.plan.cfg
-        if scale and scale[0] < cfg.amp.min_scale:  # GradScaler has no minimum (pytorch/pytorch#99640)
-            fell = f"the loss scale fell to {scale[0]:g} at step {record['step']} (amp.min_scale={cfg.amp.min_scale:g})"
-            raise TrainingFault(f"{fell}: gradients overflow fp16 at every scale. {ADVICE}")
-        self.bad_steps += len({step for step, *_ in found})
-        check_bad_steps(found, self.bad_steps, cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0)
-
-    def console_line(self, record: dict[str, Any]) -> str:
-        """A record of training in main_amp's format: each value, and in brackets its mean over the epoch. Time: seconds
-        per step. Speed: images/s of all ranks with loading. Data: share of waiting. ETA: without evaluations."""
-        records, measured = self.epoch_records, without_warmup(self.epoch_records)
-        step_in_epoch = self.progress.step_in_epoch - (self.progress.step - record["step"])
-        seconds_per_step = mean(measured, "step_ms") / 1000
-        speed = sum(each["images"] for each in measured) / sum(each["seconds"] for each in measured)
-        scale = f" Scale {record['loss_scale']:g} Skipped {record['skipped_steps']}" if record["loss_scale"] else ""
-        bad_images = f" Bad images {record['skipped_images']}" if record["skipped_images"] else ""
-        return (
-            f"Epoch: [{record['epoch']}][{step_in_epoch}/{self.plan.steps_per_epoch}]"
-            f" Time {record['step_ms'] / 1000:.3f} ({seconds_per_step:.3f})"
-            f" Speed {record['images_per_s']:.1f} ({speed:.1f})"
-            f" Loss {record['loss']:.4f} ({mean(records, 'loss'):.4f})"
-            f" Prec@1 {record['top1']:.2f} ({mean(records, 'top1'):.2f})"
-            f" Prec@5 {record['top5']:.2f} ({mean(records, 'top5'):.2f})"
-            f" LR {record['lr']:.5f} Data {record['data_wait_pct']:.0f}%{scale}{bad_images}"
-            f" ETA {duration((self.plan.last_step - record['step']) * seconds_per_step)}"
-            f"{' (warm-up)' if record['warmup'] else ''}"
+        may_change = ("memory_format", "precision", "world_size", "device_name")
+        window = Window(
+            **place,
+            time=time.time(),
+            loss=loss / (len(rows) * self.dist.world_size),
+            top1=100 * correct1 / images,
+            top5=100 * correct5 / images,
+            **self.meter.measured(timing),
+            loss_scale=scale[0] if scale else None,
+            skipped_steps=self.progress.skipped_steps,
+            skipped_images=int(skipped_images),
+            peak_memory_gib=peak_memory_gib(self.dist.device),
+            **{name: self.records.description[name] for name in may_change},
         )
+        self.epoch_windows.append(window)
+        self.records.write_window(window)
+        step_in_epoch = self.progress.step_in_epoch - (self.progress.step - window.step)
+        log.info("%s", console_line(self.epoch_windows, step_in_epoch, self.plan))
+        cfg = self.plan.cfg
+        # GradScaler has no minimum (pytorch/pytorch#99640).
+        if scale and scale[0] < cfg.amp.min_scale:
+            what = f"the loss scale fell to {scale[0]:g} at step {window.step}"
+            reason = "gradients overflow fp16 at every scale"
+            limit = f"amp.min_scale={cfg.amp.min_scale:g}"
+            raise TrainingFault(f"{what} ({limit}): {reason}. {ADVICE}")
+        self.progress.bad_steps += count_of_steps(bad)
+        self._check_bad_steps(bad, self.progress.bad_steps)
 
     def warn_if_loader_bound(self) -> None:
         """If the first epoch waited for data, name the bottleneck and the setting to change."""
-        images = sum(record["images"] for record in self.epoch_records if not record["warmup"])
-        if self.is_loader_checked or images < 20 * self.plan.global_batch_size:  # mostly the loader's start
+        images = sum(window.images for window in self.epoch_windows if not window.warmup)
+        if (
+            self.is_loader_checked or images < 20 * self.plan.global_batch_size
+        ):  # mostly the loader's start
             return
         self.is_loader_checked = True
-        wait_pct = mean(without_warmup(self.epoch_records), "data_wait_pct")
-        seconds, cores = sum(record["seconds"] for record in self.epoch_records), cores_of_process(self.dist.world_size)
+        wait_pct = mean(after_warmup(self.epoch_windows), "data_wait_pct")
+        seconds, cores = (
+            sum(window.seconds for window in self.epoch_windows),
+            cores_of_process(self.dist.world_size),
+        )
         times, workers = self.data.times, self.data.workers
-        advice = bottleneck_advice(times, workers=workers, cores=cores, seconds=seconds, data_wait_pct=wait_pct)
+        advice = bottleneck_advice(
+            times, workers=workers, cores=cores, seconds=seconds, data_wait_pct=wait_pct
+        )
         if advice is not None and self.dist.is_main:
             log.warning("%s (a slow loader can mask the gain of channels_last)", advice)
 
 
-def check_bad_steps(found: list[tuple[int, int, float]], count: int, limit: int) -> None:
-    """Raises TrainingFault: `count` bad steps so far, the last ones in `found`, are more than `limit`."""
-    if found and count > limit:
-        step, rank, loss = min(found, key=lambda bad: (bad[0], math.isfinite(bad[2]), bad[1]))
+def rows_of(steps: list[StepResult]) -> torch.Tensor:
+    """Returns loss, top-1 and top-5 hits and whether the update was skipped, float64 [steps, 4]."""
+    return torch.stack(
+        [torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps]
+    )
+
+
+def count_of_steps(bad: list[BadStep]) -> int:
+    return len({step for step, *_ in bad})
+
+
+def check_bad_steps(bad: list[BadStep], count: int, limit: int) -> None:
+    """Raises TrainingFault: `count` bad steps, the last ones in `bad`, are more than `limit`."""
+    if bad and count > limit:
+        step, rank, loss = min(bad, key=lambda each: (each[0], math.isfinite(each[2]), each[1]))
         what = "a gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
         which = f"; {count} such steps exceed max_nonfinite={limit}" if limit else ""
-        raise TrainingFault(f"{what} at step {step} on rank {rank}; the update was skipped{which}. {ADVICE}")
-
-
-def mean(records: list[dict[str, Any]], name: str) -> float:
-    images = sum(record["images"] for record in records)  # not fmean: it raises an exception for losses like 1e308
-    return sum(float(record[name]) * record["images"] for record in records) / images
+        raise TrainingFault(
+            f"{what} at step {step} on rank {rank}; the update was skipped{which}. {ADVICE}"
+        )

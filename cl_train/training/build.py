@@ -1,12 +1,15 @@
-"""From the settings to a model that trains, and its step. The order matters: build and load, move and cast, convert the
-memory format; then copy the model for the EMA, wrap it in DDP, compile it. Converting later would leave DDP's gradient
-buckets, the EMA or the compiled graph in the other layout (pytorch/pytorch#47163). Then `batch_size=auto`."""
+"""From the settings to a model that trains, and its step.
+
+The order matters: build and load, move and cast, convert the memory format; then copy the model for
+the EMA, wrap it in DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or
+the compiled graph in the other layout (pytorch/pytorch#47163). Then `batch_size=auto`.
+"""
 
 import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -15,73 +18,142 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from cl_train.comparison.paired import CONTIGUOUS, Layout, TimedModel, Workload, choose_memory_format, measurement_state
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.config.validation import graph_conflict
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.measure.auto import Choice, fastest_layout
+from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
+from cl_train.memory_format.audit import recording
+from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.crashes import Crash, crash_safe, known_issues
-from cl_train.memory_format.layout import named_tensors, refuse_lazy
-from cl_train.memory_format.model_call import explain_failure, failure_explained, state_restored
+from cl_train.memory_format.crashes import refuse_known_crash
+from cl_train.memory_format.layout import (
+    CONTIGUOUS,
+    Layout,
+    model_memory_format,
+    named_tensors,
+    refuse_lazy,
+)
+from cl_train.memory_format.model_call import mean_square, output_tensors
 from cl_train.models import sources as models
+from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
-from cl_train.step.optim import build_optimizer, freeze
-from cl_train.step.precision import EMA, Fp32Weights, Precision, autocast, cast_model, resolve_precision
-from cl_train.step.train_step import Loss, StepParts, StepResult, logits_of, loss_of, train_step
+from cl_train.step.make import StepSettings, make_step
+from cl_train.step.optim import freeze
+from cl_train.step.precision import (
+    Precision,
+    autocast,
+    cast_model,
+    kernel_selection,
+    resolve_precision,
+)
+from cl_train.step.train_step import Loss, StepResult, logits_of, train_step
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import Dist, gather_objects, on_main
-from cl_train.system.machine import available_bytes, describe_out_of_memory, is_out_of_memory, release_memory
+from cl_train.system.failures import explain_failure, failure_explained
+from cl_train.system.machine import (
+    available_bytes,
+    describe_out_of_memory,
+    is_out_of_memory,
+    release_memory,
+)
 from cl_train.training.state import TrainingFault, TrainState
 
 log = logging.getLogger(__name__)
 
 
-def build_train_state(cfg: Config, precision: Precision, num_classes: int, dist: Dist, lr: float) -> TrainState:
-    """Build the model, its optimizer and its step. Raises ConfigError or TrainingFault: it cannot train."""
+def build_train_state(
+    cfg: Config, settings: StepSettings, num_classes: int, dist: Dist, lr: float
+) -> TrainState:
+    """Build the model, its optimizer and its step.
+
+    Raises ConfigError or TrainingFault: it cannot train.
+    """
+    precision = settings.precision
     model = build_model(cfg, num_classes, dist)
-    for name, parameter in model.named_parameters() if cfg.weights and not cfg.evaluate_only else ():
-        if parameter.requires_grad and not parameter.isfinite().all():  # constants may: a mask holds -Inf
-            raise ConfigError(f"weights={cfg.weights} holds {'NaN' if parameter.isnan().any() else 'Inf'} in {name}")
+    if cfg.weights and not cfg.evaluate_only:
+        refuse_nonfinite(model, f"weights={cfg.weights}")
     head = models.head_parameters(model)
     if cfg.optim.head_lr_ratio != 1 and not head:
-        raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its classifier")
+        raise ConfigError(
+            f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its"
+            " classifier"
+        )
     freeze(model, cfg.freeze, head)
     model = cast_model(model.to(dist.device), precision)
-    batch_format = convert_layout(cfg, model, precision, num_classes, dist)
-    weights = Fp32Weights(model, precision)
-    average = EMA(model, cfg.ema_decay) if cfg.ema_decay > 0 else None
-    optimizer = build_optimizer(cfg.optim, model, weights.trainable(), lr, head)
-    scaler = torch.amp.GradScaler(
-        dist.device.type, cfg.amp.init_scale, growth_interval=cfg.amp.growth_interval, enabled=precision.scales_loss
-    )
-    recorder = Recorder(dist.device) if uses_cuda_graph(cfg, dist) else None
+    batch_format = convert_layout(cfg, model, settings, dist)
+    recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
-        log.warning("cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers")
-    with nullcontext() if recorder is None else recorder.on_stream():
-        if dist.device.type == "cuda" and not cfg.evaluate_only:  # before DDP, whose hooks would count the step
-            try_model(cfg, model, precision, num_classes, batch_format)
+        log.warning(
+            "cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers"
+        )
+    on_stream = nullcontext if recorder is None else recorder.on_stream
+    # On a CPU, shapes were tried when the model was built, but for a model of the user's.
+    is_untried = dist.device.type == "cuda" or ":" in cfg.model
+    is_channels_last = batch_format.memory_format == torch.channels_last
+    if not cfg.evaluate_only and (is_untried or is_channels_last):
+        with on_stream():
+            try_run(cfg, model, settings, batch_format, num_classes)
+        if dist.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(dist.device)
-        trained = wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
-    if cfg.compile:
-        trained = compiled(trained, cfg.compile_mode, graphs=len(size_schedule(cfg.data).image_sizes))
-    loss = Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold)
-    parts = StepParts(trained, weights, optimizer, scaler, precision, dist.device, loss, cfg.optim.clip_norm)
+
+    def in_ddp(model: nn.Module) -> nn.Module:
+        with on_stream():
+            return wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
+
+    parts = make_step(model, settings, dist.device, lr, head=head, wrap=in_ddp)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, average, batch_format, step)
+    return TrainState(model, parts, parts.average, batch_format, step)
+
+
+def refuse_nonfinite(model: nn.Module, source: str) -> None:
+    """Raises ConfigError: a trained parameter holds NaN or Inf; constants may (a mask holds
+    -Inf).
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            value = "NaN" if parameter.isnan().any() else "Inf"
+            raise ConfigError(f"{source} holds {value} in {name}")
+
+
+def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) -> StepSettings:
+    """soft: the labels of the data are vectors."""
+    return StepSettings(
+        precision,
+        cfg.optim,
+        Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold),
+        cfg.amp,
+        accumulate_steps=cfg.accumulate_steps,
+        ema_decay=cfg.ema_decay,
+        ema_every=cfg.ema_every,
+        mixup=cfg.augment.mixup,
+        cutmix=cfg.augment.cutmix,
+        soft_targets=soft,
+        compile=cfg.compile,
+        compile_mode=cfg.compile_mode,
+        image_sizes=len(size_schedule(cfg.data).image_sizes),
+        cuda_graph=uses_cuda_graph(cfg, dist),
+    )
 
 
 def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool) -> None:
-    """Raises ConfigError: a loss of the user's fails on two images, or returns no number. soft: targets are float."""
+    """Raises ConfigError: a loss of the user's fails on two images, or returns no number. soft:
+    targets are float.
+    """
     if loss.function is None:
         return
     logits = torch.zeros(2, num_classes, device=device, requires_grad=True)
     targets = torch.zeros_like(logits) if soft else torch.zeros(2, dtype=torch.int64, device=device)
-    what = f"loss={loss.name} on logits {list(logits.shape)} and targets {targets.dtype} {list(targets.shape)}"
+    what = (
+        f"loss={loss.name} on logits {list(logits.shape)} and targets {targets.dtype}"
+        f" {list(targets.shape)}"
+    )
     with failure_explained(what, "it must return their mean loss, a tensor of one number"):
         loss(logits, targets).reshape(()).backward()
 
@@ -89,119 +161,214 @@ def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool
 def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
     sizes = size_schedule(cfg.data).image_sizes
     weights = None if cfg.evaluate_only and cfg.resume else cfg.weights
-    build = partial(models.build_model, cfg.model, num_classes=num_classes, weights=weights, drop_path=cfg.drop_path)
+    build = partial(
+        models.build_model,
+        cfg.model,
+        num_classes=num_classes,
+        weights=weights,
+        drop_path=cfg.drop_path,
+        entry=cfg.entry,
+    )
     model = build(image_size=sizes[-1], keep_classifier=cfg.evaluate_only and cfg.resume is None)
+    if cfg.drop_path is not None and cfg.drop_path_constant:
+        models.set_drop_path(model, cfg.drop_path)
+    if cfg.layer_scale is not None:
+        models.set_layer_scale(model, cfg.layer_scale)
     refuse_lazy(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
-            raise ConfigError(f"{name} is on the meta device and has no values: build the model on the CPU")
+            raise ConfigError(
+                f"{name} is on the meta device and has no values: build the model on the CPU"
+            )
         if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:
-            raise ConfigError(f"{name} is a sparse parameter, which the optimizers do not update: make it dense")
+            raise ConfigError(
+                f"{name} is a sparse parameter, which the optimizers do not update: make it dense"
+            )
     val_size = cfg.data.val_size or cfg.data.image_size
     trained = () if cfg.evaluate_only else sizes
-    for size in sorted({val_size, *trained}) if ":" not in cfg.model else ():  # a user's own may not run on "meta"
-        task = f"{'train on' if size in trained else 'evaluate'} {cfg.batch_size} images of {size} px"
+    for size in (
+        sorted({val_size, *trained}) if ":" not in cfg.model else ()
+    ):  # a user's own may not run on "meta"
+        task = (
+            f"{'train on' if size in trained else 'evaluate'} {cfg.batch_size} images of {size} px"
+        )
         advice = "change data.image_size, data.size_schedule or batch_size"
         with failure_explained(f"model={cfg.model} cannot {task}", advice):
             images = torch.empty(cfg.batch_size, 3, size, size, device="meta")
             models.copy_model(model, "meta").train(size in trained)(images)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
-            raise ConfigError("sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs")
+            raise ConfigError(
+                "sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs"
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
 
 
-def convert_layout(cfg: Config, model: nn.Module, precision: Precision, num_classes: int, dist: Dist) -> DeviceFormat:
-    """Convert `model` in place according to `channels_last=` and `conversion=`; returns the format of its input.
-    On a CPU it is tried: a zoo model only in channels_last, which may crash; with `auto` it is contiguous then."""
-    channels_last, conversion, select = cfg.channels_last, cfg.conversion, tuple(cfg.select)
-    size = size_schedule(cfg.data).image_sizes[-1]  # the largest
+def try_run(
+    cfg: Config,
+    model: nn.Module,
+    settings: StepSettings,
+    batch_format: DeviceFormat,
+    num_classes: int,
+) -> None:
+    """Try a step of the largest images, and tell whether the model loses channels_last in it.
 
-    def tried(layout: torch.memory_format) -> DeviceFormat:
-        batch_format = DeviceFormat(dist.device, precision.input_dtype, layout)
-        if dist.device.type == "cpu" and (layout == torch.channels_last or ":" in cfg.model):
-            on_main(lambda: try_model(cfg, model, precision, num_classes, batch_format), dist)
-        return batch_format
-
-    if channels_last == "auto":
-        measure = partial(choose_memory_format, model, batch_size=cfg.batch_size, image_size=size)
-        measure = partial(measure, precision=precision.name, device=dist.device, cuda_graph=uses_cuda_graph(cfg, dist))
-        measure = partial(measure, compile=cfg.compile, compile_mode=cfg.compile_mode)
-        optimizer = cfg.optim.name if cfg.optim.library == "torch" else "sgd"
-        choice = on_main(lambda: measure(optimizer=optimizer), dist)
-        log.info("channels_last=auto: %s", choice.reason)
-        channels_last, conversion, select = str(choice.channels_last).lower(), choice.conversion, choice.select
-    if channels_last == "true":
-        if dist.device.type == "cpu" and (issue := known_issues(model)):
-            log.info("channels_last: %s", issue)
-        log.info("channels_last: %s", convert(model, conversion, select))
+    On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and if the model
+    will be compiled, which takes less memory than this eager step. Kernels for two images would
+    never be used, so none are searched.
+    """
+    size = size_schedule(cfg.data).image_sizes[-1]
+    is_whole = batch_format.device.type == "cuda" and not cfg.compile
+    searches = torch.backends.cudnn.benchmark and is_whole
+    with kernel_selection(autotune=searches):
+        shape = (cfg.batch_size if is_whole else 2, 3, size, size)
+        facts = (settings.precision.name, str(batch_format.device), torch.__version__)
+        report = LayoutReport(cfg.model, model_memory_format(model), str(shape), *facts)
         try:
-            return tried(torch.channels_last)
-        except Crash as crash:
-            if cfg.channels_last != "auto":
-                raise ConfigError(f"model={cfg.model} in channels_last: {crash}; use channels_last=auto") from None
-            log.warning("channels_last=auto: contiguous, because in channels_last %s", crash)
-            convert(model, memory_format=torch.contiguous_format)
-    return tried(torch.contiguous_format)
+            with recording(report):
+                try_model(model, settings, batch_format, shape, num_classes)
+        except ConfigError:  # of the model, or because it does not run under the recorder
+            try_model(model, settings, batch_format, shape, num_classes)
+    if report.of("lost"):
+        audit = f"cl-train audit model={cfg.model} data.image_size={size}"
+        log.info("%s; where and why: %s", report.headline(), audit)
 
 
-@crash_safe
-def try_model(cfg: Config, model: nn.Module, precision: Precision, num_classes: int, form: DeviceFormat) -> None:
-    """Train on noise of the largest size, and evaluate it; afterwards only torch's caches have changed. On a CPU two
-    images in a forked process, because a kernel that crashes would end this one. On a GPU the whole batch, in training
-    only; two images if the model will be compiled, which takes less memory than this eager step.
-    Raises Crash: the fork was killed. TrainingFault: memory ran out. ConfigError: the model cannot take the images."""
-    device, was_training, size = form.device, model.training, size_schedule(cfg.data).image_sizes[-1]
-    count = 2 if device.type == "cpu" or cfg.compile else cfg.batch_size
+def convert_layout(
+    cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist
+) -> DeviceFormat:
+    """Convert `model` in place as the settings say; returns the format of its input.
+
+    Raises ConfigError: channels_last=true, and torch is known to crash on the model in it.
+    """
+    layout = Layout.of(cfg)
+    if layout is None:
+        choice = choose_layout(cfg, model, settings, dist)
+        log.info("channels_last=auto: %s", choice.reason)
+        layout = choice.layout
+    elif layout.is_channels_last and not cfg.evaluate_only:
+        try:
+            refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
+        except ConfigError as error:
+            raise ConfigError(f"model={cfg.model}: {error}, or with channels_last=auto") from None
+    report = convert(model, layout)
+    if layout.is_channels_last:
+        log.info("%s", report)
+    return DeviceFormat(dist.device, settings.precision.input_dtype, layout.memory_format)
+
+
+def choose_layout(cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist) -> Choice:
+    """The faster layout of the run's own step on its largest images, measured by rank 0."""
+    size = size_schedule(cfg.data).image_sizes[-1]
+    workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device)
     try:
-        with state_restored(model, device):
-            # cuDNN times its algorithms on it, and training uses its choice: zeros would be faster than images.
-            noise = torch.randn(count, 3, size, size, device=device)
-            images = noise.to(form.dtype, memory_format=form.memory_format)
-            if not cfg.evaluate_only:
-                targets = torch.randint(num_classes, (count,), device=device)
-                with autocast(precision, device):
-                    output = model(images)
-                    logits = logits_of(output)
-                    if logits.ndim != 2 or logits.shape[1] < num_classes:
-                        raise ValueError(f"outputs {list(logits.shape)}, not [N, classes] for {num_classes} classes")
-                    loss = loss_of(output, targets)
-                loss.backward()
-                if any(p.grad is not None and p.grad.layout != torch.strided for p in model.parameters()):
-                    raise ValueError("sparse gradients, which the optimizers do not take: use sparse=False")
-            if device.type == "cpu" and (cfg.evaluate_only or cfg.evaluate_every >= 0):
-                # Only crashes matter: what else can fail in evaluation is told there.
-                with suppress(Exception), torch.no_grad(), autocast(precision, device):
-                    model.eval()(images)
-                model.train(was_training)
+        refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
+    except ConfigError as error:
+        return Choice(CONTIGUOUS, f"contiguous: {error}", 0.0)
+    return on_main(lambda: fastest_layout(model, workload), dist)
+
+
+def refuse_crash_of_sizes(
+    cfg: Config, model: nn.Module, precision: Precision, device: torch.device
+) -> None:
+    """Raises ConfigError: torch is known to crash on a batch of one of the image sizes."""
+    for size in size_schedule(cfg.data).image_sizes:
+        shape = (cfg.batch_size, 3, size, size)
+
+        def forward(shape: tuple[int, ...] = shape) -> None:
+            with autocast(precision, device):
+                model(torch.zeros(shape, dtype=precision.input_dtype))
+
+        with failure_explained(f"the model cannot train on {size} px images", "change the size"):
+            refuse_known_crash(model, forward)
+
+
+def try_model(
+    model: nn.Module,
+    settings: StepSettings,
+    batch_format: DeviceFormat,
+    shape: Sequence[int],
+    num_classes: int,
+) -> None:
+    """Train a copy of `model` for one step on noise [N, 3, H, W]; the generators are restored.
+
+    Raises TrainingFault: memory ran out. ConfigError: the model cannot take the images.
+    """
+    device = batch_format.device
+
+    def check_logits(module: nn.Module, inputs: Any, output: Any) -> None:
+        logits = logits_of(output)
+        if logits.ndim != 2 or logits.shape[1] < num_classes:
+            raise ValueError(
+                f"outputs {list(logits.shape)}, not [N, classes] for {num_classes} classes"
+            )
+
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+        raise ConfigError("sparse gradients, which the optimizers do not take: use sparse=False")
+    try:
+        copied = models.copy_model(model)
+    except ConfigError as error:
+        log.info("no step is tried: %s", error)
+        return
+    if not isinstance(copied, torch.jit.ScriptModule):  # which takes no hooks
+        copied.register_forward_hook(check_logits)
+    try:
+        with random_state_restored(device):
+            # cuDNN's choice of kernels may stay for training: zeros would be faster than images.
+            noise = torch.randn(*shape, device=device)
+            images = noise.to(batch_format.dtype, memory_format=batch_format.memory_format)
+            labels = torch.randint(num_classes, (shape[0],), device=device)
+            is_soft = settings.soft_targets or max(settings.mixup, settings.cutmix) > 0
+            targets = F.one_hot(labels, num_classes).float() if is_soft else labels
+            parts = make_step(copied, replace(settings, compile=False), device)
+            train_step(parts, [Batch(images, targets)])
     except Exception as error:
         if is_out_of_memory(error):
-            advice = "Use a smaller batch_size or batch_size=auto; accumulate_steps keeps the global batch"
-            raise TrainingFault(f"batch_size={count}: {describe_out_of_memory(error)}. {advice}") from None
-        raise ConfigError(f"the model cannot train on {size} px images: {explain_failure(error)}") from error
+            advice = (
+                "Use a smaller batch_size or batch_size=auto; accumulate_steps keeps the global "
+                "batch"
+            )
+            raise TrainingFault(
+                f"batch_size={shape[0]}: {describe_out_of_memory(error)}. {advice}"
+            ) from None
+        raise ConfigError(
+            f"the model cannot train on {shape[-1]} px images: {explain_failure(error)}"
+        ) from error
 
 
 def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
-    """Whether steps are recorded; with `auto` only on a GPU, in one process, and if no other setting conflicts."""
+    """Whether steps are recorded; with `auto` only on a GPU, in one process, and if no other
+    setting conflicts.
+    """
     if cfg.cuda_graph == "auto":
         return dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
     return cfg.cuda_graph == "true"
 
 
 def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
-    """Raises ConfigError: the ranks differ. DDP's own check of shapes and layouts fails on the other ranks alone, and
-    its broadcast copies bytes in storage order, which permutes weights of another layout (NVIDIA/physicsnemo#1614)."""
+    """Raises ConfigError: the ranks differ. DDP's own check of shapes and layouts fails on the
+    other ranks alone, and its broadcast copies bytes in storage order, which permutes weights of
+    another layout (NVIDIA/physicsnemo#1614).
+    """
     ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
     for rank, other in enumerate(ranks):
         for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
-            differ = f"{name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
-            raise ConfigError(f"the ranks disagree: {differ}; start every node with the same command, code and data")
+            differ = (
+                f"{name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
+            )
+            raise ConfigError(
+                f"the ranks disagree: {differ}; start every node with the same command, code and"
+                " data"
+            )
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """DDP if there are several ranks. Gradients are views of its buckets, in each parameter's strides: channels_last
-    weights have channels_last gradients without a copy."""
+    """DDP if there are several ranks.
+
+    Gradients are views of its buckets, in each parameter's strides: channels_last weights have
+    channels_last gradients without a copy.
+    """
     if dist.world_size == 1:
         return model
     layouts = {}
@@ -211,45 +378,54 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
     check_ranks_agree(layouts, dist)
     ddp, options = nn.parallel.DistributedDataParallel, dict[str, Any]()
     owners = [module for module in model.modules() if list(module.buffers(recurse=False))]
-    has_only_statistics = all(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners)
-    if has_only_statistics and "forward_sync_buffers" in signature(ddp).parameters:  # since torch 2.15
-        # Else rank 0's are broadcast in each forward pass; evaluation and checkpoints take rank 0's anyway.
+    has_only_statistics = all(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners
+    )
+    if (
+        has_only_statistics and "forward_sync_buffers" in signature(ddp).parameters
+    ):  # since torch 2.15
+        # Else rank 0's are broadcast in each forward pass; evaluation and checkpoints take rank 0's
+        # anyway.
         options["forward_sync_buffers"] = False
     device_ids = [dist.device] if dist.device.type == "cuda" else None
-    return ddp(model, device_ids=device_ids, gradient_as_bucket_view=True, static_graph=static_graph, **options)
-
-
-def compiled(model: nn.Module, mode: str, graphs: int) -> nn.Module:
-    """Compile each of `graphs` image sizes for training: dynamic shapes are slower. The inner module stays eager, else
-    it would be compiled again for evaluation."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 + graphs)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.compile(mode=mode, dynamic=False)  # in place: gradient accumulation needs DDP's own class
-        return model
-    wrapper = torch.compile(model, mode=mode, dynamic=False)
-    assert isinstance(wrapper, nn.Module)
-    return wrapper
+    return ddp(
+        model,
+        device_ids=device_ids,
+        gradient_as_bucket_view=True,
+        static_graph=static_graph,
+        **options,
+    )
 
 
 def utilisation_of(state: TrainState, dist: Dist, speed: dict[str, Any]) -> dict[str, Any] | None:
-    """FLOPs and shares of the device's peak (`step.utilisation`); None for a model that cannot run on shapes alone."""
-    size, images_per_s = speed["image_size"], speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
+    """Returns FLOPs and shares of the device's peak (`step.utilisation`).
+
+    None for a model that cannot run on shapes alone.
+    """
+    size = speed["image_size"]
+    images_per_s = speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
     try:
         shapes = models.copy_model(state.model, "meta").train()
         images = torch.empty(2, 3, size, size, device="meta", dtype=next(shapes.parameters()).dtype)
-        flops = flops_of(lambda: shapes(images))
+        forward = flops_of(lambda: shapes(images))
+        step = flops_of(
+            lambda: mean_square(output_tensors(shapes(images))).backward(), gradients=True
+        )
     except Exception:  # a user's model may raise any exception
         return None
-    return utilisation(flops / len(images) / 1e9, images_per_s, state.parts.precision, dist.device, training=True)
+    gflop = 1e-9 / len(images)
+    precision = state.parts.precision
+    return utilisation(gflop * forward, gflop * step, images_per_s, precision, dist.device)
 
 
-# --- batch_size=auto --------------------------------------------------------------------------------------------------
+# --- batch_size=auto ------------------------------------------------------------------------------
 
 FIRST, SMALLEST = 8, 2  # BatchNorm cannot train on one image if the last feature map is 1 x 1
 LARGEST = {"cuda": 4096, "cpu": 256}
 TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
 MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
-AS_FAST = 0.98  # of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
+# of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
+AS_FAST = 0.98
 STEPS = 4
 
 
@@ -260,47 +436,66 @@ class BatchSpeed(NamedTuple):
 
 
 def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
-    """`cfg` with the number of `batch_size=auto`, and with the micro-steps that `global_batch_size` requires. Rank 0
-    measures eager steps on images of the largest size; on a CPU in a forked process, which the system may kill.
-    ConfigError: not even two images fit, the data has too few, or the global batch cannot be split evenly."""
+    """`cfg` with the number of `batch_size=auto`, and with the micro-steps that `global_batch_size`
+    requires. Rank 0 measures eager steps on images of the largest size.
+
+    Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be
+    split evenly.
+    """
     if cfg.batch_size == AUTO_BATCH_SIZE:
         return replace(cfg, batch_size=on_main(lambda: _fastest_batch_size(cfg, dist), dist))
     if cfg.global_batch_size is None:
         return cfg
     micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
-    asked = f"global_batch_size={cfg.global_batch_size} with batch_size={cfg.batch_size} x {dist.world_size} processes"
+    asked = (
+        f"global_batch_size={cfg.global_batch_size} with batch_size={cfg.batch_size} x"
+        f" {dist.world_size} processes"
+    )
     if rest or not micro_steps:
         raise ConfigError(f"{asked}: it is not a multiple; choose another batch_size")
     if micro_steps > 1 and cfg.ddp_static_graph:
-        raise ConfigError(f"{asked} needs micro-steps: raise batch_size, or set ddp_static_graph=false")
+        raise ConfigError(
+            f"{asked} needs micro-steps: raise batch_size, or set ddp_static_graph=false"
+        )
     return replace(cfg, accumulate_steps=micro_steps)
 
 
 def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     device, single_process = dist.device, Dist(0, 1, dist.device)
     augment = replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
-    with closing(build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)) as data:
+    with closing(
+        build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)
+    ) as data:
         images, classes = data.train_images, data.num_classes
     size = size_schedule(cfg.data).image_sizes[-1]
     largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
-        raise ConfigError(f"batch_size=auto: {images} training images are too few for {dist.world_size} processes")
+        raise ConfigError(
+            f"batch_size=auto: {images} training images are too few for {dist.world_size} processes"
+        )
     available = available_bytes(device)
     limit_gib = math.inf if available is None else MARGIN * available / 2**30
-    workload = Workload(SMALLEST, (3, size, size), resolve_precision(cfg.precision, device), device, optim=cfg.optim)
-    layout = Layout("", torch.channels_last, cfg.conversion, tuple(cfg.select))
-    if cfg.channels_last == "false" or (cfg.channels_last == "auto" and device.type == "cpu"):
-        layout = CONTIGUOUS  # on a CPU channels_last may crash, which `auto` avoids
+    precision = resolve_precision(cfg.precision, device)
+    settings = replace(
+        step_settings(cfg, precision, single_process, soft=False), compile=False, cuda_graph=False
+    )
+    workload = Workload(SMALLEST, (3, size, size), settings, device)
+    layout = Layout.of(cfg)
+    if layout is None:  # the choice comes later
+        layout = CONTIGUOUS if device.type == "cpu" else Layout()
     with measurement_state(workload):
-        model = build_model(replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process)
+        model = build_model(
+            replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process
+        )
 
-        @crash_safe
         def measure(batch_size: int) -> BatchSpeed:
             release_memory()
-            timed = TimedModel(model, layout, replace(workload, batch_size=batch_size))
+            sized = replace(workload, batch_size=batch_size)
+            timed = TimedStep(model, layout, sized)
             timed.warm_up()
             peak_gib = timed.peak_memory_gib([timed])
-            return BatchSpeed(batch_size, batch_size / statistics.median(timed.block_times_s(STEPS)), peak_gib)
+            step_s = statistics.median(timed.block_times_s(STEPS))
+            return BatchSpeed(batch_size, sized.images_per_step / step_s, peak_gib)
 
         chosen, measured = search(measure, largest, limit_gib, TIME_LIMIT_S[device.type])
     release_memory()
@@ -314,15 +509,20 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
 def search(
     measure: Callable[[int], BatchSpeed], largest: int, limit_gib: float, time_limit_s: float
 ) -> tuple[int, list[BatchSpeed]]:
-    """Double the batch size from 8 while it fits: the smallest of the fastest sizes, and all that fit, ascending.
-    ConfigError: not even 2 images fit."""
+    """Double the batch size from 8 while it fits: the smallest of the fastest sizes, and all that
+    fit, ascending. ConfigError: not even 2 images fit.
+    """
     measured: list[BatchSpeed] = []
     started_at, size = perf_counter(), min(FIRST, largest)
     while size >= SMALLEST:
         expected_gib, result = 0.0, None
-        if len(measured) > 1:  # running out of memory is slow, and on a CPU the system ends the process
+        if (
+            len(measured) > 1
+        ):  # running out of memory is slow, and on a CPU the system ends the process
             first, second = measured[-2:]
-            per_image = (second.peak_memory_gib - first.peak_memory_gib) / (second.batch_size - first.batch_size)
+            per_image = (second.peak_memory_gib - first.peak_memory_gib) / (
+                second.batch_size - first.batch_size
+            )
             expected_gib = second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
         try:
             result = measure(size) if expected_gib <= limit_gib else None
@@ -340,6 +540,11 @@ def search(
         else:
             size = largest = size // 2
     if not measured:
-        raise ConfigError(f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB")
+        raise ConfigError(
+            f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB"
+        )
     best = max(item.images_per_s for item in measured)
-    return next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best), measured
+    return (
+        next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best),
+        measured,
+    )

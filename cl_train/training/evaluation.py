@@ -1,4 +1,6 @@
-"""Exact evaluation: each validation image counts once, for any batch size and any number of ranks; its report."""
+"""Exact evaluation: each validation image counts once, for any batch size and any number of ranks;
+its report.
+"""
 
 import base64
 import csv
@@ -18,16 +20,24 @@ import torch
 from PIL import Image
 from torch import nn
 
+from cl_train.config.schema import ConfigError
+from cl_train.config.validation import suggest
 from cl_train.data.build import Data, ImageData
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.data.images import BadImage
-from cl_train.memory_format.model_call import explain_failure
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.step.train_step import labels_and_top5, logits_of
-from cl_train.system.distributed import Dist, gather_objects, max_over_ranks, on_main, sum_over_ranks
+from cl_train.system.distributed import (
+    Dist,
+    gather_objects,
+    max_over_ranks,
+    on_main,
+    sum_over_ranks,
+)
+from cl_train.system.failures import explain_failure
 from cl_train.system.files import write_text
 from cl_train.system.processes import StopRequest
-from cl_train.training.records import progress_bar
+from cl_train.training.console import progress_bar
 from cl_train.training.state import MAP, TrainingFault
 
 log = logging.getLogger(__name__)
@@ -52,31 +62,43 @@ def evaluate_model(
     metrics: Callable[..., Any] | None = None,
     flip: bool = False,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this rank. `metrics` are
-    called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the CPU.
-    Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded."""
-    for buffer in model.buffers() if dist.world_size > 1 else ():  # BatchNorm's statistics, as rank 0 saves them
+    """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this
+    rank. `metrics` are called on rank 0 with the logits, float32 [N, classes], and the targets of
+    all images, on the CPU. Raises Interrupted: by a signal. TrainingFault: images are missing, or
+    none could be decoded.
+    """
+    # BatchNorm's statistics, as rank 0 saves them.
+    for buffer in model.buffers() if dist.world_size > 1 else ():
         torch.distributed.broadcast(buffer, src=0)
     skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)
     batches = _until_signal(data.validation(batch_format), signals, data.val_images, dist)
-    found, kept = [torch.empty(0, 5, dtype=torch.float64, device=dist.device)], []
+    rows_of_batches = [torch.empty(0, len(COLUMNS), dtype=torch.float64, device=dist.device)]
+    logits_and_targets = []
     for logits, targets in outputs(model, batches, precision, flip=flip):
-        found.append(rows_of(logits, targets, binary=is_binary))
+        rows_of_batches.append(rows_of(logits, targets, binary=is_binary))
         if metrics or is_binary:
-            kept.append((logits.cpu(), targets.cpu()))
-    rows = torch.cat(found)
+            logits_and_targets.append((logits.cpu(), targets.cpu()))
+    rows = torch.cat(rows_of_batches)
     counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
-    sums = [rows[:, 3].sum(), (rows[:, 0] == rows[:, 1]).sum(), rows[:, 4].sum(), *counts]
-    loss, correct1, correct5, images, skipped_images = sum_over_ranks(torch.stack(sums), dist).tolist()
+    label, predicted, _, _, losses, in_top5 = rows.T
+    sums = [losses.sum(), (label == predicted).sum(), in_top5.sum(), *counts]
+    totals = sum_over_ranks(torch.stack(sums), dist).tolist()
+    loss, correct1, correct5, images, skipped_images = totals
     if images + skipped_images != data.val_images:
-        counted = f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f} of {data.val_images}"
-        raise TrainingFault(f"{counted}: all ranks and workers of an IterableDataset must yield its length in samples")
+        counted = f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f}"
+        advice = "all ranks and workers of an IterableDataset must yield its length in samples"
+        raise TrainingFault(f"{counted} of {data.val_images}: {advice}")
     if images == 0:
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
-    result: dict[str, Any] = {"loss": loss / images, "top1": 100 * correct1 / images, "top5": 100 * correct5 / images}
+    result: dict[str, Any] = {
+        "loss": loss / images,
+        "top1": 100 * correct1 / images,
+        "top5": 100 * correct5 / images,
+    }
     result["images"] = int(images)
     if metrics or is_binary:
-        everything = [batch for of_rank in gather_objects(kept, dist) for batch in of_rank]
+        of_ranks = gather_objects(logits_and_targets, dist)
+        everything = [batch for of_rank in of_ranks for batch in of_rank]
         logits, targets = (torch.cat(column) for column in zip(*everything, strict=True))
         if is_binary:
             result[MAP] = mean_average_precision(logits.numpy(), targets.numpy() > 0.5)
@@ -86,44 +108,102 @@ def evaluate_model(
 
 
 def check_evaluation(loss: float | None) -> None:
-    """Raises TrainingFault: the loss of an evaluation is not finite (None in a record): its accuracy is arbitrary."""
+    """Raises TrainingFault: the loss of an evaluation is not finite (None in a record): its
+    accuracy is arbitrary.
+    """
     if loss is None or not math.isfinite(loss):
-        raise TrainingFault("the loss of the evaluation is not finite: weights or outputs hold NaN or Inf")
+        raise TrainingFault(
+            "the loss of the evaluation is not finite: weights or outputs hold NaN or Inf"
+        )
 
 
-def mean_average_precision(scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]) -> float:
-    """Percent: scikit-learn's `average_precision_score` over [images, classes], for classes with a positive image."""
-    found = []
+def mean_average_precision(
+    scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]
+) -> float:
+    """Percent: scikit-learn's `average_precision_score` over [images, classes], for classes with a
+    positive image.
+    """
+    of_classes = []
     for score, positive in zip(scores.T, positives.T, strict=True):
         order = np.argsort(-score, kind="stable")
-        ends = np.append(np.diff(score[order]) != 0, True)  # images with equal scores have one threshold
+        # Images with equal scores have one threshold.
+        ends = np.append(np.diff(score[order]) != 0, True)
         hits = np.cumsum(positive[order])
         precision = hits[ends] / (np.flatnonzero(ends) + 1)
         if hits[-1]:
-            found.append((np.diff(hits[ends], prepend=0) * precision).sum() / hits[-1])
-    return 100 * float(np.mean(found)) if found else math.nan
+            of_classes.append((np.diff(hits[ends], prepend=0) * precision).sum() / hits[-1])
+    return 100 * float(np.mean(of_classes)) if of_classes else math.nan
 
 
-def _numbers(metrics: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+def check_best_by(
+    best_by: str | None,
+    metrics: Callable[..., Any] | None,
+    images: int,
+    classes: int,
+    *,
+    binary: bool,
+) -> None:
+    """Calls `metrics` with noise for as many images as an evaluation has, before hours of training.
+
+    Raises ConfigError: it does not return numbers, or there is no number `best_by`.
+    """
+    names = ["top1", "top5", "loss", *([MAP] if binary else [])]
+    if metrics is not None:
+        targets = torch.arange(images) % classes
+        if binary:  # every class has positive and negative images, as some metrics require
+            targets = ((torch.arange(images)[:, None] + torch.arange(classes)) % 2).float()
+        try:
+            names += _numbers(metrics, torch.randn(images, classes), targets)
+        except TrainingFault as error:
+            raise ConfigError(f"{error} (called with {images} images of noise)") from error
+    name = (best_by or "top1").removeprefix("average.")
+    if name not in names:
+        known = ", ".join(names)
+        raise ConfigError(
+            f"best_by={best_by}: no such number{suggest(name, names)} (there are {known})"
+        )
+
+
+def _numbers(
+    metrics: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor
+) -> dict[str, float]:
     try:
         numbers = {str(name): float(value) for name, value in metrics(logits, targets).items()}
         if taken := numbers.keys() & {*EVALUATED, "epoch", "step", "kind"}:
             raise ValueError(f"the names {sorted(taken)} are taken")
         return numbers
     except Exception as error:  # of the user's function
-        raise TrainingFault(f"metrics=... must return a dict of numbers: {explain_failure(error)}") from error
+        raise TrainingFault(
+            f"metrics=... must return a dict of numbers: {explain_failure(error)}"
+        ) from error
+
+
+COLUMNS = ("label", "predicted", "probability", "probability of the label", "loss", "in top 5")
 
 
 def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False) -> torch.Tensor:
-    """float64 [N, 5] on the device: target, predicted class, its probability, loss (the plain cross-entropy, whatever
-    `loss=` is), and 1 if the target is among the five most probable classes. The host does not wait.
-    Targets: int64 [N], with -100 for an image without a label, or float [N, classes]; `binary`: of several labels."""
+    """Returns the `COLUMNS` of each image, float64 [N, 6], on the device; the host does not wait.
+
+    The loss is the plain cross-entropy, whatever `loss=` is. Targets: int64 [N], with `NO_LABEL`
+    for an image without a label, or float [N, classes]; `binary`: each class has a probability of
+    its own (several labels).
+    """
     if binary:
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        loss, probabilities = losses.mean(1), logits.sigmoid()
     else:
         loss = nn.functional.cross_entropy(logits, targets, reduction="none")
+        probabilities = logits.softmax(1)
     labels, best = labels_and_top5(logits, targets)
-    columns = (labels, best[:, 0], logits.softmax(1).amax(1), loss, (best == labels.unsqueeze(1)).any(1))
+    of_label = probabilities.gather(1, labels.clamp(min=0).unsqueeze(1))[:, 0]
+    columns = (
+        labels,
+        best[:, 0],
+        probabilities.amax(1),
+        torch.where(labels >= 0, of_label, torch.nan),
+        loss,
+        (best == labels.unsqueeze(1)).any(1),
+    )
     return torch.stack([column.double() for column in columns], 1)
 
 
@@ -131,15 +211,17 @@ def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False
 def outputs(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits, float32 [N, classes], and targets of each batch, with `model`, not wrapped in DDP, in eval mode; with
+    """The logits, float32 [N, classes], and targets of each batch, with `model`, not wrapped in
+    DDP, in eval mode; with
     `flip` the mean of the logits of each image and of its mirror image."""
     was_training, largest = model.training, 0
     model.eval()
     for batch in batches:
-        if len(batch.images) == 0:  # all images of the batch were skipped; some models fail on an empty batch
+        if len(batch.images) == 0:  # all were skipped; some models fail on an empty batch
             continue
         largest = max(largest, len(batch.images))
-        selection = nullcontext() if len(batch.images) == largest else kernel_selection(autotune=False)  # the last
+        is_last = len(batch.images) < largest
+        selection = kernel_selection(autotune=False) if is_last else nullcontext()
         with autocast(precision, batch.images.device), selection:
             logits = logits_of(model(batch.images))
             if flip:
@@ -148,10 +230,17 @@ def outputs(
     model.train(was_training)
 
 
-def _until_signal(batches: Iterable[Batch], signals: StopRequest | None, images: int, dist: Dist) -> Iterator[Batch]:
-    """Yield `batches`. Between two of them the ranks agree whether to stop, until all have had theirs."""
+def _until_signal(
+    batches: Iterable[Batch], signals: StopRequest | None, images: int, dist: Dist
+) -> Iterator[Batch]:
+    """Yield `batches`.
+
+    Between two of them the ranks agree whether to stop, until all have had theirs.
+    """
     iterator = iter(batches)
-    with progress_bar("evaluation", images, unit="image", shown=dist.is_main and signals is not None) as bar:
+    with progress_bar(
+        "evaluation", images, unit="image", shown=dist.is_main and signals is not None
+    ) as bar:
         while True:
             batch = next(iterator, None)
             flags = [signals.stop or 0 if signals else 0, int(batch is not None)]
@@ -165,7 +254,7 @@ def _until_signal(batches: Iterable[Batch], signals: StopRequest | None, images:
                 return
 
 
-# --- report=true ------------------------------------------------------------------------------------------------------
+# --- report=true ----------------------------------------------------------------------------------
 
 _WORST_IMAGES, _THUMBNAIL_PX = 50, 160
 
@@ -173,25 +262,36 @@ _WORST_IMAGES, _THUMBNAIL_PX = 50, 160
 def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
     """Rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`; if it cannot, it warns."""
     indices = data.validation_indices()
-    if len(indices) != len(predicted):  # an IterableDataset, or a file that became unreadable during the run
+    if len(indices) != len(
+        predicted
+    ):  # an IterableDataset, or a file that became unreadable during the run
         indices = [-1] * len(predicted)
     rows = np.concatenate(gather_objects(np.column_stack((predicted.cpu().numpy(), indices)), dist))
+    labelled = rows[rows[:, 0] >= 0]
     if not dist.is_main:
         return
-    labels = range(len(data.classes), int(rows[:, 1].max(initial=0)) + 1)  # of a model with more outputs than classes
+    labels = range(
+        len(data.classes), int(rows[:, 1].max(initial=0)) + 1
+    )  # of a model with more outputs than classes
     names = [*data.classes, *(f"output {label}" for label in labels)]
-    classes, confused = per_class(rows, names)
+    classes, confused = per_class(labelled, names)
     try:
         folder.mkdir(exist_ok=True)
         for name, table in (("per_class", classes), ("confusions", confused)):
-            with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-                writer = csv.DictWriter(file, table[0] if table else ["true", "predicted", "images"])
+            with open(
+                folder / f"{name}.csv", "w", newline="", encoding="utf-8", errors="surrogateescape"
+            ) as file:
+                writer = csv.DictWriter(
+                    file, table[0] if table else ["true", "predicted", "images"]
+                )
                 writer.writeheader()
                 writer.writerows(table)
-        worst = np.argsort(rows[:, 3])[::-1][:_WORST_IMAGES]  # NaN losses come first
+        worst = np.argsort(rows[:, 4])[::-1][:_WORST_IMAGES]  # NaN losses come first
+        correct_pct = 100 * (rows[:, 0] == rows[:, 1]).mean()
         page = (
-            '<!doctype html><meta charset="utf-8"><style>figure { display: inline-block; width: 160px }</style>'
-            f"<h1>{100 * (rows[:, 0] == rows[:, 1]).mean():.2f} % of {len(rows)} images are correct</h1>"
+            '<!doctype html><meta charset="utf-8">'
+            "<style>figure { display: inline-block; width: 160px }</style>"
+            f"<h1>{correct_pct:.2f} % of {len(rows)} images are correct</h1>"
             f"<h2>The {len(worst)} images with the largest loss, as the model sees them</h2>"
             + "".join(_figure(row, data, names) for row in rows[worst])
         )
@@ -200,31 +300,52 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
         log.warning("the evaluation's report cannot be written: %s", error)
         return
     lowest = ", ".join(f"{row['class']} {row['top1']:.1f} %" for row in classes[:3])
-    frequent = ", ".join(f"{row['true']} as {row['predicted']} {row['images']} times" for row in confused[:3]) or "none"
-    log.info("report: lowest accuracy: %s; confusions: %s; %s", lowest, frequent, folder / "worst.html")
+    frequent = (
+        ", ".join(
+            f"{row['true']} as {row['predicted']} {row['images']} times" for row in confused[:3]
+        )
+        or "none"
+    )
+    log.info(
+        "report: lowest accuracy: %s; confusions: %s; %s", lowest, frequent, folder / "worst.html"
+    )
 
 
-def per_class(rows: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Accuracy (percent) per class, the lowest first, and the confusions, the most frequent first."""
+def per_class(
+    rows: npt.NDArray[np.float64], names: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Accuracy (percent) per class, the lowest first, and the confusions, the frequent first."""
     counts = np.zeros((len(names), len(names)), int)  # of images by true and predicted class
     np.add.at(counts, tuple(rows[:, :2].astype(int).T), 1)
     table = []
     for label in np.flatnonzero(counts.sum(1)).tolist():
-        images, correct, predicted = int(counts[label].sum()), int(counts[label, label]), int(counts[:, label].sum())
-        shares = {"top1": 100 * correct / images, "precision": 100 * correct / predicted if predicted else None}
-        loss = float(rows[rows[:, 0] == label, 3].mean())
-        table.append({"class": names[label], "images": images, "correct": correct, **shares, "loss": loss})
+        images = int(counts[label].sum())
+        correct = int(counts[label, label])
+        predicted = int(counts[:, label].sum())
+        shares = {
+            "top1": 100 * correct / images,
+            "precision": 100 * correct / predicted if predicted else None,
+        }
+        loss = float(rows[rows[:, 0] == label, 4].mean())
+        table.append(
+            {"class": names[label], "images": images, "correct": correct, **shares, "loss": loss}
+        )
     np.fill_diagonal(counts, 0)
     wrong = np.argwhere(counts).tolist()
-    cells = [{"true": names[i], "predicted": names[j], "images": int(counts[i, j])} for i, j in wrong]
+    cells = [
+        {"true": names[i], "predicted": names[j], "images": int(counts[i, j])} for i, j in wrong
+    ]
     return sorted(table, key=lambda row: row["top1"]), sorted(cells, key=lambda row: -row["images"])
 
 
 def _figure(row: npt.NDArray[np.float64], data: Data, names: Sequence[str]) -> str:
-    """The image, its predicted and its true class with their probabilities, and the end of the image's path."""
-    label, predicted, probability, loss, _, index = row
+    """The image, its predicted and its true class with their probabilities, and the end of the
+    image's path.
+    """
+    label, predicted, probability, of_label, loss, _, index = row
     lines = f"<div>predicted: {escape(names[int(predicted)])} {100 * probability:.1f} %</div>"
-    lines += f"<div>true: {escape(names[int(label)])} {100 * np.exp(-loss):.1f} %</div>loss {loss:.3f}"
+    true = f"{escape(names[int(label)])} {100 * of_label:.1f} %" if label >= 0 else "no label"
+    lines += f"<div>true: {true}</div>loss {loss:.3f}"
     if index < 0:
         return f"<figure>{lines}</figure>"
     assert isinstance(data, ImageData)
@@ -233,4 +354,5 @@ def _figure(row: npt.NDArray[np.float64], data: Data, names: Sequence[str]) -> s
     picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
     picture.save(buffer, "JPEG", quality=85)
     image = f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-    return f'<figure title="{escape(name)}">{image}{lines}<div>{escape("/".join(Path(name).parts[-2:]))}</div></figure>'
+    end_of_path = escape("/".join(Path(name).parts[-2:]))
+    return f'<figure title="{escape(name)}">{image}{lines}<div>{end_of_path}</div></figure>'

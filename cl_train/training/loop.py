@@ -1,4 +1,6 @@
-"""The training loop: `train` is a whole run, top to bottom. After each step: log, save, stop, in this order."""
+"""The training loop: `train` is a whole run, top to bottom. After each step: log, save, stop, in
+this order.
+"""
 
 import logging
 import shlex
@@ -12,15 +14,31 @@ from typing import Any
 
 from cl_train.config.schema import Config
 from cl_train.config.validation import user_function
-from cl_train.data.loader import first_reasons
+from cl_train.data.loader_report import first_reasons
+from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import set_lr
-from cl_train.system.distributed import gather_objects, max_over_ranks, on_main, processes, watch_ranks
+from cl_train.system.distributed import (
+    gather_objects,
+    max_over_ranks,
+    on_main,
+    processes,
+    watch_ranks,
+)
 from cl_train.system.files import claimed_folder, continues
+from cl_train.system.machine import gpu_state
 from cl_train.system.processes import StopRequest
+from cl_train.system.run_folder import RunResult
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
-from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model, write_report
-from cl_train.training.records import RunLog, RunResult, closing_lines, duration, profile, progress_bar
+from cl_train.training.console import closing_lines, duration, progress_bar
+from cl_train.training.evaluation import (
+    EVALUATED,
+    Interrupted,
+    check_evaluation,
+    evaluate_model,
+    write_report,
+)
+from cl_train.training.records import RunLog, profile
 from cl_train.training.setup import set_up
 from cl_train.training.state import TrainingFault, score_of
 
@@ -28,17 +46,23 @@ log = logging.getLogger(__name__)
 
 
 def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
-    """Run `cfg` with its records in `folder` (rank 0's). A program that goes on after the run gives its own `command`.
+    """Run `cfg` with its records in `folder` (rank 0's). A program that goes on after the run gives
+    its own `command`.
 
-    Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the checkpoint.
-    TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue."""
-    signals = StopRequest(ends_process=command is None)  # at the second Ctrl-C; a program gets a KeyboardInterrupt
+    Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the
+    checkpoint. TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the
+    run cannot continue."""
+    signals = StopRequest(
+        ends_process=command is None
+    )  # at the second Ctrl-C; a program gets a KeyboardInterrupt
     with ExitStack() as last, ExitStack() as stack:
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
         folder = on_main(folder.absolute, dist)  # ranks would generate different timestamps
-        if cfg.evaluate_only and continues(cfg.resume, folder):  # beside the records of the run, which stay as they are
+        if cfg.evaluate_only and continues(
+            cfg.resume, folder
+        ):  # beside the records of the run, which stay as they are
             source = str(folder) if cfg.resume == "auto" else cfg.resume
             cfg, folder = replace(cfg, resume=source, overwrite=True), folder / "evaluation"
         if dist.is_main:
@@ -46,11 +70,22 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         run_log.open_file(folder if dist.is_main else None)
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
         stack.push(partial(record_failure, run))
-        profiling = profile(folder, dist.device) if cfg.profile and dist.is_main else nullcontext(lambda: None)
+        profiling = (
+            profile(folder, dist.device)
+            if cfg.profile and dist.is_main
+            else nullcontext(lambda: None)
+        )
         profile_step = stack.enter_context(profiling)
-        # Until here a signal ends the process at once; from now on it does not interrupt the closing of data and files.
+        # Until here a signal ends the process at once; from now on it does not interrupt the
+        # closing of data and files.
         last.enter_context(signals)
-        cfg, plan, state, progress, meter = run.plan.cfg, run.plan, run.state, run.progress, run.meter
+        cfg, plan, state, progress, meter = (
+            run.plan.cfg,
+            run.plan,
+            run.state,
+            run.progress,
+            run.meter,
+        )
         bar = progress_bar("training", plan.last_step, progress.step, shown=dist.is_main)
 
         if cfg.evaluate_only:
@@ -58,7 +93,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         while not (cfg.evaluate_only or run.stop_signal or plan.is_done(progress)):
             first_batch, save_due = progress.step_in_epoch * cfg.accumulate_steps, 0
             batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
-            run.epoch_records = []
+            run.epoch_windows = []
             meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
             while not plan.is_epoch_end(progress):
                 with meter.waiting():
@@ -67,21 +102,23 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                 set_lr(state.parts.optimizer, lr)
                 progress.window.append(state.train_step(micro_batches))
                 progress.advance(plan.global_batch_size)
-                if state.average is not None and progress.step % cfg.ema_every == 0:
-                    state.average.update(state.parts.weights.state_dict())
+                state.parts.update_average(progress.step)
                 meter.tick(plan.global_batch_size)
+                run.note_first_step()
                 profile_step()
                 bar.update(progress.step - bar.n)
 
                 if progress.step % cfg.log_every == 0 or plan.is_epoch_end(progress):
                     run.log_steps(lr)
 
-                save_due = signals.save_requested or run.checkpoints.is_due(cfg.checkpoint, progress.step)
-                # All ranks must stop or save at the same step. The cost: one all-reduce on the host per step.
+                save_due = signals.save_requested or run.checkpoints.is_due(
+                    cfg.checkpoint, progress.step
+                )
+                # All ranks must stop or save at the same step. The cost: one all-reduce on the host
+                # per step.
                 run.stop_signal, save_due = max_over_ranks([signals.stop or 0, save_due], dist)
                 if run.stop_signal or (save_due and not plan.is_epoch_end(progress)):
-                    run.log_submitted()
-                    run.checkpoints.save(progress)
+                    run.save()
                     meter.exclude_pause()
                 if run.stop_signal:
                     break
@@ -90,14 +127,22 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                 end_epoch(run, save_due=bool(save_due))
         bar.close()
         from_other_run = cfg.resume is not None and not continues(cfg.resume, folder)
-        if from_other_run and not cfg.evaluate_only and run.checkpoints.saved_step < 0:  # nothing was left to train
-            run.checkpoints.save(progress)
+        if (
+            from_other_run and not cfg.evaluate_only and run.checkpoints.saved_step < 0
+        ):  # nothing was left to train
+            run.save()
+        if isinstance(state.train_step, GraphedStep):
+            state.train_step.release(None)  # nothing else can use its memory
         summary = finish(run)
         return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
 
 
-def record_failure(run: ActiveRun, kind: object, error: BaseException | None, trace: object) -> None:
-    """At the end: a run that failed still writes its summary. Other errors do not replace the first one."""
+def record_failure(
+    run: ActiveRun, kind: object, error: BaseException | None, trace: object
+) -> None:
+    """At the end: a run that failed still writes its summary. Other errors do not replace the first
+    one.
+    """
     if error is None:
         return
     if run.dist.world_size == 1:  # the other ranks may not take part
@@ -105,38 +150,50 @@ def record_failure(run: ActiveRun, kind: object, error: BaseException | None, tr
             run.log_submitted()
     with suppress(OSError):
         run.records.finish("failed", why=str(error).partition("\n")[0])
-    if isinstance(error, Exception):  # a second Ctrl-C does not wait; the process may end without joining threads
+    if isinstance(
+        error, Exception
+    ):  # a second Ctrl-C does not wait; the process may end without joining threads
         with suppress(Exception):
             run.checkpoints.store.wait()
 
 
 def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
-    """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the epoch: it stays open,
-    and the resumed run begins with its evaluation."""
+    """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the
+    epoch: it stays open, and the resumed run begins with its evaluation.
+    """
     cfg, progress, plan, checkpoints = run.plan.cfg, run.progress, run.plan, run.checkpoints
     run.warn_if_loader_bound()
     if save_due or plan.is_due(cfg.checkpoint.every_epochs, progress):
-        checkpoints.save(progress)
+        run.save()
     if plan.is_due(cfg.evaluate_every, progress):
         evaluated = evaluate_model_and_ema(run)
         if not run.stop_signal:
-            if progress.count_evaluation(score_of(evaluated["val"])) and cfg.checkpoint.save_best:
+            is_best = progress.count_evaluation(score_of(evaluated, cfg.best_by))
+            if is_best and cfg.checkpoint.save_best:
                 checkpoints.mark_best(progress)
             record_evaluation(run, evaluated)
-        if (run.stop_signal or plan.is_out_of_patience(progress)) and checkpoints.saved_step != progress.step:
-            checkpoints.save(progress)
+        if (
+            run.stop_signal or plan.is_out_of_patience(progress)
+        ) and checkpoints.saved_step != progress.step:
+            run.save()
         if run.stop_signal:
             return
         if plan.is_out_of_patience(progress):
             log.info("patience=%d: as many evaluations without a gain; the run ends", cfg.patience)
-        if run.epoch_records:  # none: the run resumed at the end of an epoch
-            seconds = duration(sum(record["seconds"] for record in run.epoch_records))
-            log.info("epoch %d: %s of training, best accuracy %.2f %%", progress.epoch, seconds, progress.best_score)
+        if run.epoch_windows:  # none: the run resumed at the end of an epoch
+            seconds = duration(sum(window.seconds for window in run.epoch_windows))
+            best = f"accuracy {progress.best_score:.2f} %"
+            if cfg.best_by is not None:
+                best = f"{cfg.best_by} {abs(progress.best_score):.4g}"
+            log.info("epoch %d: %s of training, best %s", progress.epoch, seconds, best)
     plan.close_epoch(progress)
 
 
 def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
-    """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`. A signal sets `run.stop_signal`."""
+    """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`.
+
+    A signal sets `run.stop_signal`.
+    """
     state, cfg = run.state, run.plan.cfg
     to_evaluate = {"val": (state.model, state.parts.precision)}
     if state.average is not None:
@@ -146,7 +203,9 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
     results = {}
     for kind, (model, precision) in to_evaluate.items():
         try:
-            results[kind], predictions = evaluate(model, run.data, state.batch_format, precision, run.dist)
+            results[kind], predictions = evaluate(
+                model, run.data, state.batch_format, precision, run.dist
+            )
         except Interrupted as interrupted:
             run.stop_signal = interrupted.signum
             break
@@ -158,29 +217,50 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
 def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> None:
     """`val` comes last: its record marks the evaluation as complete for a resumed run."""
     for kind, result in reversed(evaluated.items()):
-        run.records.write(kind, result)
-        line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(**result)
-        line += "".join(f" {name} {value:.4g}" for name, value in result.items() if name not in EVALUATED)
+        run.records.write_evaluation(kind, result)
+        line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(
+            **result
+        )
+        line += "".join(
+            f" {name} {value:.4g}" for name, value in result.items() if name not in EVALUATED
+        )
         log.info("%s%s", line, "" if kind == "val" else " (EMA)")
 
 
 def finish(run: ActiveRun) -> dict[str, Any]:
-    """Write the last checkpoint and the summary. Raises TrainingFault: the run did not train, or evaluates to NaN."""
-    dist, records, steps, skipped = run.dist, run.records, run.progress.step, run.progress.skipped_steps
+    """Write the last checkpoint and the summary.
+
+    Raises TrainingFault: the run did not train, or evaluates to NaN.
+    """
+    dist, records, steps, skipped = (
+        run.dist,
+        run.records,
+        run.progress.step,
+        run.progress.skipped_steps,
+    )
     run.checkpoints.store.finish()
     if steps >= 20 and skipped > steps / 2:
-        raise TrainingFault(f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}")
+        raise TrainingFault(
+            f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}"
+        )
     for evaluation in records.of_kind("val")[-1:]:
         check_evaluation(evaluation["loss"])
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
     reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
     if reasons and dist.is_main:
-        log.warning("%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons))
-    results = {"others_pct": run.machine_load.others_pct(), "skipped_images": sum(count for count, _ in bad_images)}
+        log.warning(
+            "%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons)
+        )
+    results = {
+        "others_pct": run.machine_load.others_pct(),
+        "skipped_images": sum(count for count, _ in bad_images),
+        "first_step_s": run.first_step_s,
+        "gpu": gpu_state(dist.device) if dist.is_main else None,
+    }
     at_speed = None if run.stop_signal else partial(utilisation_of, run.state, dist)
     status = "interrupted" if run.stop_signal else "completed"
     # On all ranks: a launcher may kill rank 0 when the others end.
     summary = on_main(lambda: records.finish(status, at_speed, **results), dist)
-    for line in closing_lines(summary, run.folder):
+    for line in closing_lines(summary, run.folder, run.plan.cfg):
         log.info("%s", line)
     return summary

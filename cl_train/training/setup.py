@@ -1,5 +1,7 @@
-"""From the configuration to a run that is ready for its first step. Functions of other packages get plain values or
-their own part of the `Config`, not the whole."""
+"""From the configuration to a run that is ready for its first step.
+
+Functions of other packages get plain values or their own part of the `Config`, not the whole.
+"""
 
 import logging
 import os
@@ -22,18 +24,35 @@ from cl_train.data.transforms import image_augment
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.files import Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
+from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
+from cl_train.step.make import StepSettings
 from cl_train.step.optim import check_optimizer
 from cl_train.step.precision import Precision, kernel_selection, resolve_precision
 from cl_train.step.train_step import Loss
 from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import Dist, choose_device, gather_objects, on_main
 from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
-from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
+from cl_train.system.processes import (
+    MachineLoad,
+    StopRequest,
+    bind_to_cores,
+    cores_of_process,
+    handles_signals,
+)
+from cl_train.system.run_folder import read_records
 from cl_train.training.active_run import ActiveRun
-from cl_train.training.build import build_train_state, check_loss, check_ranks_agree, resolve_batch_size
-from cl_train.training.records import Records, Trackers, find_tracker, read_records
+from cl_train.training.build import (
+    build_train_state,
+    check_loss,
+    check_ranks_agree,
+    resolve_batch_size,
+    step_settings,
+)
+from cl_train.training.evaluation import check_best_by
+from cl_train.training.records import Records, start_record
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
+from cl_train.training.trackers import Trackers, find_tracker
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +67,7 @@ def check_runs(runs: list[Config]) -> None:
             _ = Loss(cfg.loss).function  # imports it
             if cfg.metrics is not None:
                 user_function("metrics", cfg.metrics)
-            image_augment(cfg.augment, cfg.data.mean)  # timm reads its policies itself
+            image_augment(cfg.augment, cfg.data)  # timm reads its policies itself
             choose_device(cfg.device, warn=False)
             for name in cfg.log_to:
                 find_tracker(name)
@@ -58,81 +77,151 @@ def check_runs(runs: list[Config]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def set_up(cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str) -> ActiveRun:
-    """Build the objects of a run, and restore the checkpoint of `resume=`. Resources are registered on `stack`."""
-    # Process-wide switches, which are never restored; before any work: cuBLAS reads its variable once.
-    torch.use_deterministic_algorithms(cfg.deterministic)
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for deterministic results
-    keep_freed_memory(dist.device)
-    if dist.world_size > 1 and dist.device.type == "cpu":
-        torch.set_num_threads(cores_of_process(dist.world_size))
-    cfg = resolve_batch_size(cfg, dist)
+def set_up(
+    cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str
+) -> ActiveRun:
+    """Build the objects of a run, and restore the checkpoint of `resume=`.
+
+    Resources are registered on `stack`.
+    """
+    # 1. The process.
+    cfg = prepare_process(cfg, dist)
     machine_load = MachineLoad()  # it measures from here on
     precision = resolve_precision(cfg.precision, dist.device)
-    # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller batch.
+    # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller
+    # batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     announce(cfg, precision, dist)
 
-    seed_generators(cfg.seed)  # the same on all ranks, because their models must be equal
-    training = not cfg.evaluate_only
-    data = build_data(cfg.data, cfg.augment, batch_size=cfg.batch_size, seed=cfg.seed, dist=dist, training=training)
-    stack.callback(data.close)
-    if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
-        raise ConfigError("there are no validation images: give some, or train without evaluation, evaluate_every=-1")
-    if data.label_shape and cfg.loss == "cross_entropy":
-        raise ConfigError("the labels of data.dataset are vectors: use loss=bce, or a loss of your own")
-    of_machine = ("data.root", "data.workers", "data.prefetch", "data.dataset")
-    settings = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
-    check_ranks_agree(settings | {"data": data.fingerprint}, dist)
+    # 2. The data. From here on the ranks draw the same numbers: their models must be equal.
+    seed_generators(cfg.seed)
+    data = open_data(cfg, dist, stack)
     plan = Plan.of(cfg, data.train_images, dist.world_size)
-    state = build_train_state(cfg, precision, data.num_classes, dist, plan.lr_at(Progress()))
-    is_soft = bool(data.label_shape) or max(cfg.augment.mixup, cfg.augment.cutmix) > 0
-    check_loss(state.parts.loss, data.num_classes, dist.device, soft=is_soft)
+
+    # 3. The model, its optimizer and its step.
+    step = step_settings(cfg, precision, dist, soft=bool(data.label_shape))
+    check_functions(cfg, step, data, dist)
+    state = build_train_state(cfg, step, data.num_classes, dist, plan.lr_at(Progress()))
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
     announce_work(data, plan, state.model)
 
+    # 4. Where the run begins.
     description, facts = describe_run(state, data, plan, dist)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
     checkpoints = Checkpoints(store, state, facts, dist)
-    if training:
+    if not cfg.evaluate_only:
         checkpoints.check()
     progress = starting_point(checkpoints, plan, folder)
     check_ranks_agree({"step": progress.step, "epoch": progress.epoch}, dist)
-    log.info("run folder: %s (kill -USR1 %d saves a checkpoint now)", folder, os.getpid())
+    hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if handles_signals() else ""
+    log.info("run folder: %s%s", folder, hint)
 
+    # 5. Its records.
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
-    records = Records(folder if dist.is_main else None, cfg, trackers, {"command": command, **description}, progress)
-    return ActiveRun(dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress)
+    on_main(lambda: trackers.begin(start_record(folder, cfg, progress.step)), dist)
+    how = {"command": command, "resumed_with": progress.resumed_with or None}
+    records = Records(folder if dist.is_main else None, cfg, trackers, how | description, progress)
+    return ActiveRun(
+        dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress
+    )
+
+
+def prepare_process(cfg: Config, dist: Dist) -> Config:
+    """Set switches of the whole process, which are never restored; returns `cfg` with the number
+    that `batch_size=auto` found.
+    """
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic:  # cuBLAS reads its variable once, before any work
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    keep_freed_memory(dist.device)
+    if dist.world_size > 1 and dist.device.type == "cpu":
+        bind_to_cores()
+        torch.set_num_threads(cores_of_process(dist.world_size))
+    return resolve_batch_size(cfg, dist)
+
+
+def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
+    """The images of the run. Raises ConfigError: they do not fit the settings, or those of ranks
+    differ.
+    """
+    data = build_data(
+        cfg.data,
+        cfg.augment,
+        batch_size=cfg.batch_size,
+        seed=cfg.seed,
+        dist=dist,
+        accumulate_steps=cfg.accumulate_steps,
+        training=not cfg.evaluate_only,
+    )
+    stack.callback(data.close)
+    if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
+        raise ConfigError(
+            "there are no validation images: give some, or train without evaluation, "
+            "evaluate_every=-1"
+        )
+    if data.label_shape and cfg.loss == "cross_entropy":
+        raise ConfigError(
+            "the labels of data.dataset are vectors: use loss=bce, or a loss of your own"
+        )
+    of_machine = ("data.root", "data.workers", "data.prefetch", "data.dataset")
+    settings = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
+    check_ranks_agree(settings | {"data": data.fingerprint}, dist)
+    return data
+
+
+def check_functions(cfg: Config, step: StepSettings, data: Data, dist: Dist) -> None:
+    """Raises ConfigError: the user's loss or metrics fail on noise."""
+    is_mixed = max(cfg.augment.mixup, cfg.augment.cutmix) > 0
+    check_loss(step.loss, data.num_classes, dist.device, soft=step.soft_targets or is_mixed)
+    metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
+    sizes = data.val_images or 2 * data.num_classes, data.num_classes
+    is_binary = bool(data.label_shape)
+    with random_state_restored(dist.device):  # on rank 0 alone, as in an evaluation
+        on_main(lambda: check_best_by(cfg.best_by, metrics, *sizes, binary=is_binary), dist)
 
 
 def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:
     cfg = plan.cfg
-    progress = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
-    records = on_main(lambda: read_records(folder), checkpoints.dist)
+    progress = (
+        checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
+    )
+    records = on_main(lambda: read_records(folder)[0], checkpoints.dist)
     if progress is None:
         if cfg.resume and records and checkpoints.dist.is_main:
-            log.warning("%s has no checkpoint to resume: the run begins anew and replaces its records", folder)
+            log.warning(
+                "%s has no checkpoint to resume: the run begins anew and replaces its records",
+                folder,
+            )
         return Progress()
-    # The checkpoint was written before the evaluation of its epoch; the records say whether that took place.
-    scores = [score_of(record) for record in records if (record["kind"], record["step"]) == ("val", progress.step)]
-    is_closed = plan.is_epoch_end(progress) and (scores or not plan.is_due(cfg.evaluate_every, progress))
+    # The checkpoint was written before the evaluation of its epoch; the records say whether that
+    # took place.
+    evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}
+    is_closed = plan.is_epoch_end(progress) and (
+        "val" in evaluated or not plan.is_due(cfg.evaluate_every, progress)
+    )
     if is_closed and not cfg.evaluate_only:
-        for score in scores:
-            progress.count_evaluation(score)
+        if "val" in evaluated:
+            progress.count_evaluation(score_of(evaluated, cfg.best_by))
         plan.close_epoch(progress)
     return progress
 
 
-def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The part of `summary.json` that is known before the first step (the rest: `Records.finish`), and what identifies
-    the run of a checkpoint (see `check_compatible`), with the keys of a `ModelCard`."""
+def describe_run(
+    state: TrainState, data: Data, plan: Plan, dist: Dist
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The part of `summary.json` that is known before the first step (the rest: `Records.finish`),
+    and what identifies the run of a checkpoint (see `check_compatible`), with the keys of a
+    `ModelCard`.
+    """
     cfg = plan.cfg
     description: dict[str, Any] = {
-        **{name: getattr(cfg, name) for name in ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")},
+        **{
+            name: getattr(cfg, name)
+            for name in ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")
+        },
         "memory_format": model_memory_format(state.model),
         "precision": state.parts.precision.name,
         "world_size": dist.world_size,
@@ -141,19 +230,23 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> tuple
         "device": dist.device.type,
         "device_name": device_name(dist.device),
         "image_size": cfg.data.image_size,
-        "data": "folder" if cfg.data.name == "sample" and cfg.data.root else cfg.data.name,  # root replaces the sample
+        # data.root replaces the sample.
+        "data": "folder" if cfg.data.name == "sample" and cfg.data.root else cfg.data.name,
         "workers": data.workers,
         "environment": describe_environment(dist.device),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(),
     }
-    of_both = ("model", "memory_format", "precision", "world_size", "global_batch_size")
+    of_both = ("model", "memory_format", "precision", "world_size", "workers", "global_batch_size")
     facts = {name: description[name] for name in of_both} | {
         "num_classes": data.num_classes,
         "classes": list(data.classes),
+        "extensions": cfg.data.extensions,
         **Preprocessing.of(cfg.data).to_dict(),
         "data_fingerprint": data.fingerprint,
-        "versions": {name: description["environment"][name] for name in ("torch", "torchvision", "python")},
+        "versions": {
+            name: description["environment"][name] for name in ("torch", "torchvision", "python")
+        },
         "config": asdict(cfg),
     }
     return description, facts
@@ -168,32 +261,54 @@ def seed_generators(seed: int) -> None:
 def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     processes = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
     log.info("%s on %s, %s", cfg.model, device_name(dist.device), processes)
-    reason = f" ({precision.reason})" if precision.reason else ""  # of `auto`; of others a reason against it
+    # Why `auto` chose it, or what speaks against the chosen one.
+    reason = f" ({precision.reason})" if precision.reason else ""
     level = logging.WARNING if reason and cfg.precision != "auto" else logging.INFO
     log.log(level, "precision: %s%s", precision.name, reason)
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
     if len(set(nodes)) > 1:
         log.info("ranks: %s", "; ".join(f"{rank} on {node}" for rank, node in enumerate(nodes)))
+    if dist.device.type == "cuda" and not cfg.evaluate_only:
+        compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
+        log.info("selecting kernels (once per shape)%s", compiling)
     if not dist.is_main:
         return
     if cfg.weights is not None:
-        log_preprocessing(cfg.data, cfg.model, cfg.weights, evaluate_only=cfg.evaluate_only)
+        only = cfg.evaluate_only
+        log_preprocessing(cfg.data, cfg.model, cfg.weights, cfg.entry, evaluate_only=only)
     if cfg.data.val_split == "train" and not cfg.evaluate_only:
-        log.warning("data.val_split=train: the accuracy is that on the training images; on others it is lower")
+        log.warning(
+            "data.val_split=train: the accuracy is that on the training images; on others it is "
+            "lower"
+        )
 
 
 def announce_work(data: Data, plan: Plan, model: nn.Module) -> None:
-    cfg, total = plan.cfg, sum(p.numel() for p in model.parameters())
+    cfg = plan.cfg
+    total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    images = f"{'' if cfg.evaluate_only else f'{data.train_images:,} training and '}{data.val_images:,} validation"
+    images = f"{data.val_images:,} validation"
+    if not cfg.evaluate_only:
+        images = f"{data.train_images:,} training and {images}"
     size = f"{cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
     frozen = f", of which {trained:,} train" if cfg.freeze else ""
-    log.info("%s: %s images of %d classes, %s%s", cfg.data.name, images, data.num_classes, size, frozen)
+    log.info(
+        "%s: %s images of %d classes, %s%s", cfg.data.name, images, data.num_classes, size, frozen
+    )
     if cfg.evaluate_only:
         return
     if data.num_classes == 1:
-        log.warning("there is one class only: every answer is right; is data.root one level too high or too low?")
+        log.warning(
+            "there is one class only: every answer is right; is data.root one level too high or "
+            "too low?"
+        )
     left_out = data.train_images - plan.steps_per_epoch * plan.global_batch_size
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
     epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
-    log.info("%s of %d steps, %d images per step%s", epochs, plan.steps_per_epoch, plan.global_batch_size, dropped)
+    log.info(
+        "%s of %d steps, %d images per step%s",
+        epochs,
+        plan.steps_per_epoch,
+        plan.global_batch_size,
+        dropped,
+    )

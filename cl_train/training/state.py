@@ -1,7 +1,8 @@
-"""Where a run stands and what is due; save it and continue it, after a kill or on other hardware."""
+"""Where a run stands and what is due; saving and continuing it, also on other hardware."""
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 from cl_train.config.schema import CheckpointConfig, Config, ConfigError
-from cl_train.config.validation import flatten
+from cl_train.config.validation import flatten, setting_fields, show
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.errors import TrainingFault as TrainingFault
+from cl_train.models.files import load_state, module_versions
 from cl_train.step.optim import lr_at
 from cl_train.step.precision import EMA
 from cl_train.step.train_step import StepParts, StepResult
@@ -26,13 +29,19 @@ log = logging.getLogger(__name__)
 MAP = "mean_average_precision"
 
 
-class TrainingFault(RuntimeError):
-    """The run cannot continue; the message has the reason and what to try."""
+def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) -> float:
+    """Returns what makes an evaluation the best: the higher, the better; -inf if that is unknown.
 
-
-def score_of(result: Mapping[str, float]) -> float:
-    """What makes an evaluation the best: the mean average precision of a multi-label one, else top-1; percent."""
-    return result["top1"] if result.get(MAP) is None else result[MAP]
+    evaluated: its results, `val` and perhaps `val_average`. best_by: as the setting.
+    """
+    kind = "val_average" if (best_by or "").startswith("average.") else "val"
+    result = evaluated.get(kind, {})
+    default = "top1" if result.get(MAP) is None else MAP
+    name = (best_by or default).removeprefix("average.")
+    value = result.get(name)
+    if value is None or math.isnan(value):
+        return -math.inf
+    return -float(value) if name == "loss" else float(value)
 
 
 @dataclass
@@ -44,15 +53,22 @@ class Progress:
     step: int = 0
     images_seen: int = 0
     skipped_steps: int = 0
-    best_score: float = -1.0  # of `score_of`; in the file `best_top1`
+    best_score: float = -math.inf  # of `score_of`; in the file `best_top1`
     evaluations_without_gain: int = 0  # since `best_score`
     evaluated_step: int = 0  # the last step whose evaluation is counted in these two
-    closed_step: int = 0  # the last step at which an epoch was closed: no evaluation is missing there
-    window: list[StepResult] = field(default_factory=list)  # of this rank, not yet submitted for a log line
+    closed_step: int = 0  # the last one at which an epoch was closed: no evaluation is missing
+    bad_steps: int = 0  # with a loss or gradient that was not finite, up to the last log line
+    resumed_with: list[str] = field(default_factory=list)  # settings that a resume has changed
+    # Of this rank, not yet submitted for a log line; and the buffers of the last log line, which
+    # are only filled while such steps are saved.
+    window: list[StepResult] = field(default_factory=list)
+    good_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count_evaluation(self, score: float) -> bool:
         """Count the evaluation of this step, once; whether it is the best so far."""
-        if self.evaluated_step == self.step:  # the checkpoint of this step was saved after its evaluation
+        if (
+            self.evaluated_step == self.step
+        ):  # the checkpoint of this step was saved after its evaluation
             return False
         self.evaluated_step, is_best = self.step, score > self.best_score
         self.best_score = max(self.best_score, score)
@@ -81,39 +97,51 @@ class Plan:
         global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
         steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
         if steps_per_epoch == 0 and not cfg.evaluate_only:
-            takes = f"one step takes {global_batch_size} images (batch_size x accumulate_steps x processes)"
-            raise ConfigError(f"{takes} of {train_images} training images: lower batch_size or accumulate_steps")
+            takes = f"one step takes {global_batch_size} images of {train_images} training images"
+            factors = "batch_size x accumulate_steps x processes"
+            raise ConfigError(f"{takes} ({factors}): lower batch_size or accumulate_steps")
         sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
         image_sizes = tuple(map(sizes.image_size_at, range(cfg.epochs)))
         last_step = min(cfg.max_steps or total_steps, total_steps)
         return cls(cfg, image_sizes, global_batch_size, max(1, steps_per_epoch), last_step)
 
     def lr_at(self, progress: Progress) -> float:
-        """The learning rate of the next step; `optim.lr` is scaled linearly to the batch (Goyal et al. 2017)."""
+        """The learning rate of the next step; `optim.lr` is scaled linearly to the batch (Goyal et
+        al. 2017).
+        """
         step = progress.epoch * self.steps_per_epoch + progress.step_in_epoch
         reference, lr = self.cfg.optim.reference_batch_size, self.cfg.optim.lr
         lr = lr * (self.global_batch_size / reference) if reference else lr
-        sizes = {"steps_per_epoch": self.steps_per_epoch, "total_steps": self.steps_per_epoch * len(self.image_sizes)}
+        sizes = {
+            "steps_per_epoch": self.steps_per_epoch,
+            "total_steps": self.steps_per_epoch * len(self.image_sizes),
+        }
         return lr_at(step, self.cfg.schedule, lr=lr, **sizes)
 
     def is_epoch_end(self, progress: Progress) -> bool:
         return progress.step_in_epoch == self.steps_per_epoch or progress.step >= self.last_step
 
     def is_done(self, progress: Progress) -> bool:
-        """Whether the run has ended: if a signal stopped it at its last step, the evaluation is still missing."""
+        """Whether the run has ended: if a signal stopped it at its last step, the evaluation is
+        still missing.
+        """
         is_over = progress.step >= self.last_step or self.is_out_of_patience(progress)
         return is_over and progress.closed_step == progress.step
 
     def is_out_of_patience(self, progress: Progress) -> bool:
-        return self.cfg.patience is not None and progress.evaluations_without_gain >= self.cfg.patience
+        return (
+            self.cfg.patience is not None and progress.evaluations_without_gain >= self.cfg.patience
+        )
 
     def is_due(self, every_epochs: int, progress: Progress) -> bool:
-        """At the end of an epoch, before `close_epoch`; 0 is due at the end of the run, -1 never."""
+        """At the end of an epoch, before `close_epoch`; 0: at the end of the run, -1: never."""
         at_end = every_epochs >= 0 and progress.step >= self.last_step
         return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)
 
     def close_epoch(self, progress: Progress) -> None:
-        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it can continue."""
+        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it
+        can continue.
+        """
         progress.closed_step = progress.step
         if progress.step_in_epoch == self.steps_per_epoch:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
@@ -128,16 +156,26 @@ class TrainState:
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
 
 
-def collect(state: TrainState, progress: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The state between two steps, as references; reading the loss scale waits for the device. Weights and optimizer
-    state are in fp32 and by parameter name: another precision, layout or grouping can load them."""
+def collect(
+    state: TrainState, progress: Mapping[str, Any], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state between two steps, as references; reading the loss scale waits for the device.
+    Weights and optimizer state are in fp32 and by parameter name: another precision, layout or
+    grouping can load them.
+    """
     optimizer, trainable = state.parts.optimizer, state.parts.weights.trainable()
     return {
         "model": state.parts.weights.state_dict(),
         "optimizer": {
             "name": type(optimizer).__name__,
-            "step": next((group["step"] for group in optimizer.param_groups if "step" in group), None),
-            "state": {name: dict(optimizer.state[p]) for name, p in trainable.items() if p in optimizer.state},
+            "step": next(
+                (group["step"] for group in optimizer.param_groups if "step" in group), None
+            ),
+            "state": {
+                name: dict(optimizer.state[p])
+                for name, p in trainable.items()
+                if p in optimizer.state
+            },
         },
         "scaler": state.parts.scaler.state_dict(),
         "average": None if state.average is None else state.average.module.state_dict(),
@@ -148,69 +186,109 @@ def collect(state: TrainState, progress: Mapping[str, Any], facts: Mapping[str, 
 
 
 def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool = True) -> None:
-    """Copy a loaded checkpoint, without `training` only its weights, into a run's objects, which keep their layout,
-    dtype, device and hyperparameters. Raises CheckpointError: the weights or the optimizer do not fit."""
-    try:
-        state.model.load_state_dict(checkpoint["model"])
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit the model: {error}") from error
+    """Copy a loaded checkpoint, without `training` only its weights, into a run's objects, which
+    keep their layout, dtype, device and hyperparameters. Raises CheckpointError: the weights or the
+    optimizer do not fit.
+    """
+    load_weights(state.model, checkpoint["model"])
     state.parts.weights.load(checkpoint["model"])
     if state.average is not None:
-        state.average.module.load_state_dict(checkpoint["average"] or checkpoint["model"])
+        load_weights(state.average.module, checkpoint["average"] or checkpoint["model"])
     if not training:
         return
     if state.parts.scaler.is_enabled() and checkpoint["scaler"]:
-        state.parts.scaler.load_state_dict(dict(checkpoint["scaler"]))  # else the scale starts at amp.init_scale
+        # Else the scale starts at amp.init_scale.
+        state.parts.scaler.load_state_dict(dict(checkpoint["scaler"]))
     optimizer, parameters = state.parts.optimizer, state.parts.weights.trainable()
     saved, name = checkpoint["optimizer"], type(optimizer).__name__
     if saved["name"] != name:
-        advice = "resume with the same optim=, or start from the weights only with weights=<checkpoint>"
-        raise CheckpointError(f"the checkpoint was written by {saved['name']}, this run uses {name}: {advice}")
-    if unknown := sorted(saved["state"].keys() - parameters.keys()):
-        raise CheckpointError(f"the checkpoint has optimizer state for {unknown[:5]}, which this run does not train")
+        what = f"the checkpoint was written by {saved['name']}, this run uses {name}"
+        advice = "resume with the same optim=, or take the weights only with weights=<checkpoint>"
+        raise CheckpointError(f"{what}: {advice}")
+    untrained = sorted(saved["state"].keys() - parameters.keys())
+    if untrained:
+        what = f"the checkpoint has optimizer state for {untrained[:5]}"
+        raise CheckpointError(f"{what}, which this run does not train")
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index_of = {id(parameter): index for index, parameter in enumerate(ordered)}
-    # torch moves and casts the state. The groups with their hyperparameters are this run's own, except the number of
-    # steps, which some of timm's optimizers (LAMB) count per group.
+    # torch moves and casts the state. The groups with their hyperparameters are this run's own,
+    # except the number of steps, which some of timm's optimizers (LAMB) count per group.
     packed = {index_of[id(parameters[key])]: value for key, value in saved["state"].items()}
     groups = optimizer.state_dict()["param_groups"]
-    if saved.get("step") is not None:  # absent from the first checkpoints of this format
+    if saved["step"] is not None:
         groups = [group | {"step": copy.deepcopy(saved["step"])} for group in groups]
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
     for parameter in ordered:
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
-                # The fused and foreach fast paths need equal strides.
-                optimizer.state[parameter][key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            # The fused and foreach fast paths need equal strides.
+            is_moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_moment and value.dim() > 0:
+                moment = torch.empty_like(parameter, dtype=value.dtype)
+                optimizer.state[parameter][key] = moment.copy_(value)
 
 
-def check_compatible(saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True) -> list[str]:
-    """Notes on other facts. Raises ConfigError: this is another run or, to evaluate, another model."""
+def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raises CheckpointError: `state`, of a checkpoint, does not fit the model."""
+    what = "the checkpoint's weights do not fit the model"
+    try:
+        missing, unexpected = load_state(model, state, module_versions(state), what)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    if missing or unexpected:
+        raise CheckpointError(f"{what}: missing {missing[:3]}, unexpected {unexpected[:3]}")
 
-    def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
-        pairs = [(key, before.get(key), now.get(key)) for key in keys]
-        return [f"{key} was {old!r:.120}, now {new!r:.120}" for key, old, new in pairs if old != new]
+
+def check_compatible(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True
+) -> dict[str, str]:
+    """Returns what else differs, such as "batch_size: 8 -> 1", by key.
+
+    Raises ConfigError: this is another run or, to evaluate, another model.
+    """
+
+    def differences(
+        before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]
+    ) -> dict[str, str]:
+        return {
+            key: f"{key}: {show(before[key]):.120} -> {show(now[key]):.120}"
+            for key in keys
+            if key in before and key in now and before[key] != now[key]
+        }
 
     of_training = ("data_fingerprint", "global_batch_size") if training else ()
-    problems = differences(saved, current, ("model", "num_classes", *of_training))
+    problems = [*differences(saved, current, ("model", "num_classes", *of_training)).values()]
     if saved["classes"] != current["classes"]:
         other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
         problems.append(f"other classes: {other!r:.120}")
     if problems:
-        advice = "resume needs the same model, classes, data and global batch; weights=<checkpoint> takes weights only"
-        raise ConfigError([*(f"resume: {problem}" for problem in problems), advice])
+        needs = "resume needs the same model, classes, data and global batch"
+        advice = "weights=<checkpoint> takes weights only"
+        raise ConfigError([*(f"resume: {problem}" for problem in problems), f"{needs}; {advice}"])
     if not training:
-        return []
-    before, now = dict(flatten(saved["config"])), dict(flatten(current["config"]))
-    settings = sorted({*before, *now} - {"resume", "resume_sweep", "overwrite"})
-    may_differ = ("precision", "memory_format", "world_size", "versions")
-    return differences(saved, current, may_differ) + differences(before, now, settings)
+        return {}
+    before, now = (
+        dict(flatten({"versions": facts["versions"]} | facts["config"]))
+        for facts in (saved, current)
+    )
+    settings = sorted(now.keys() - {"resume", "resume_sweep", "overwrite", "data.workers"})
+    of_machine = ("precision", "memory_format", "world_size", "workers")
+    return differences(saved, current, of_machine) | differences(before, now, settings)
+
+
+def has_effect(key: str) -> bool:
+    """Whether a change of this setting or fact may change the speed or the loss of a run."""
+    setting = setting_fields(Config).get(key)
+    # Weights are read at the start only; the others move the end of the run, or its images.
+    without_effect = ("weights", "max_steps", "data.root")
+    is_neutral = setting is not None and setting.metadata["affects"] == "nothing"
+    return not is_neutral and key not in without_effect
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run, each with the steps since the last log line: a resumed run logs the same numbers.
-    Every method is called by all ranks; only rank 0 reads and writes files."""
+    """The checkpoints of one run, each with the steps since the last log line: a resumed run logs
+    the same numbers. Every method is called by all ranks; only rank 0 reads and writes files.
+    """
 
     store: CheckpointStore
     state: TrainState
@@ -224,57 +302,92 @@ class Checkpoints:
         return by_step or 0 < settings.every_minutes <= (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
-        """Raises ConfigError: the disk has no space, or `get_extra_state` returns what cannot be saved."""
+        """Raises ConfigError: the disk has no space, or `get_extra_state` returns what cannot be
+        saved.
+        """
         weights = self.state.parts.weights.state_dict()
         try:
-            snapshot({name: value for name, value in weights.items() if name.endswith("_extra_state")})
+            snapshot(
+                {name: value for name, value in weights.items() if name.endswith("_extra_state")}
+            )
         except TypeError as error:
-            raise ConfigError(f"the model cannot be saved in a checkpoint: {error}; change get_extra_state") from None
+            raise ConfigError(
+                f"the model cannot be saved in a checkpoint: {error}; change get_extra_state"
+            ) from None
         if self.dist.is_main:
-            weight_bytes = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor))
+            weight_bytes = sum(
+                value.nbytes for value in weights.values() if isinstance(value, torch.Tensor)
+            )
             copies = 3 if self.state.average is None else 4  # weights, two moments at most, EMA
             check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep)
 
-    def save(self, progress: Progress, *, best: bool = False) -> None:
-        """Save the state between two steps. The host waits for the device: the state is copied to the host."""
+    def save(
+        self,
+        progress: Progress,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        *,
+        best: bool = False,
+    ) -> None:
+        """Save the state between two steps; `buffers`, such as `model.bn1.running_mean`, replace
+        those of the models. The host waits for the device: the state is copied to the host.
+        """
         # Of torch's generators (dropout, stochastic depth). Order and augmentation need none.
         random = {"cpu": torch.get_rng_state()}
         if self.dist.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
         saved = dict(vars(progress))
-        steps, saved["best_top1"] = [snapshot(vars(step)) for step in saved.pop("window")], saved.pop("best_score")
+        steps, saved["best_top1"] = (
+            [snapshot(vars(step)) for step in saved.pop("window")],
+            saved.pop("best_score"),
+        )
         ranks = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
         if self.dist.is_main:
             collected = collect(self.state, {**saved, "ranks": ranks}, self.facts)
-            self.store.save(collected, progress.step, best=best)
+            for name, value in (buffers or {}).items():
+                entry, _, name_in_model = name.partition(".")
+                if name_in_model in collected[entry]:  # else it is not persistent
+                    collected[entry][name_in_model] = value
+            self.store.write_step(collected, progress.step, best=best)
 
     def mark_best(self, progress: Progress) -> None:
-        """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before the evaluation."""
-        if self.saved_step != progress.step or not on_main(lambda: self.store.mark_best(progress.step), self.dist):
+        """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before
+        the evaluation.
+        """
+        if self.saved_step != progress.step or not on_main(
+            lambda: self.store.link_best(progress.step), self.dist
+        ):
             self.save(progress, best=True)
 
     def resume(self, source: str, *, training: bool = True) -> Progress | None:
-        """Restore the checkpoint that `resume=` names, without `training` only its weights; None: `auto` finds none.
-        Rank 0 reads for all: nodes need no shared folder. ConfigError: there is none, or it is of another run."""
-        found = on_main(lambda: load_for_resume(source, self.store), self.dist)
-        if found is None:
+        """Restore the checkpoint that `resume=` names, without `training` only its weights; None:
+        `auto` finds none. Rank 0 reads for all: nodes need no shared folder. ConfigError: there is
+        none, or it is of another run.
+        """
+        newest = on_main(lambda: load_for_resume(source, self.store), self.dist)
+        if newest is None:
             return None
-        path, saved, skipped = found
+        path, saved, skipped = newest
         for line in skipped:
             log.info("skipped a damaged checkpoint: %s", line)
-        for note in check_compatible(saved["facts"], self.facts, training=training):
-            log.info("resume: %s", note)
+        changes = check_compatible(saved["facts"], self.facts, training=training)
+        for change in changes.values():
+            log.info("resume: %s", change)
         values, rank, device = saved["progress"], self.dist.rank, self.dist.device
         ranks, best_score = values.pop("ranks"), values.pop("best_top1")
         progress = Progress(best_score=best_score, **values)
+        progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
+        if "best_by" in changes:  # another scale
+            progress.best_score, progress.evaluations_without_gain = -math.inf, 0
         restore(saved, self.state, training=training)
         if training:
-            if rank < len(ranks):  # a rank that did not exist before keeps the seed + rank initialisation
+            # A rank that did not exist before keeps its seed + rank initialisation.
+            if rank < len(ranks):
                 torch.set_rng_state(ranks[rank]["random"]["cpu"])
                 if device.type == "cuda" and "cuda" in ranks[rank]["random"]:
                     torch.cuda.set_rng_state(ranks[rank]["random"]["cuda"], device)
-            # Per-rank sums are only valid for the same world size; with another one the next log line has fewer steps.
+            # Per-rank sums are only valid for the same world size; with another one the next log
+            # line has fewer steps.
             for row in ranks[rank]["window"] if len(ranks) == self.dist.world_size else ():
                 result = StepResult(**{name: value.to(device) for name, value in row.items()})
                 progress.window.append(result)

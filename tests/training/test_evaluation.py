@@ -1,4 +1,6 @@
-"""Evaluation of pretrained-like weights against the pipelines that their accuracy was published with; the report."""
+"""Evaluation of pretrained-like weights against the pipelines that their accuracy was published
+with; the report.
+"""
 
 import csv
 import math
@@ -16,9 +18,10 @@ from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models import sources
 from cl_train.models.sources import build_model, log_preprocessing, published_preprocessing
-from cl_train.step.precision import BY_NAME
+from cl_train.step.precision import BY_NAME, kernel_selection
+from cl_train.step.train_step import labels_and_top5
 from cl_train.training.evaluation import outputs, rows_of
-from cl_train.training.state import TrainingFault
+from cl_train.training.state import MAP, TrainingFault, score_of
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
@@ -33,7 +36,9 @@ def reference_transform(model: str, weights: str) -> Callable[..., torch.Tensor]
         return torchvision.models.get_model_weights(model)[weights].transforms()
     timm = pytest.importorskip("timm")
     cfg = timm.get_pretrained_cfg(model.removeprefix("timm/")).to_dict()
-    return timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=cfg, use_test_size=True))
+    return timm.data.create_transform(
+        **timm.data.resolve_data_config(pretrained_cfg=cfg, use_test_size=True)
+    )
 
 
 @pytest.mark.slow
@@ -47,8 +52,13 @@ def reference_transform(model: str, weights: str) -> Callable[..., torch.Tensor]
         ("timm/vit_tiny_patch16_224", "pretrained", 2),  # mean and std 0.5
     ],
 )
-def test_logits_are_those_of_the_published_pipeline(tmp_path: Path, model_name: str, weights: str, levels: int) -> None:
-    """In float64, with BatchNorm statistics of the images. Both resizes work on uint8: few pixels round differently."""
+def test_logits_are_those_of_the_published_pipeline(
+    tmp_path: Path, model_name: str, weights: str, levels: int
+) -> None:
+    """In float64, with BatchNorm statistics of the images.
+
+    Both resizes work on uint8: few pixels round differently.
+    """
     published = published_preprocessing(model_name, weights).settings()
     root = write_folder(tmp_path / "images", train=8, val=6)
     data = folder_data(root, batch_size=8, **published)
@@ -60,7 +70,9 @@ def test_logits_are_those_of_the_published_pipeline(tmp_path: Path, model_name: 
     model = build_model(model_name, num_classes=10, image_size=published["image_size"])
     mean, std = (torch.tensor(published[name]).view(3, 1, 1) for name in ("mean", "std"))
     grey_levels = [255 * (pixels * std + mean) for pixels in (ours, reference)]
-    same_pixels = (grey_levels[1].round() / 255 - mean).float().double() / std  # in our normalisation
+    same_pixels = (
+        grey_levels[1].round() / 255 - mean
+    ).float().double() / std  # in our normalisation
     with torch.no_grad():
         for _ in range(20):
             model(reference.float())
@@ -68,7 +80,9 @@ def test_logits_are_those_of_the_published_pipeline(tmp_path: Path, model_name: 
         logits, expected, rounded = model(ours), model(reference), model(same_pixels)
     difference, spread = (grey_levels[0] - grey_levels[1]).abs(), expected.std().item()
     assert difference.max() <= levels + 0.01 and (difference > 0.5).double().mean() < 0.03
-    assert (logits - expected).abs().max() < 0.05 * spread and (rounded - expected).abs().max() < 1e-4 * spread
+    assert (logits - expected).abs().max() < 0.05 * spread and (
+        rounded - expected
+    ).abs().max() < 1e-4 * spread
     assert logits.argmax(1).equal(expected.argmax(1)) and len(images) == 6
 
 
@@ -78,37 +92,53 @@ def test_published_settings() -> None:
         ("resnet50", "DEFAULT", (224, 232, "bilinear", 0.485)),
         ("vit_l_16", "IMAGENET1K_SWAG_E2E_V1", (512, 512, "bicubic", 0.485)),
         ("timm/vit_tiny_patch16_224", "pretrained", (224, math.floor(224 / 0.9), "bicubic", 0.5)),
-        ("timm/convnext_atto", "pretrained", (288, math.floor(288 / 0.95), "bicubic", 0.485)),  # its test size
+        (
+            "timm/convnext_atto",
+            "pretrained",
+            (288, math.floor(288 / 0.95), "bicubic", 0.485),
+        ),  # its test size
         ("resnet18", "weights.pt", None),
         ("timm/coat_lite_medium_384", "pretrained", None),  # squash
     ):
         found = published_preprocessing(model, weights)
-        assert (found and (found.crop, found.resize, found.interpolation, found.mean[0])) == expected, (model, weights)
+        assert (
+            found and (found.crop, found.resize, found.interpolation, found.mean[0])
+        ) == expected, (model, weights)
 
 
 def test_evaluation_follows_the_weights_but_not_against_the_user(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads, original = [], sources.torchvision_weights
-    monkeypatch.setattr(sources, "torchvision_weights", lambda *names: reads.append(names) or original(*names))
+    monkeypatch.setattr(
+        sources, "torchvision_weights", lambda *names: reads.append(names) or original(*names)
+    )
     published_preprocessing.cache_clear()
     data, model, weights = DataConfig(image_size=128), "resnet50", "IMAGENET1K_V2"
-    followed = sources.follow_published_preprocessing(data, model, weights, {"model", "weights", "data.root"})
+    followed = sources.follow_published_preprocessing(
+        data, model, weights, {"model", "weights", "data.root"}
+    )
     assert (followed.image_size, followed.val_size, followed.val_resize) == (224, None, 232)
-    kept = sources.follow_published_preprocessing(data, model, weights, {"data.image_size", "data.std"})
+    kept = sources.follow_published_preprocessing(
+        data, model, weights, {"data.image_size", "data.std"}
+    )
     assert (kept.image_size, kept.val_resize, kept.mean) == (128, None, data.mean)
     assert sources.follow_published_preprocessing(data, model, "weights.pt", set()) == data
     log_preprocessing(followed, model, weights, evaluate_only=True)
     assert not caplog.records
     log_preprocessing(kept, model, weights, evaluate_only=True)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "data.val_resize=232" in caplog.text
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] and "data.val_resize=232" in caplog.text
     assert reads == [(model, weights)], "read once"
 
 
 def check_report(run: Run, images: int) -> str:
     """The tables agree with the summary; returns the page."""
     folder = run.folder / "report"
-    tables = [(folder / f"{name}.csv").read_text().splitlines() for name in ("per_class", "confusions")]
+    tables = [
+        (folder / f"{name}.csv").read_text().splitlines() for name in ("per_class", "confusions")
+    ]
     classes, confused = map(list, map(csv.DictReader, tables))
     correct = sum(int(row["correct"]) for row in classes)
     assert sum(int(row["images"]) for row in classes) == images
@@ -119,7 +149,8 @@ def check_report(run: Run, images: int) -> str:
     losses = [float(part.split("<")[0]) for part in page.split("loss ")[1:]]
     assert losses == sorted(losses, reverse=True) and len(losses) == page.count("<figure") == images
     assert (
-        all(true == folder for true, folder in re.findall(r"true: (\w+) .*?<div>(\w+)/", page)) and "http" not in page
+        all(true == folder for true, folder in re.findall(r"true: (\w+) .*?<div>(\w+)/", page))
+        and "http" not in page
     )
     return page
 
@@ -127,12 +158,21 @@ def check_report(run: Run, images: int) -> str:
 def test_report_leaves_skipped_images_out(train: Callable[..., Run], tmp_path: Path) -> None:
     root = write_folder(tmp_path / "images", train=8, val=9)
     (root / "val" / "class_1" / "0007.jpg").write_bytes(b"\xff\xd8\xff")
-    words = (f"data.root={root}", "data.on_bad_image=skip", "batch_size=4", "max_steps=1", "epochs=1", "optim.lr=0.01")
+    words = (
+        f"data.root={root}",
+        "data.on_bad_image=skip",
+        "batch_size=4",
+        "max_steps=1",
+        "epochs=1",
+        "optim.lr=0.01",
+    )
     page = check_report(train("report=true", *words), 8)
     assert "class_1/0007.jpg" not in page and page.count("data:image/jpeg;base64,") == 8
 
 
-def test_report_of_more_outputs_than_classes(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_of_more_outputs_than_classes(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def more_outputs(num_classes: int) -> nn.Module:
         model = networks.small(num_classes + 2)
         with torch.no_grad():
@@ -140,7 +180,13 @@ def test_report_of_more_outputs_than_classes(train: Callable[..., Run], monkeypa
         return model
 
     monkeypatch.setattr(networks, "more_outputs", more_outputs, raising=False)
-    words = ("data=synthetic", "data.root=null", "data.synthetic_images=64", "report=true", "max_steps=1")
+    words = (
+        "data=synthetic",
+        "data.root=null",
+        "data.synthetic_images=64",
+        "report=true",
+        "max_steps=1",
+    )
     done = train(*words, "model=tests.networks:more_outputs")
     assert "base64" not in check_report(done, 32)
     rows = (done.folder / "report" / "confusions.csv").read_text().splitlines()[1:]
@@ -158,23 +204,87 @@ def test_evaluation_is_exact_and_changes_nothing(targets: torch.Tensor, flip: bo
     labels = targets.argmax(1) if targets.ndim == 2 else targets
     statistics = model[1].running_mean.clone()
     batches = [Batch(images[:3], targets[:3]), Batch(images[3:], targets[3:])]
-    rows = torch.cat([rows_of(*output) for output in outputs(model, batches, BY_NAME["bf16"], flip=flip)])
+    rows = torch.cat(
+        [rows_of(*output) for output in outputs(model, batches, BY_NAME["bf16"], flip=flip)]
+    )
     assert model.training and torch.equal(model[1].running_mean, statistics)
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        parts = [(model(x) + model(x.flip(3))) / 2 if flip else model(x) for x in (images[:3], images[3:])]
+        parts = [
+            (model(x) + model(x.flip(3))) / 2 if flip else model(x)
+            for x in (images[:3], images[3:])
+        ]
     logits = torch.cat(parts).float()
     losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-    in_top5 = labels >= 0  # of three classes
-    for column, expected in enumerate((labels, logits.argmax(1), logits.softmax(1).amax(1), losses, in_top5)):
-        torch.testing.assert_close(rows[:, column].float(), expected.float())
+    shares, in_top5 = logits.softmax(1), labels >= 0  # of three classes
+    of_label = [
+        share[label] if label >= 0 else math.nan
+        for share, label in zip(shares, labels, strict=True)
+    ]
+    columns = (labels, logits.argmax(1), shares.amax(1), torch.tensor(of_label), losses, in_top5)
+    for column, expected in enumerate(columns):
+        torch.testing.assert_close(rows[:, column].float(), expected.float(), equal_nan=True)
+
+
+def test_several_labels_have_probabilities_of_their_own_and_an_image_may_have_none() -> None:
+    logits = torch.tensor([[4.0, 4.0, 4.0], [-2.0, 2.0, 0.0]])
+    targets = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    rows = rows_of(logits, targets, binary=True)
+    label, _, probability, of_label, _, in_top5 = rows.T
+    assert label.tolist() == [1, -100] and in_top5.tolist() == [1, 0]
+    torch.testing.assert_close(probability, logits.sigmoid().amax(1).double())
+    assert of_label[0] == pytest.approx(0.98201, abs=1e-5) and of_label[1].isnan()
+    hits = labels_and_top5(logits, targets)
+    assert (hits[1] == hits[0].unsqueeze(1)).any(1).tolist() == [True, False]
+
+
+def by_score(evaluation: int) -> dict[str, dict[str, float]]:
+    """Top-1 is best in the first one, top-1 of the EMA in the second, the rest in the third."""
+    val = {"top1": 30.0 - evaluation, "loss": 3.0 - evaluation, "macro_f1": float(evaluation)}
+    return {"val": val, "val_average": {"top1": 20.0 + evaluation % 2}}
+
+
+@pytest.mark.parametrize(
+    ("best_by", "best"),
+    [(None, 0), ("top1", 0), ("average.top1", 1), ("loss", 2), ("macro_f1", 2)],
+)
+def test_what_makes_an_evaluation_the_best(best_by: str | None, best: int) -> None:
+    scores = [score_of(by_score(evaluation), best_by) for evaluation in range(3)]
+    assert scores.index(max(scores)) == best
+    assert score_of({"val": {"top1": 5.0, MAP: 7.0}}, None) == 7.0
+    for value in (None, math.nan):
+        assert score_of({"val": {"loss": value}}, "loss") == -math.inf
+
+
+def test_best_and_patience_follow_the_chosen_number(train: Callable[..., Run]) -> None:
+    words = ("ema_decay=0.5", "epochs=4", "patience=1", "best_by=average.loss", "optim.lr=0.1")
+    run = train(*words)
+    values = [record["loss"] for record in run.records("val_average")]
+    best = min(range(len(values)), key=values.__getitem__)
+    assert run.summary["best"]["average.loss"] == values[best]
+    assert run.summary["best"]["epoch"] == best
+    assert run.checkpoint("best.pt")["progress"]["step"] == 3 * (best + 1)
+    for choice, problem in {"average.top1": "ema_decay", "macro_f2": "did you mean"}.items():
+        with pytest.raises(ConfigError, match=problem):
+            train(f"best_by={choice}", "metrics=tests.training.test_evaluation:macro_f1")
+    with pytest.raises(ConfigError, match=r"metrics=.* must return .* 21 images of noise"):
+        train("metrics=tests.training.test_evaluation:by_score")
+
+
+def macro_f1(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+    return {"macro_f1": 0.5}
 
 
 @pytest.mark.slow
-def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train: Callable[..., Run], tmp_path: Path) -> None:
+def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
     resize, failed = ("data.val_resize=36", "data.val_interpolation=bicubic"), tmp_path / "failed"
     run = train("max_steps=4", *resize)
-    assert train("evaluate_only=true", f"weights={run.folder}", *resize).summary["val"] == run.summary["val"]
+    assert (
+        train("evaluate_only=true", f"weights={run.folder}", *resize).summary["val"]
+        == run.summary["val"]
+    )
     recorded = published_preprocessing("tests.networks:small", str(run.folder))
     assert (recorded.crop, recorded.resize, recorded.interpolation) == (32, 36, "bicubic")
     state = run.checkpoint()["model"]
@@ -185,3 +295,17 @@ def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train: Callable[
     with pytest.raises(ConfigError, match=r"nan.pth holds NaN in 0\.weight"):
         train("max_steps=1", f"weights={tmp_path / 'nan.pth'}")
     assert Run(failed, 1).summary["status"] == "failed"
+
+
+def test_cudnn_searches_no_kernels_for_the_last_smaller_batch() -> None:
+    autotuned: list[tuple[int, bool]] = []
+
+    class Network(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            autotuned.append((len(images), torch.backends.cudnn.benchmark))
+            return images.mean((2, 3))
+
+    batches = [Batch(torch.zeros(n, 3, 4, 4), torch.zeros(n).long()) for n in (4, 4, 3)]
+    with kernel_selection(autotune=True):
+        assert len(list(outputs(Network(), batches, BY_NAME["fp32"]))) == 3
+    assert autotuned == [(4, True), (4, True), (3, False)]

@@ -1,4 +1,6 @@
-"""What is due when; windows and averages, with a clock that only moves when told; records after a resume."""
+"""What is due when; windows and averages, with a clock that only moves when told; records after a
+resume.
+"""
 
 import json
 import sys
@@ -10,14 +12,19 @@ import torch
 
 from cl_train.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.system.machine import DeviceClock
+from cl_train.system.run_folder import Window, speed, spread
 from cl_train.training.active_run import ThroughputMeter
-from cl_train.training.records import Records, Trackers, progress_bar, speed, spread
+from cl_train.training.console import progress_bar
+from cl_train.training.records import Records
 from cl_train.training.state import Plan, Progress
+from cl_train.training.trackers import Trackers
 
 
 def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_no_step() -> None:
     data, schedule = DataConfig(size_schedule=[[0, 64], [2, 128]]), ScheduleConfig(name="linear")
-    cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, data=data, schedule=schedule, max_steps=30)
+    cfg = Config(
+        batch_size=8, accumulate_steps=3, epochs=4, data=data, schedule=schedule, max_steps=30
+    )
     for reference_batch_size, peak in ((256, 48 / 256), (0, 1.0)):
         optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
         plan = Plan.of(replace(cfg, optim=optim), 500, 2)
@@ -32,7 +39,9 @@ def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> No
         (5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, []),
     ):  # fmt: skip
         settings = {"epochs": epochs, "max_steps": max_steps, "evaluate_every": every}
-        plan = Plan.of(Config(batch_size=10, checkpoint=CheckpointConfig(every_epochs=3), **settings), 40, 1)
+        plan = Plan.of(
+            Config(batch_size=10, checkpoint=CheckpointConfig(every_epochs=3), **settings), 40, 1
+        )
         progress, evaluated, saved = Progress(), [], []
         while not plan.is_done(progress):
             progress.advance(plan.global_batch_size)
@@ -75,24 +84,37 @@ def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -
         steps(meter, clock, 2, 0.5, wait_s)
         closed.append(meter.close())
     for window, wait_pct in zip(closed, (20, 80), strict=True):
-        expected = {"images": 128, "seconds": 2.0, "images_per_s": 64, "step_ms": 500, "data_wait_pct": wait_pct}
-        assert meter.measured(window) == pytest.approx(expected | {"image_size": 0, "warmup": False})
+        expected = {
+            "images": 128,
+            "seconds": 2.0,
+            "images_per_s": 64,
+            "step_ms": 500,
+            "data_wait_pct": wait_pct,
+        }
+        assert meter.measured(window) == pytest.approx(
+            expected | {"image_size": 0, "warmup": False}
+        )
 
 
-def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_there_is_nothing_else() -> None:
+def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_alone() -> None:
     clock, windows = Clock(torch.device("cpu")), []
     meter = ThroughputMeter(2, clock, clock.mark)
     for size, seconds in ((64, 9.0), (64, 1.0), (96, 1.0)):
         meter.start(size)
         for _ in range(2):
             steps(meter, clock, 1, seconds)
-            windows.append(meter.measured(meter.close()))
-    sizes = [(window["image_size"], window["warmup"]) for window in windows]
+            windows.append(Window(step=1, time=1.0, **meter.measured(meter.close())))
+    sizes = [(window.image_size, window.warmup) for window in windows]
     assert sizes == [(64, True), (64, True), (64, False), (64, False), (96, True), (96, True)]
-    assert speed(windows[:4])["images_per_s"]["end_to_end"] == {"median": 32, "p5": 32, "p95": 32, "windows": 2}
+    assert speed(windows[:4])["images_per_s"]["end_to_end"] == {
+        "median": 32,
+        "p5": 32,
+        "p95": 32,
+        "windows": 2,
+    }
     assert speed(windows[:1])["images_per_s"]["end_to_end"]["windows"] == 1
     known = {"median": 50, "p5": 5, "p95": 95, "windows": 101}
-    assert spread([{"value": float(value)} for value in range(101)], "value") == known
+    assert spread(range(101)) == known
 
 
 def test_a_program_without_standard_streams_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,29 +123,58 @@ def test_a_program_without_standard_streams_has_no_bar(monkeypatch: pytest.Monke
     assert progress_bar("training", 3, shown=True).disable
 
 
+DESCRIBED = """command model seed conversion compile cuda_graph epochs memory_format precision
+    world_size global_batch_size channels_last_requested device_name image_size workers environment
+    git"""
+
+
+def window(step: int, loss: float) -> Window:
+    return Window(step=step, time=1.0, images_per_s=2.0, data_wait_pct=0.0, seconds=1, loss=loss)
+
+
 def records(folder: Path | None, step: int = 0) -> Records:
-    description = {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
-    return Records(folder, Config(), Trackers([]), description, Progress(step=step, closed_step=step))
+    description = dict.fromkeys(DESCRIBED.split())
+    description |= {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
+    return Records(
+        folder, Config(), Trackers([]), description, Progress(step=step, closed_step=step)
+    )
 
 
 def recorded(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks_write_nothing(tmp_path: Path) -> None:
+def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks_write_nothing(
+    tmp_path: Path,
+) -> None:
     other = records(None)
-    other.write("val", {"loss": 1.0})
+    other.write_evaluation("val", {"loss": 1.0})
     assert other.finish("completed")["val"] == {"loss": 1.0} and list(tmp_path.iterdir()) == []
     first = records(tmp_path)
     for step in (10, 20, 30):
-        first.write("train", {"step": step, "loss": float("nan"), "more": [float("inf"), 1.5]})
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "step": null}\n{"kind": "train", "st')  # damaged; killed in mid-write
-    records(tmp_path, step=20).write("train", {"step": 30, "loss": 2.0})
+        first.write_window(window(step, loss=float("nan")))
+    first.write_evaluation("val", {"loss": float("inf"), "more": [float("inf"), 1.5]})
+    with open(tmp_path / "metrics.jsonl", "a") as file:  # damaged; killed in mid-write
+        file.write('{"kind": "train", "step": null}\n{"kind": "train", "st')
+    records(tmp_path, step=20).write_window(window(30, loss=2.0))
     assert recorded(tmp_path) == [10, 20, 30]
     before = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert before["loss"] is None and before["more"] == [None, 1.5], "JSON has no NaN or Infinity"
+    assert before["loss"] is None, "JSON has no NaN or Infinity"
     failed = records(tmp_path, step=30).finish("failed", why="before its first step")
     assert failed["train"]["loss"] is None, "results of the earlier process are not its own"
-    records(tmp_path).write("train", {"step": 1, "loss": 1.0})
+    records(tmp_path).write_window(window(1, loss=1.0))
     assert recorded(tmp_path) == [1]
+
+
+def test_the_load_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) -> None:
+    records(tmp_path).write_window(window(10, loss=1.0))
+    killed = records(tmp_path, step=10)  # an earlier process left no summary
+    assert killed.finish("interrupted", others_pct=1.0)["others_pct"] is None
+    first = records(tmp_path)
+    first.write_window(window(10, loss=1.0))
+    first._progress.step = 10
+    first.finish("interrupted", others_pct=60.0)
+    second = records(tmp_path, step=10)
+    assert second.finish("completed", others_pct=2.0)["others_pct"] == 60.0

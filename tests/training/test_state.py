@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.step.precision import EMA
 from cl_train.system.checkpoints import CheckpointError, load, snapshot, write
 from cl_train.training.state import TrainState, check_compatible, collect, restore
-from tests.networks import small
+from tests.networks import small, versioned
 from tests.step.test_train_step import make_batch, make_parts, state_of
 
 
@@ -38,21 +39,29 @@ def assert_equal(ours: TrainState, theirs: TrainState) -> None:
 
 
 @pytest.mark.parametrize("to_channels_last", [True, False])
-def test_the_models_layout_wins_for_weights_and_moments(tmp_path: Path, to_channels_last: bool) -> None:
-    state, other = (build(layout, optimizer="adamw") for layout in (not to_channels_last, to_channels_last))
+def test_the_models_layout_wins_for_weights_and_moments(
+    tmp_path: Path, to_channels_last: bool
+) -> None:
+    state, other = (
+        build(layout, optimizer="adamw") for layout in (not to_channels_last, to_channels_last)
+    )
     saved(tmp_path / "b.pt", other, steps=1)  # what it has must be overwritten altogether
     content = saved(tmp_path / "a.pt", state)
     assert content["optimizer"]["state"].keys() == dict(state.model.named_parameters()).keys()
     restore(content, other)
     assert_equal(state, other)
     expected = (72, 1, 24, 8) if to_channels_last else (72, 9, 3, 1)
-    assert other.model[3].weight.stride() == moments(other)["3.weight"]["exp_avg"].stride() == expected
+    assert (
+        other.model[3].weight.stride() == moments(other)["3.weight"]["exp_avg"].stride() == expected
+    )
 
 
 def test_hyperparameters_and_parameter_groups_stay_the_runs_own(tmp_path: Path) -> None:
     state, other = build(), build()
     named = dict(other.model.named_parameters())
-    weights, biases = ([named[name] for name in named if name.endswith(end)] for end in ("weight", "bias"))
+    weights, biases = (
+        [named[name] for name in named if name.endswith(end)] for end in ("weight", "bias")
+    )
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
     sgd = torch.optim.SGD(groups, lr=0.5, momentum=0.8, foreach=True)
     regrouped = state_of(replace(other.parts, optimizer=sgd))
@@ -77,34 +86,60 @@ def test_fp32_to_fp16_o2_and_an_average_and_back_keeps_fp32_values(tmp_path: Pat
     assert_equal(state, back)
 
 
+def test_versions_of_modules_stay_and_a_checkpoint_without_them_has_those_of_the_model(
+    tmp_path: Path,
+) -> None:
+    state = build(model=versioned(3))
+    state = replace(state, average=EMA(state.model, 0.9))
+    content = saved(tmp_path / "a.pt", state)
+    for entry in ("model", "average"):
+        versioned(3).load_state_dict(content[entry])
+    for loaded in (content, content | {"model": dict(content["model"]), "average": None}):
+        other = build(model=versioned(3))
+        restore(loaded, replace(other, average=EMA(other.model, 0.9)))
+        assert_equal(state, other)
+
+
 FACTS: dict[str, Any] = {
-    "model": "resnet18", "num_classes": 2, "classes": ["a", "b"], "data_fingerprint": "f1", "global_batch_size": 64,
-    "precision": "fp32", "memory_format": "contiguous", "world_size": 1, "versions": {"torch": "2.15"},
+    "model": "resnet18", "num_classes": 2, "classes": ["a", "b"], "data_fingerprint": "f1",
+    "global_batch_size": 64,
+    "precision": "fp32", "memory_format": "contiguous", "world_size": 1,
+    "versions": {"torch": "2.15"},
     "config": {"optim": {"lr": 0.1}, "resume": None},
 }  # fmt: skip
 
 
-def test_another_run_is_refused_with_what_differs_and_other_settings_are_noted(tmp_path: Path) -> None:
+def test_another_run_is_refused_with_what_differs_and_other_settings_are_noted(
+    tmp_path: Path,
+) -> None:
     for change, message in (
-        ({"model": "resnet50"}, "model was 'resnet18', now 'resnet50'"),
-        ({"num_classes": 3, "classes": ["a", "b", "c"]}, r"num_classes was 2, now 3[\s\S]*\['c'\]"),
+        ({"model": "resnet50"}, "model: resnet18 -> resnet50"),
+        ({"num_classes": 3, "classes": ["a", "b", "c"]}, r"num_classes: 2 -> 3[\s\S]*\['c'\]"),
         ({"classes": ["b", "a"]}, "another order"),
         ({"data_fingerprint": "f2"}, "data_fingerprint"),
-        ({"global_batch_size": 32}, "global_batch_size was 64, now 32"),
+        ({"global_batch_size": 32}, "global_batch_size: 64 -> 32"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_compatible(FACTS, FACTS | change)
-    assert check_compatible(FACTS, FACTS) == []
-    change = {"memory_format": "channels_last", "world_size": 2, "config": {"optim": {"lr": 0.2}, "resume": "auto"}}
-    assert check_compatible(FACTS, FACTS | change) == [
-        "memory_format was 'contiguous', now 'channels_last'",
-        "world_size was 1, now 2",
-        "optim.lr was 0.1, now 0.2",
+    assert check_compatible(FACTS, FACTS) == {}
+    change = {
+        "memory_format": "channels_last",
+        "world_size": 2,
+        "config": {"optim": {"lr": 0.2}, "resume": "auto"},
+    }
+    assert list(check_compatible(FACTS, FACTS | change).values()) == [
+        "memory_format: contiguous -> channels_last",
+        "world_size: 1 -> 2",
+        "optim.lr: 0.1 -> 0.2",
     ]
     content = saved(tmp_path / "a.pt", build())
     for other, problem in (
         (build(optimizer="adamw"), "written by SGD, this run uses AdamW"),
         (build(model=small(7)), "do not fit the model"),
+        (
+            build(model=nn.Sequential(*small(3), nn.Linear(3, 3))),
+            r"missing \['9.weight', '9.bias'\]",
+        ),
     ):
         with pytest.raises(CheckpointError, match=problem):
             restore(content, other)

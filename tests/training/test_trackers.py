@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.training import records
+from cl_train.errors import ConfigError
+from cl_train.training import trackers
 from tests.conftest import SHRUNK, Run
 from tests.faults.forkserver import Forked, train_script
 
@@ -22,8 +23,11 @@ received: list[dict[str, Any]] = []
 released = threading.Event()
 HERE = "tests.training.test_trackers"
 
-ENVIRONMENT = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-ENVIRONMENT |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
+ENVIRONMENT = {
+    "WANDB_MODE": "offline",
+    "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
 receive = received.append
 
 
@@ -39,11 +43,20 @@ def hang(record: dict[str, Any]) -> None:
 def test_a_function_receives_the_config_each_record_and_the_summary(train: Train) -> None:
     received.clear()
     done = train(f"log_to=[{HERE}:receive]", "epochs=1")
-    assert [record["kind"] for record in received] == ["start", "train", "train", "train", "val", "end"]
+    assert [record["kind"] for record in received] == [
+        "start",
+        "train",
+        "train",
+        "train",
+        "val",
+        "end",
+    ]
     start, *records, end = received
     assert (start["step"], start["folder"], start["group"]) == (0, str(done.folder), None)
     assert (start["config"]["epochs"], start["config"]["optim.lr"]) == (1, 0.4)
-    assert records == [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    assert records == [
+        json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert end["summary"] == done.summary
     assert not list(done.folder.glob("events*")), "TensorBoard was not asked for"
     received.clear()
@@ -51,21 +64,66 @@ def test_a_function_receives_the_config_each_record_and_the_summary(train: Train
     assert [received[0]["step"], received[1]["step"], received[-1]["step"]] == [3, 4, 6]
 
 
-def test_trackers_that_raise_or_hang_leave_the_run_unharmed(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_that_raise_or_hang_leave_the_run_unharmed(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     received.clear()
-    monkeypatch.setattr(records, "LAST_RECORDS_S", 0.2)
+    monkeypatch.setattr(trackers, "LAST_RECORDS_S", 0.2)
+    monkeypatch.setattr(trackers, "START_S", 0.2)
     reference = train("log_to=[]", "epochs=1")
     done = train(f"log_to=[{HERE}:fail,{HERE}:hang]", "epochs=1")
     released.set()
     assert done.losses == reference.losses and done.summary["status"] == "completed"
     assert len(received) == 1, "a tracker that raised gets no further records"
     log = (done.folder / "train.log").read_text()
-    assert "no route to the tracker" in log and f"{HERE}:hang: still sending" in log
+    lost = [line for line in log.splitlines() if "HAS LOST" in line]
+    assert log.splitlines()[-2:] == lost, "the last lines"
+    assert "HAS LOST all RECORDS OF THIS RUN (OSError: no route to the tracker)" in lost[0]
+    assert f"{HERE}:hang HAS LOST all" in lost[1] and "still sending" in lost[1]
+
+
+def lose_one(record: dict[str, Any]) -> None:
+    if record["kind"] == "end":
+        raise OSError("gone")
+
+
+def cannot_begin(records: Iterator[dict[str, Any]]) -> None:
+    next(records)
+    raise PermissionError("wrong key")
+
+
+def begins_late(records: Iterator[dict[str, Any]]) -> None:
+    next(records)
+    time.sleep(1.0)
+    received.extend(records)
+
+
+def test_trackers_are_checked_before_the_first_step(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that begins late loses nothing; one that cannot begin is refused, and leaves no run."""
+    received.clear()
+    for name, tracker in (("wandb", cannot_begin), ("mlflow", begins_late)):
+        monkeypatch.setitem(trackers._TRACKERS, name, tracker)
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match="log_to=wandb cannot begin the run: PermissionError"):
+        train("log_to=[wandb]", "epochs=1", folder=folder)
+    done = train("log_to=[mlflow]", "epochs=1", folder=folder)
+    assert [record["kind"] for record in received] == ["train"] * 3 + ["val", "end"]
+    assert "HAS LOST" not in (done.folder / "train.log").read_text()
+    done = train(f"log_to=[{HERE}:lose_one]", "epochs=1")
+    assert "HAS LOST the last 1 of 6 RECORDS" in (done.folder / "train.log").read_text()
 
 
 @pytest.mark.slow
-def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(train: Train) -> None:
-    words = ("precision=fp16", "amp.init_scale=1e30", "data.image_size=16")  # every step overflows, which is faster
+def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(
+    train: Train,
+) -> None:
+    words = (
+        "precision=fp16",
+        "amp.init_scale=1e15",
+        "data.image_size=16",
+    )  # every step overflows, which is faster
     done = train(*words)
     for path in (done.folder / "checkpoints").glob("*0006*"):
         path.unlink()
@@ -76,29 +134,43 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     tags = events.Tags()
     groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags["scalars"])))
     assert groups == ["train", "val", "vitals", "whole_run"]
-    assert {"train/loss", "train/images_per_s", "val/top1", "vitals/lr", "vitals/loss_scale"} <= set(tags["scalars"])
+    assert {
+        "train/loss",
+        "train/images_per_s",
+        "val/top1",
+        "vitals/lr",
+        "vitals/loss_scale",
+    } <= set(tags["scalars"])
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert tags["images"] == [] and "config/text_summary" in tags["tensors"]
     assert "_hparams_/session_start_info" in events.summary_metadata
     assert events.Scalars("whole_run/top1")[0].value == pytest.approx(done.summary["val"]["top1"])
 
 
-# --- the real packages ------------------------------------------------------------------------------------------------
+# --- the real packages ----------------------------------------------------------------------------
 
 
 def train_in_two_parts(folder: Path, images: Path, tracker: str, **environment: str) -> None:
     """Two processes, the second resumes the first, in the folder of a sweep."""
     folder.mkdir(parents=True)
     (folder.parent / "sweep.json").write_text("{}")
-    words = [*SHRUNK.split(), f"data.root={images}", f"hydra.run.dir={folder}", f"log_to=[{tracker}]"]
+    words = [
+        *SHRUNK.split(),
+        f"data.root={images}",
+        f"hydra.run.dir={folder}",
+        f"log_to=[{tracker}]",
+    ]
     for more in (["epochs=1"], ["epochs=2", "resume=auto"]):
         script = partial(train_script, [*words, *more])
         done = Forked(script, folder / f"log-{more[0]}", os.environ | ENVIRONMENT | environment)
-        assert done.wait() == 0 and "log_to=" not in done.output(), done.output()
+        assert done.wait() == 0 and "LOST" not in done.output(), done.output()
+        assert ("wandb sync" in done.output()) == (tracker == "wandb")
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file, LevelDB's log format: blocks of 32 KiB with parts of [crc, length, type, data]."""
+    """The records of a .wandb file, LevelDB's log format: blocks of 32 KiB with parts of [crc,
+    length, type, data].
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, record = path.read_bytes(), 7, b""
@@ -119,23 +191,41 @@ def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> 
     files = sorted(tmp_path.glob("sweep/job/wandb/offline-run-*/run-*.wandb"))
     records = [record for path in files for record in wandb_records(path)]
     runs = [record.run for record in records if record.HasField("run")]
-    assert len(files) == 2 and {(run.run_id, run.run_group) for run in runs} == {(runs[0].run_id, "sweep")}
+    assert len(files) == 2 and {(run.run_id, run.run_group) for run in runs} == {
+        (runs[0].run_id, "sweep")
+    }
     rows = [
-        {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item} for record in records
+        {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for record in records
     ]
     assert [json.loads(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
-def test_mlflow_continues_the_run(image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = f"file://{tmp_path}/mlruns"
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLAlchemy, for alembic's part
+def test_mlflow_continues_the_run(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its default store, a database in a file."""
+    pytest.importorskip("alembic")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
     train_in_two_parts(tmp_path / "sweep" / "job", image_folder, "mlflow", MLFLOW_TRACKING_URI=uri)
     import mlflow
 
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("cl_train")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED" and run.data.tags["group"] == "sweep" and run.data.params["batch_size"] == "32"
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert (
+        run.info.status == "FINISHED"
+        and run.data.tags["group"] == "sweep"
+        and run.data.params["batch_size"] == "32"
+    )
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert run.data.metrics["whole_run/top1"] == run.data.metrics["val/top1"]

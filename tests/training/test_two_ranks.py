@@ -14,7 +14,8 @@ import torch
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import load
-from cl_train.data.device import Batch, DeviceFormat
+from cl_train.data.device import Batch
+from cl_train.step.make import StepSettings
 from cl_train.step.precision import BY_NAME
 from cl_train.system.distributed import Dist, gather_objects, processes
 from cl_train.training import build
@@ -30,8 +31,20 @@ pytestmark = pytest.mark.slow
 
 
 def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Config:
-    data = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0, **(data or {})}
-    words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2, "batch_size": 8}
+    data = {
+        "name": "folder",
+        "root": str(folder / "images"),
+        "image_size": 32,
+        "workers": 0,
+        **(data or {}),
+    }
+    words = {
+        "model": "tests.networks:small",
+        "device": "cpu",
+        "precision": "fp32",
+        "epochs": 2,
+        "batch_size": 8,
+    }
     return load({**words, "log_every": 1, "log_to": [], "data": data, **changes})
 
 
@@ -39,37 +52,46 @@ def run(folder: Path, name: str, **changes: Any) -> int:
     return train(settings(folder, **changes), folder / name).exit_code
 
 
+def fp32_step(cfg: Config, dist: Dist) -> StepSettings:
+    return build.step_settings(cfg, BY_NAME["fp32"], dist, soft=False)
+
+
 def weights_stay_equal_with_a_static_graph(folder: Path) -> None:
-    """The trial step runs backward on the model itself, as on a GPU; then four steps."""
+    """After the trial step on a copy, which runs its own backward: four steps."""
     cfg = settings(folder, ddp_static_graph=True, channels_last=True)
-    precision, original = BY_NAME["fp32"], build.wrap_in_ddp
-
-    def try_first(model: Any, dist: Dist, *, static_graph: bool) -> Any:
-        build.try_model.__wrapped__(cfg, model, precision, 3, DeviceFormat(dist.device, None, torch.channels_last))
-        return original(model, dist, static_graph=static_graph)
-
-    build.wrap_in_ddp = try_first
     with processes("cpu", LIMIT_S) as dist:
         torch.manual_seed(0)
-        state = build.build_train_state(cfg, precision, 3, dist, lr=0.5)
+        state = build.build_train_state(cfg, fp32_step(cfg, dist), 3, dist, lr=0.5)
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + dist.rank)
-            images = torch.randn(8, 3, 32, 32, generator=generator).to(memory_format=torch.channels_last)
+            images = torch.randn(8, 3, 32, 32, generator=generator).to(
+                memory_format=torch.channels_last
+            )
             state.train_step([Batch(images, torch.randint(3, (8,), generator=generator))])
-            sums = gather_objects([parameter.sum().item() for parameter in state.model.parameters()], dist)
+            sums = gather_objects(
+                [parameter.sum().item() for parameter in state.model.parameters()], dist
+            )
             assert sums[0] == sums[1], step
-    build.wrap_in_ddp = original
 
 
 def evaluation_is_eager_with_compile(folder: Path) -> None:
-    """`compile=true` compiles DDP's module in training, and not the module inside, which is evaluated."""
+    """`compile=true` compiles DDP's module in training, and not the module inside, which is
+    evaluated.
+    """
     with processes("cpu", LIMIT_S) as dist:
-        state = build.build_train_state(settings(folder, compile=True), BY_NAME["fp32"], 3, dist, lr=0.1)
-        assert state.model._compiled_call_impl is None and state.parts.model._compiled_call_impl is not None
+        cfg = settings(folder, compile=True)
+        state = build.build_train_state(cfg, fp32_step(cfg, dist), 3, dist, lr=0.1)
+        assert (
+            state.model._compiled_call_impl is None
+            and state.parts.model._compiled_call_impl is not None
+        )
 
 
 def resume_reads_on_rank_0_alone(folder: Path) -> None:
-    """Rank 1 has no access to the run folder, as on another node without a shared disk. The images grow."""
+    """Rank 1 has no access to the run folder, as on another node without a shared disk.
+
+    The images grow.
+    """
     growing = {"size_schedule": [[0, 16], [1, 32]], "val_size": 24}
     assert run(folder, "resumed", max_steps=3, data=growing) == 0
     if os.environ["RANK"] == "1":
@@ -80,7 +102,10 @@ def resume_reads_on_rank_0_alone(folder: Path) -> None:
 def other_settings_and_layouts_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"optim\.lr is 0\.1 on rank 0 and 1\.1 on rank 1"):
         run(folder, "other", optim={"lr": 0.1 + int(os.environ["RANK"])})
-    with processes("cpu", LIMIT_S) as dist, pytest.raises(ConfigError, match=r"layout of 0\.weight is .* on rank 1"):
+    with (
+        processes("cpu", LIMIT_S) as dist,
+        pytest.raises(ConfigError, match=r"layout of 0\.weight is .* on rank 1"),
+    ):
         model = small(3).to(memory_format=(torch.contiguous_format, torch.channels_last)[dist.rank])
         build.wrap_in_ddp(model, dist, static_graph=False)
 
@@ -93,8 +118,16 @@ def main(folder: Path) -> None:
     resume_reads_on_rank_0_alone(folder)
     other_settings_and_layouts_are_refused(folder)
     assert run(folder, "in-training", model="tests.networks:terminated_in_training") == 143
-    assert run(folder, "in-evaluation", model="tests.networks:terminated_in_evaluation", batch_size=4) == 143
-    assert run(folder, "usr1", model="tests.networks:asked_to_save", checkpoint=kept, evaluate_every=-1) == 0
+    assert (
+        run(folder, "in-evaluation", model="tests.networks:terminated_in_evaluation", batch_size=4)
+        == 143
+    )
+    assert (
+        run(
+            folder, "usr1", model="tests.networks:asked_to_save", checkpoint=kept, evaluate_every=-1
+        )
+        == 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +148,14 @@ def test_random_numbers_differ_and_the_report_has_the_images_of_both_ranks(folde
 
 def test_a_run_is_resumed_and_one_with_other_settings_leaves_no_record(folder: Path) -> None:
     resumed = Run(folder / "resumed", 0).records("train")
-    assert [(r["step"], r["image_size"]) for r in resumed] == [(1, 16), (2, 16), (3, 16), (4, 32), (5, 32), (6, 32)]
+    assert [(r["step"], r["image_size"]) for r in resumed] == [
+        (1, 16),
+        (2, 16),
+        (3, 16),
+        (4, 32),
+        (5, 32),
+        (6, 32),
+    ]
     assert not (folder / "other" / "metrics.jsonl").exists()
 
 

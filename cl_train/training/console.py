@@ -1,0 +1,123 @@
+"""What a run says: failures in one line, times, bars, its last lines."""
+
+import errno
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cl_train.config.command_line import code_named
+from cl_train.config.schema import Config
+from cl_train.config.validation import train_program
+from cl_train.errors import Fault
+from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
+from cl_train.system.processes import BUSY_PCT
+from cl_train.system.run_folder import Window, after_warmup
+from cl_train.training.state import Plan
+
+
+def describe_failure(error: BaseException | None) -> str | None:
+    """One line for an anticipated error; None for a bug, which needs a traceback."""
+    if isinstance(error, Fault | ConnectionError):
+        return str(error)
+    if isinstance(error, OSError):
+        remedy = (
+            "free some space"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "check the file and its folder"
+        )
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return f"{what}; {remedy}, then continue with resume=auto"
+    if error is not None and is_out_of_memory(error):
+        advice = "Lower batch_size; accumulate_steps keeps the global batch"
+        return f"{describe_out_of_memory(error)}. {advice}"
+    return None
+
+
+def duration(seconds: float) -> str:
+    """For instance 0:52, 14:05 or 1:14:05."""
+    return tqdm.format_interval(round(seconds)).removeprefix("0")
+
+
+def progress_bar(
+    description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool
+) -> "tqdm[Any]":
+    """A progress bar with the remaining time, by the average speed; it appears on a terminal only
+    (disable=None).
+    """
+    # A program without standard streams has None.
+    hidden = None if shown and sys.stdout is not None else True
+    bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=hidden, file=sys.stdout)
+    return bar(desc=description, total=total, initial=done)
+
+
+def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan) -> str:
+    """The last window in main_amp's format: each value, and in brackets its average over the epoch.
+
+    Time: seconds per step. Speed: images/s of all ranks with loading. Data: share of waiting. ETA:
+    without evaluations.
+    """
+    window, measured = epoch_windows[-1], after_warmup(epoch_windows)
+    epoch_step_s = mean(measured, "step_ms") / 1000
+    epoch_images_per_s = sum(w.images for w in measured) / sum(w.seconds for w in measured)
+    line = f"Epoch: [{window.epoch}][{step_in_epoch}/{plan.steps_per_epoch}]"
+    line += f" Time {window.step_ms / 1000:.3f} ({epoch_step_s:.3f})"
+    line += f" Speed {window.images_per_s:.1f} ({epoch_images_per_s:.1f})"
+    line += f" Loss {window.loss:.4f} ({mean(epoch_windows, 'loss'):.4f})"
+    line += f" Prec@1 {window.top1:.2f} ({mean(epoch_windows, 'top1'):.2f})"
+    line += f" Prec@5 {window.top5:.2f} ({mean(epoch_windows, 'top5'):.2f})"
+    line += f" LR {window.lr:.5f} Data {window.data_wait_pct:.0f}%"
+    if window.loss_scale:
+        line += f" Scale {window.loss_scale:g} Skipped {window.skipped_steps}"
+    if window.skipped_images:
+        line += f" Bad images {window.skipped_images}"
+    line += f" ETA {duration((plan.last_step - window.step) * epoch_step_s)}"
+    return line + (" (warm-up)" if window.warmup else "")
+
+
+def mean(windows: Sequence[Window], name: str) -> float:
+    """The mean of a field over the images of the windows."""
+    images = sum(window.images for window in windows)
+    # Not fmean: it raises an exception for losses like 1e308.
+    return sum(getattr(window, name) * window.images for window in windows) / images
+
+
+def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterator[str]:
+    parts = [
+        f"{summary['status']} after {summary['steps']} steps in {duration(summary['seconds'])}"
+    ]
+    checkpoints, best = folder / "checkpoints", summary["best"]
+    if end_to_end := summary["images_per_s"]["end_to_end"]:
+        how = f"{summary['memory_format']}, {summary['precision']}"
+        parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
+    if summary["val"]:
+        parts.append(f"top-1 {summary['val']['top1']:.2f} %")
+    if (summary["others_pct"] or 0) >= BUSY_PCT:
+        share = f"{summary['others_pct']:.0f} % of the CPU cores"
+        parts.append(f"other processes used {share}: do not trust the speed")
+    if summary["skipped_images"]:
+        parts.append(f"{summary['skipped_images']} bad images were skipped")
+    yield f"{', '.join(parts)}. Records: {folder}"
+    if best is not None and (checkpoints / "best.pt").is_file():
+        score = f"top-1 {best['top1']:.2f} %"
+        for name in best.keys() - {"top1", "epoch"}:  # the one of `best_by`
+            score = f"{name} {best[name]:.4g}"
+        yield f"best {score} after epoch {best['epoch']}: {checkpoints / 'best.pt'}"
+    if summary["val_average"] and summary["train"]["loss"] is not None:
+        yield (
+            "weights=RUN, predict and convert take the weights of the model; add entry=average for "
+            f"those of the EMA (top-1 {summary['val_average']['top1']:.2f} %)"
+        )
+    if summary["status"] == "interrupted":
+        if newest := max(checkpoints.glob("step-*.pt"), default=None):
+            more = f"hydra.run.dir={folder} resume=auto"
+            yield f"saved: {newest.name}; to continue, repeat the command with {more}"
+    elif summary["train"]["loss"] is not None and not (folder.parent / "sweep.json").is_file():
+        yield f"curves: tensorboard --logdir {shlex.quote(str(folder))}"
+        words = [f"config={folder}", *(f"{key}={value}" for key, value in code_named(cfg).items())]
+        compared = "-m channels_last=true,false repeats=4"
+        yield f"to compare the layouts: {train_program()} {compared} {shlex.join(words)}"
