@@ -1,10 +1,11 @@
 """Train an image classifier and measure the effect of the channels_last memory format.
 
-    python train.py channels_last=true                       on the sample data, which is generated on first use
-    python train.py -m channels_last=true,false repeats=3    compare the layouts; ends in a verdict
-    torchrun --standalone --nproc-per-node=8 train.py data=imagenet data.root=/datasets/imagenet model=resnet50
+    python train.py channels_last=true                       on sample data, generated on first use
+    python train.py -m channels_last=true,false repeats=4    compare the layouts; ends in a verdict
+    torchrun --standalone --nproc-per-node=8 train.py experiment=resnet50_90ep data.root=FOLDER
 
-`python train.py --help` lists the settings. The entry point is in cl_train/commands/train.py; the training loop is
+`python train.py --help` lists the settings. The entry point is in cl_train/commands/train.py; the
+training loop is
 `train` in cl_train/training/loop.py.
 """
 

@@ -1,33 +1,28 @@
-"""`cl-train <command> key=value ...`: finds the command and turns expected errors into a message and an exit code.
+"""`cl-train <command> key=value ...`: finds the command and turns expected errors into a message
+and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted. A command continues if
-its output stream cannot be written (a closed pipe, a full disk).
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted, 141 nobody reads the
+output any more (`| head`). A training goes on without its console.
 """
 
 import importlib
-import io
 import os
-import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cl_train import __version__
 from cl_train.commands import COMMANDS
-from cl_train.config.schema import ConfigError
 from cl_train.config.validation import command_help, suggest
+from cl_train.errors import ConfigError
 from cl_train.system.processes import end_with_torchrun, exit_without_teardown
 
 
 def program(*command: str) -> NoReturn:
-    """The process `cl-train`, `python -m cl_train`, or with the name of a command `python train.py` and scripts/."""
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        if stream is None:  # closed: the next opened file would reuse the descriptor
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        buffer = io.BufferedWriter(_Console(descriptor, "w", closefd=False))
-        encoding, errors = (stream.encoding, stream.errors) if stream else ("utf-8", None)
-        setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors, line_buffering=True))
+    """The process `cl-train`, `python -m cl_train`, or with the name of a command `python train.py`
+    and scripts/.
+    """
     exit_without_teardown(main([*command, *sys.argv[1:]]))
 
 
@@ -37,15 +32,22 @@ def main(words: Sequence[str]) -> int:
 
 
 def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
-    """Call `command` with the arguments `words`; expected errors become one message and an exit code."""
+    """Call `command` with the arguments `words`; expected errors become one message and an exit
+    code.
+    """
     try:
         return command(words)
     except ConfigError as error:
-        is_other_rank = "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
+        is_other_rank = (
+            "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
+        )
         if not is_other_rank:
             title = f"configuration error{'s' if len(error.problems) > 1 else ''}:"
             print("\n  ".join([title, *error.problems]), file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
@@ -54,7 +56,10 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
         return 130
     except SystemExit as request:  # raised by a signal handler of a command, or by code of the user
         if not isinstance(request.code, int) or request.code == 0:
-            print(f"failed: code called by this command ended it with sys.exit({request.code})", file=sys.stderr)
+            print(
+                f"failed: code called by this command ended it with sys.exit({request.code})",
+                file=sys.stderr,
+            )
             return 1
         return request.code
 
@@ -68,29 +73,28 @@ def _run_command(words: list[str]) -> int:
     end_with_torchrun()  # before the imports, which take seconds
     if name in ("-h", "--help"):
         lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
-        print("\n".join(["usage: cl-train COMMAND [key=value ...]", "", *lines, "", "also: COMMAND --help; --version"]))
+        print(
+            "\n".join(
+                [
+                    "usage: cl-train COMMAND [key=value ...]",
+                    "",
+                    *lines,
+                    "",
+                    "also: COMMAND --help; --version",
+                ]
+            )
+        )
         return 0
     if "--version" in words:
         print(f"cl-train {__version__}")
         return 0
     if name not in COMMANDS:
-        raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})")
+        raise ConfigError(
+            f"no command '{name}'{suggest(name, COMMANDS)} (there are {', '.join(COMMANDS)})"
+        )
     command = importlib.import_module(f"cl_train.commands.{name}")
     if {"-h", "--help"} & set(rest) and hasattr(command, "SETTINGS"):
         usage = f"cl-train {name} {getattr(command, 'USAGE', '[key=value ...]')}"
         print(command_help(usage, command.__doc__ or "", command.SETTINGS))
         return 0
     return int(command.main(rest))
-
-
-class _Console(io.FileIO):
-    """Output that can no longer be written is discarded."""
-
-    def write(self, data: Any) -> Any:
-        try:
-            while (written := super().write(data)) is None:  # non-blocking, and its reader is slow
-                select.select([], [self], [])
-            return written
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # also for children
-            return len(data)

@@ -1,8 +1,10 @@
-"""The commands of `cl-train`: one short file each, which reads settings, calls other packages and prints the result.
+"""The commands of `cl-train`: one short file each, which reads settings, calls other packages and
+prints the result.
 
-Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then examples), SETTINGS and
-where it takes files USAGE. Other packages are imported inside functions: --help and wrong arguments do not need torch.
-May import every other package. Read `convert.py` first.
+Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then
+examples), SETTINGS and where it takes files USAGE. Other packages are imported inside functions:
+--help and wrong arguments do not need torch. May import every other package. Read `convert.py`
+first.
 """
 
 import json
@@ -32,21 +34,29 @@ COMMANDS = {
 
 def settings_and_files(schema: type[T], words: list[str]) -> tuple[T, list[str]]:
     """The settings (key=value) among the arguments, and the others."""
-    given = [word for word in words if is_setting(word)]
-    return settings_from_arguments(schema, given), [word for word in words if word not in given]
+    typed = [word for word in words if is_setting(word)]
+    return settings_from_arguments(schema, typed), [word for word in words if word not in typed]
 
 
-def print_result(schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]) -> Any:
-    """Call `measure` with the settings in `words`, print its text, and write its result to the file `out`.
+def print_result(
+    schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]
+) -> Any:
+    """Call `measure` with the settings in `words`, print its text, and write its result to the file
+    `out`.
 
-    With json=true stdout has the JSON only, and everything else is printed to stderr. Returns the result.
+    With json=true stdout has the JSON only, and everything else is printed to stderr. Returns the
+    result.
     """
     settings: Any = settings_from_arguments(schema, words)
     text = ""
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
         try:
             # Opened before the measurement, which may take hours.
-            out = output_file(Path(settings.out), overwrite=settings.overwrite) if settings.out else nullcontext()
+            out = (
+                output_file(Path(settings.out), overwrite=settings.overwrite)
+                if settings.out
+                else nullcontext()
+            )
             with out as file:
                 result, text = measure(settings)
                 if file is not None:

@@ -1,11 +1,15 @@
-"""Both layouts of one or many models, in one process, in alternating blocks: parity, speed and memory.
+"""Both layouts of one or many models, in one process, in alternating blocks: parity, speed and
+memory.
 
-    cl-train benchmark                                               resnet50, this machine's best precision
+    cl-train benchmark                                    resnet50, this machine's best precision
     cl-train benchmark model=resnet50,mobilenet_v2 mode=train,infer batch_size=64 precision=fp16
     cl-train benchmark compile=false,true out=results/train-fp16.json
+    cl-train benchmark model=r3d_18 frames=16 batch_size=4
+    cl-train benchmark against=/opt/venv-2.14/bin/python time=true     slower since the upgrade?
+    cl-train benchmark against=OMP_NUM_THREADS=4                       faster with this variable?
 
-Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at most target_ci wide
-or time_limit_s is over. The step is that of training, loss scaling included.
+Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at
+most target_ci wide or time_limit_s is over. The step is that of training, loss scaling included.
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 """
 
@@ -13,6 +17,7 @@ from typing import Any
 
 from cl_train.commands import print_result
 from cl_train.config.schema import BenchmarkSettings
+from cl_train.errors import ConfigError
 
 SETTINGS = {"settings": BenchmarkSettings}
 
@@ -24,7 +29,10 @@ def main(words: list[str]) -> int:
 
 def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     """The result, and one line: the verdict on each layout of each combination."""
-    from cl_train.comparison.suite import run_suite
+    if settings.against:
+        return measure_against(settings)
+
+    from cl_train.measure.suite import run_suite
 
     document = run_suite(settings)
     verdicts = []
@@ -34,4 +42,33 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
             ratio = "" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)"
             words.append(f"{pair['candidate']} {pair['verdict'].replace('_', ' ')}{ratio}")
         verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
+    return document, "; ".join(verdicts)
+
+
+def measure_against(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
+    """The result, and one line: the verdict on this environment against the other, per layout."""
+    from cl_train.measure import environments
+    from cl_train.models.sources import check_model
+    from cl_train.system.distributed import choose_device
+    from cl_train.system.machine import measured
+
+    if settings.frames:
+        raise ConfigError("against= compares images: leave out frames=")
+    several = ("mode", "precision", "batch_size", "compile")
+    if many := [name for name in several if len(getattr(settings, name)) != 1]:
+        raise ConfigError([f"against= compares one {name}, not several" for name in many])
+    for model in settings.model:
+        check_model(model)
+    pairs = []
+    for model in settings.model:
+        for layout in settings.layouts:
+            pair = environments.compare_environments(settings, model, layout)
+            pairs.append(pair)
+            print(environments.describe(pair), flush=True)
+    verdicts = [
+        f"{pair['model']} {pair['layout']}: {pair['verdict'].replace('_', ' ')}"
+        + ("" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)")
+        for pair in pairs
+    ]
+    document = measured(settings, choose_device(settings.device), results=[{"pairs": pairs}])
     return document, "; ".join(verdicts)

@@ -1,6 +1,7 @@
 """Tab completion in bash for `cl-train`: commands, keys, choices and model names.
 
-`eval "$(cl-train completion)"` installs it; bash then runs `cl-train completion query` for each Tab.
+`eval "$(cl-train completion)"` installs it; bash then runs `cl-train completion query` for each
+Tab.
 """
 
 import importlib
@@ -19,7 +20,11 @@ def main(words: list[str]) -> int:
         line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0") or 0)]
         print("\n".join(candidates(line)))
     else:
-        print(__doc__ if words else "complete -o default -o nospace -C 'cl-train completion query' cl-train")
+        print(
+            __doc__
+            if words
+            else "complete -o default -o nospace -C 'cl-train completion query' cl-train"
+        )
     return 0
 
 
@@ -30,26 +35,36 @@ def candidates(line: str) -> list[str]:
     if len(before) < 2:
         return [f"{name} " for name in COMMANDS if name.startswith(word)]
     is_train = before[1] == "train"
-    command = importlib.import_module(f"cl_train.commands.{before[1]}") if before[1] in COMMANDS else None
+    command = (
+        importlib.import_module(f"cl_train.commands.{before[1]}") if before[1] in COMMANDS else None
+    )
     schemas = [Config] if is_train else getattr(command, "SETTINGS", {}).values()
-    known = {key: item for schema in schemas for key, item in setting_fields(schema).items()}
+    settings = {key: item for schema in schemas for key, item in setting_fields(schema).items()}
     key, equals, value = word.partition("=")
     if not equals:
-        return sorted(f"{name}=" for name in (TYPED_KEYS if is_train else known) if name.startswith(key))
+        return sorted(
+            f"{name}=" for name in (TYPED_KEYS if is_train else settings) if name.startswith(key)
+        )
     choices: list[str] = []
     if is_train and key in GROUPS:
         choices = group_choices(key)
-    elif key == "model" and key in known:
+    elif key == "model" and key in settings:
         choices = model_names()
-    elif key in known:
-        words = ("true", "false") if known[key].base_type is bool else known[key].metadata["choices"] or ()
-        choices = [*words, *(known[key].metadata["words"] or {})]
+    elif key in settings:
+        words = (
+            ("true", "false")
+            if settings[key].base_type is bool
+            else settings[key].metadata["choices"] or ()
+        )
+        choices = [*words, *(settings[key].metadata["words"] or {})]
     done, comma, last = value.rpartition(",")
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
 
 
 def model_names() -> list[str]:
-    """torchvision's models, cached in a file per version, because importing torchvision takes seconds."""
+    """torchvision's models, cached in a file per version, because importing torchvision takes
+    seconds.
+    """
     path = cache_folder() / f"models-torchvision-{version('torchvision')}.txt"
     if not path.is_file():
         from cl_train.models import sources

@@ -1,16 +1,17 @@
-"""Convert a saved model to another memory format or kind of file; the new file is run and compared with the original.
+"""Convert a saved model to another memory format or kind of file; the new file is run and compared
+with the original.
 
     cl-train convert resnet50.pth out=resnet50-nhwc.pth model=resnet50           a file of weights
     cl-train convert checkpoint.ckpt out=weights.pth model=resnet50 entry=state_dict prefix=model.
-    cl-train convert outputs/RUN out=resnet50.safetensors                        the best checkpoint of a run
-    cl-train convert outputs/RUN out=resnet50.onnx                               for onnxruntime; .pt2: torch.export
+    cl-train convert outputs/RUN out=resnet50.safetensors             the best checkpoint of a run
+    cl-train convert outputs/RUN entry=average out=ema.onnx           its EMA, for onnxruntime
     cl-train convert resnet50 weights=DEFAULT out=resnet50.pt2                   a model of the zoo
-    cl-train convert scripted.pt out=scripted-nhwc.pt input=8,3,224,224 trust=true   TorchScript; also torch.export's
+    cl-train convert scripted.pt out=nhwc.pt input=8,3,224,224 trust=true          TorchScript
 
-Weights are contiguous on disk, with their memory format recorded; programs keep the strides of channels_last.
-trust=true loads a program, which runs its code: use it only for files whose source you trust.
-Exit codes: 0 converted and outputs equal; 1 not converted (then no file is written), or the outputs not compared; 2
-wrong usage or an unreadable file.
+Weights are contiguous on disk, with their memory format recorded; programs keep the strides of
+channels_last. trust=true loads a program, which runs its code: use it only for files whose source
+you trust. Exit codes: 0 converted and outputs equal; 1 not converted (then no file is written), or
+the outputs not compared; 2 wrong usage or an unreadable file.
 """
 
 from dataclasses import dataclass
@@ -24,15 +25,31 @@ class ConvertSettings:
     """Convert a saved model; its values and outputs are compared before and after."""
 
     out: str = setting("", "file to write", required=True)
-    channels_last: bool = setting(True, "the layout of the model when it is loaded; false = contiguous")
+    channels_last: bool = setting(
+        True, "the layout of the model when it is loaded; false = contiguous"
+    )
     overwrite: bool = setting(False, "replace an existing file")
-    model: str | None = setting(None, "the model that a file of weights belongs to; null = the one that the file names")
-    weights: str | None = setting(None, "weights by name (DEFAULT, ...) or file of the model given instead of a file")
-    input: list[int] = setting([], "shape of random images to compare with; empty = 2 of the recorded size", minimum=1)
-    entry: str | None = setting(None, "which entry of a checkpoint holds the weights, such as model_ema")
-    prefix: str | None = setting(None, "take only the names with this prefix, such as backbone., and remove it")
-    output_entry: str | None = setting(None, "which entry of the model's output is compared: a dict's key or an index")
-    trust: bool = setting(False, "load a TorchScript or exported program, which runs the code in the file")
+    model: str | None = setting(
+        None, "the model that a file of weights belongs to; null = the one that the file names"
+    )
+    weights: str | None = setting(
+        None, "weights by name (DEFAULT, ...) or file of the model given instead of a file"
+    )
+    input: list[int] = setting(
+        [], "shape of random images to compare with; empty = 2 of the recorded size", minimum=1
+    )
+    entry: str | None = setting(
+        None, "which entry of a checkpoint holds the weights, such as model_ema"
+    )
+    prefix: str | None = setting(
+        None, "take only the names with this prefix, such as backbone., and remove it"
+    )
+    output_entry: str | None = setting(
+        None, "which entry of the model's output is compared: a dict's key or an index"
+    )
+    trust: bool = setting(
+        False, "load a TorchScript or exported program, which runs the code in the file"
+    )
 
 
 USAGE = "FILE|RUN|MODEL out=FILE [key=value ...]"
@@ -42,7 +59,8 @@ SETTINGS = {"settings": ConvertSettings}
 def main(words: list[str]) -> int:
     settings, files = settings_and_files(ConvertSettings, words)
     if len(files) != 1:
-        raise ConfigError(f"expected one file, run folder or model, and out=FILE; got {len(files)}: {' '.join(files)}")
+        what = "expected one file, run folder or model, and out=FILE"
+        raise ConfigError(f"{what}; got {len(files)}: {' '.join(files)}")
     from cl_train.models.convert_file import NotConverted, convert_file
 
     try:

@@ -8,7 +8,8 @@
     cl-train prepare_imagenet parquet data.root=/datasets/imagenet-1k/data out=/datasets/imagenet
 
 After an interruption, run the same command again to continue.
-Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusable input, 130 interrupted.
+Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusable input, 130
+interrupted.
 """
 
 import sys
@@ -26,15 +27,23 @@ class Tars:
 
     out: str = setting("", "folder to make train/ and val/ in", required=True)
     train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
-    val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved")
-    devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz, or a text file with the val labels")
+    val: str | None = setting(
+        None, "ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved"
+    )
+    devkit: str | None = setting(
+        None, "ILSVRC2012_devkit_t12.tar.gz, or a text file with the val labels"
+    )
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
 
 @dataclass
 class _Folder:
-    root: str = setting("", "folder that holds train/<class>/* and val/<class>/*", key="data.root", required=True)
-    workers: int | None = setting(None, "processes; null = as many as cores", minimum=1, key="data.workers")
+    root: str = setting(
+        "", "folder that holds train/<class>/* and val/<class>/*", key="data.root", required=True
+    )
+    workers: int | None = setting(
+        None, "processes; null = as many as cores", minimum=1, key="data.workers"
+    )
 
 
 @dataclass
@@ -42,7 +51,9 @@ class Verify(_Folder):
     """Count classes and images, and find files that are not images."""
 
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
-    expect: str = setting("imagenet", "expected numbers of classes and images", choices=("imagenet", "any"))
+    expect: str = setting(
+        "imagenet", "expected numbers of classes and images", choices=("imagenet", "any")
+    )
 
 
 @dataclass
@@ -50,7 +61,9 @@ class Resize(_Folder):
     """Copy a folder with smaller images, which load faster."""
 
     out: str = setting("", "folder for the copies", required=True)
-    max_side: int | None = setting(None, "longest side of a copy, pixels; 400 without short_side", minimum=8)
+    max_side: int | None = setting(
+        None, "longest side of a copy, pixels; 400 without short_side", minimum=8
+    )
     short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
     overwrite: bool = setting(False, OVERWRITE_HELP)
@@ -68,15 +81,21 @@ class Shards(_Folder):
 
 @dataclass
 class Parquet(_Folder):
-    """Copy parquet files of Hugging Face `datasets`, with images and labels, into a folder or tar shards."""
+    """Copy parquet files of Hugging Face `datasets`, with images and labels, into a folder or tar
+    shards.
+    """
 
-    root: str = setting("", "folder with *train*.parquet and *validation*.parquet", key="data.root", required=True)
+    root: str = setting(
+        "", "folder with *train*.parquet and *validation*.parquet", key="data.root", required=True
+    )
     out: str = setting("", "folder to write to", required=True)
     to: str = setting("folder", "what to write", choices=("folder", "shards"))
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
 
-TASKS: dict[str, type] = {task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards, Parquet)}
+TASKS: dict[str, type] = {
+    task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards, Parquet)
+}
 _PATHS = ("root", "out", "train", "val", "devkit")
 USAGE = f"{'|'.join(TASKS)} [key=value ...]"
 SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in TASKS.items()}
@@ -85,9 +104,15 @@ SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in T
 def main(words: list[str]) -> int:
     name = words[0] if words else ""
     if name not in TASKS:
-        raise ConfigError(f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'{suggest(name, TASKS)}")
+        raise ConfigError(
+            f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'"
+            f"{suggest(name, TASKS)}"
+        )
     settings = vars(settings_from_arguments(TASKS[name], words[1:]))
-    options = {key: Path(value).expanduser() if key in _PATHS and value else value for key, value in settings.items()}
+    options = {
+        key: Path(value).expanduser() if key in _PATHS and value else value
+        for key, value in settings.items()
+    }
     try:
         lines, is_right = _run(name, options)
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died

@@ -1,37 +1,59 @@
 """Train an image classifier and measure the effect of the channels_last memory format.
 
-    cl-train train channels_last=true                       on the sample data, which is generated on first use
-    cl-train train -m channels_last=true,false repeats=3    compare the layouts; ends with a verdict
-    cl-train train channels_last=auto model=resnet50        measure both layouts, train with the faster one
-    cl-train train data=imagenet data.root=/datasets/imagenet model=resnet50 channels_last=true precision=fp16
-    cl-train train config=outputs/RUN optim.lr=0.2          the settings of a run or of a YAML file, one changed
+    cl-train train channels_last=true                       on sample data, made on first use
+    cl-train train -m channels_last=true,false repeats=4    compare the layouts, with a verdict
+    cl-train train channels_last=auto model=resnet50        measure both, train with the faster
+    cl-train train data=imagenet data.root=/datasets/imagenet model=resnet50 precision=fp16
+    cl-train train config=outputs/RUN optim.lr=0.2          settings of a run or a file, one changed
     cl-train train evaluate_only=true resume=outputs/RUN    evaluate a run, with its settings
-    cl-train train --config-dir=recipes experiment=mine     recipes/experiment/mine.yaml; also found in ./conf
-    torchrun --standalone --nproc-per-node=8 -m cl_train train experiment=resnet50_90ep data.root=/datasets/imagenet
-    srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m cl_train train ...      (docs/clusters.md)
+    cl-train train --config-dir=recipes experiment=mine     recipes/experiment/mine.yaml, or ./conf
+    torchrun --standalone --nproc-per-node=8 -m cl_train train experiment=resnet50_90ep ...
+    srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m cl_train train ...
 
-`python train.py` is the same from a checkout, and `cl_train.train(...)` in Python. The training loop is in
-cl_train/training/loop.py.
+`python train.py` is the same from a checkout, and `cl_train.train(...)` in Python. The training
+loop is in cl_train/training/loop.py; docs/clusters.md has more on srun.
 """
 
+import logging
 import signal
 import sys
+import threading
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from cl_train.config.command_line import GROUPS, CommandLine, Composed, as_word, compose, group_choices
-from cl_train.config.schema import LAYOUT_NAMES, Config, ConfigError
-from cl_train.config.validation import command_help, flatten
+from cl_train.commands.objects import with_names
+from cl_train.config.command_line import (
+    GROUPS,
+    CommandLine,
+    Composed,
+    as_word,
+    check_command_line,
+    code_named,
+    compose,
+    group_choices,
+    refuse_code,
+)
+from cl_train.config.schema import LAYOUT_NAMES, SETTINGS_OF_CODE, Config
+from cl_train.config.validation import command_help
+from cl_train.errors import ConfigError
 from cl_train.system.files import safe_name
 from cl_train.system.processes import adopt_srun, read_launch
 
 if TYPE_CHECKING:
-    from cl_train.training.records import RunResult
+    from cl_train.system.run_folder import RunResult
 
-USAGE = "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
+USAGE = (
+    "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
+)
+
+
+# A run sets switches of the whole process: kernels, seeds, signals.
+_train_lock = threading.Lock()
 
 
 def main(words: list[str]) -> int:
@@ -40,58 +62,108 @@ def main(words: list[str]) -> int:
         choices = [f"{group}={'|'.join(group_choices(group))}" for group in GROUPS]
         print(command_help(USAGE, __doc__ or "", {"settings": Config}, choices))
         return 0
+    logging.raiseExceptions = False  # a log line that the console cannot take is no error
     line = CommandLine.parse(words)
     runs = _compose(line)
     if line.printed:
         raw = runs[0].raw
-        print(OmegaConf.to_yaml(OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])), end="")
+        print(
+            OmegaConf.to_yaml(
+                OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
+            ),
+            end="",
+        )
         return 0
     if line.multirun:
-        from cl_train.comparison.sweep import run_sweep
+        from cl_train.sweeps.launch import run_sweep
         from cl_train.training.setup import check_runs
 
         check_runs([run.cfg for run in runs])
+        if runs[0].cfg.resume_sweep is not None:
+            words = _without_confirmed_code(words, runs)
+            runs = _compose(CommandLine.parse(words))
         return run_sweep(words, runs=runs)
     try:
         return _train(runs[0], command=None).exit_code
-    except KeyboardInterrupt:  # in training it is a request to save; before that there is nothing to save
+    except (
+        KeyboardInterrupt
+    ):  # in training it is a request to save; before that there is nothing to save
         print("stopped before the first step", file=sys.stderr)
         return 130
     except ConfigError:  # before torch is imported for `describe_failure`
         raise
     except Exception as error:
-        from cl_train.training.records import describe_failure
+        from cl_train.training.console import describe_failure
 
         if describe_failure(error) is None:
             raise
         return 1  # logged by the run
 
 
-def train(*overrides: str, **settings: Any) -> "RunResult":
+def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult":
     """Train in this process, as train.py does; may be called again.
 
+    In another thread than the main one it does not handle signals.
+
     Args:
-        overrides: words of the command line, such as "channels_last=true", "optim=adamw" or "config=outputs/RUN".
-        settings: the same as Python values; they come after the words: `model="resnet50"`, `data={"root": path}`,
-            `**{"optim.lr": 0.1}`.
+        overrides: words of the command line, such as "channels_last=true", "optim=adamw" or
+            "config=outputs/RUN".
+        verbose: False keeps the lines of the run out of the standard output; `train.log` has them.
+        settings: the same as Python values, which come after the words: `model="resnet50"`,
+            `data={"root": path}`, `**{"optim.lr": 0.1}`. Objects may stand for names of code: a
+            module (it is trained in place) or a function of the number of classes as `model`, a
+            pair of Datasets as `data`, functions as `loss`, `metrics` and `log_to`.
+
+    Returns:
+        The run: `folder`, `summary`, `history` (a record per log line and evaluation), `top1`.
 
     Raises:
         ConfigError: wrong settings; the message has one line per problem.
-        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; a second Ctrl-C does not wait for it.
-        TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run cannot continue.
+        KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; a second Ctrl-C does not wait.
+        TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run
+            cannot continue.
     """
+    if wrong := [word for word in overrides if not isinstance(word, str)]:
+        raise ConfigError(f"train({wrong[0]!r}): write a setting as a word, or as key=value")
     words = [*overrides]
-    for key, value in flatten(settings):
-        if callable(value):
-            raise ConfigError(f"{key}= takes a name or package.module:function, not an object ({type(value).__name__})")
-        words.append(f"{key}={as_word(value)}")
+    for key, value in with_names(settings).items():
+        if key == "data.name":
+            words.append(f"data={value}")
+        else:
+            words.append(f"{key}={as_word(value)}")
     line = CommandLine.parse(words)
     if line.multirun or line.printed:
         raise ConfigError("-m and --cfg belong to the command line: call train() once for each run")
-    result = _train(_compose(line)[0], command=f"cl_train.train({', '.join(map(repr, words))})")
+    if not _train_lock.acquire(blocking=False):
+        raise ConfigError("another thread of this process trains: wait for it, or use a process")
+    try:
+        with nullcontext() if verbose else redirect_stdout(StringIO()):
+            command = f"cl_train.train({', '.join(map(repr, words))})"
+            result = _train(_compose(line)[0], command=command)
+    finally:
+        _train_lock.release()
     if result.exit_code:
         signal.raise_signal(result.exit_code - 128)  # Ctrl-C raises KeyboardInterrupt
     return result
+
+
+def _without_confirmed_code(words: list[str], runs: list[Composed]) -> list[str]:
+    """The words of `resume_sweep=` without those that repeat the code that its jobs name.
+
+    Raises ConfigError: the jobs name other code, and a sweep that somebody left is data.
+    """
+    from cl_train.sweeps.plan import read_sweep
+
+    folder = Path(str(runs[0].cfg.resume_sweep))
+    jobs = {tuple(job.overrides) for job in read_sweep(folder).jobs}  # those of repeats are equal
+    settings = [check_command_line(overrides)[0] for overrides in sorted(jobs)]
+    in_jobs = {item for cfg in settings for item in code_named(cfg).items()}
+    typed = {item for run in runs for item in code_named(run.cfg).items()}
+    values: dict[str, list[str]] = {}
+    for key, value in sorted(in_jobs - typed):
+        values.setdefault(key, []).append(value)
+    refuse_code(folder, [f"{key}={','.join(named)}" for key, named in values.items()])
+    return [word for word in words if word.partition("=")[0] not in SETTINGS_OF_CODE]
 
 
 def _compose(line: CommandLine) -> list[Composed]:
@@ -113,13 +185,16 @@ def _train(run: Composed, command: str | None) -> "RunResult":
             resume_path(cfg.resume)  # before the sample data is generated
         folder = run.folder("run")
     if cfg.evaluate_only and cfg.weights is not None and cfg.resume is None:
-        given = {word.partition("=")[0].lstrip("+") for word in run.words}
-        cfg = replace(cfg, data=follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, given))
+        typed = {word.partition("=")[0].lstrip("+") for word in run.words}
+        data = follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, typed, cfg.entry)
+        cfg = replace(cfg, data=data)
     return loop.train(cfg, folder, command=command)
 
 
 def run_name(model: str, channels_last: object, precision: str, device: str) -> str:
-    """The end of a run folder's name: `resnet50_channels_last_fp16`. Imports torch where precision=auto."""
+    """The end of a run folder's name: `resnet50_channels_last_fp16`. Imports torch where
+    precision=auto.
+    """
     layout = LAYOUT_NAMES.get(str(channels_last).lower(), str(channels_last))
     if precision == "auto":
         from cl_train.step.precision import resolve_precision

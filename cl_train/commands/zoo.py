@@ -1,4 +1,5 @@
-"""A zoo of models in both layouts: converted, compared, audited, timed. One process per model; resumable.
+"""A zoo of models in both layouts: converted, compared, audited, timed. One process per model;
+resumable.
 
     cl-train zoo                             the 28 models of PyTorch's channels_last tutorial
     cl-train zoo speed=false                 without timing: minutes, on a CPU
@@ -6,8 +7,8 @@
     cl-train zoo model=timm                  ten families of timm
     cl-train zoo 'model=resnet*,timm/convnext_atto' device=cuda precision=fp16 batch_size=256
 
-Writes zoo-<precision>-<device>-torch<version>.json and .md after each model. Run the same command again to continue.
-Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage.
+Writes zoo-<precision>-<device>-torch<version>.json and .md after each model. Run the same command
+again to continue. Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage.
 """
 
 import fnmatch
@@ -24,19 +25,25 @@ SETTINGS = {"settings": ZooSettings}
 
 def main(words: list[str]) -> int:
     settings = settings_from_arguments(ZooSettings, words)
-    from cl_train.comparison import suite
+    from cl_train.measure import suite
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
     from cl_train.system.machine import describe_environment, device_name
 
     device = choose_device(settings.device)
-    settings = replace(settings, device=device.type, precision=resolve_precision(settings.precision, device).name)
+    settings = replace(
+        settings, device=str(device), precision=resolve_precision(settings.precision, device).name
+    )
     names = chosen_models(settings.model)
     environment = {**describe_environment(device), "device_name": device_name(device)}
-    group = settings.model[0] if settings.model[0] in suite.GROUPS and len(settings.model) == 1 else "chosen"
+    group = (
+        settings.model[0]
+        if settings.model[0] in suite.GROUPS and len(settings.model) == 1
+        else "chosen"
+    )
     named = ("" if group == "tutorial" else f"-{group}") + ("" if settings.speed else "-layout")
     version = ".".join(str(environment["torch"]).split("+")[0].split(".")[:2])
-    path = Path(settings.out) / f"zoo{named}-{settings.precision}-{settings.device}-torch{version}.json"
+    path = Path(settings.out) / f"zoo{named}-{settings.precision}-{device.type}-torch{version}.json"
     table = suite.open_table(path, settings, environment)
     done = {row["model"] for row in table["rows"] if "error" not in row}
     missing = [name for name in names if name not in done]
@@ -45,18 +52,28 @@ def main(words: list[str]) -> int:
     for name in missing:
         row = suite.row_from_child(name, settings)
         suite.add_row(path, table, row)
-        print(f"{name}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)", flush=True)
-    bad = [row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False]
-    print(f"written: {path} and .md; " + (f"failed: {', '.join(bad)}" if bad else "every model passed"))
+        print(
+            f"{name}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)",
+            flush=True,
+        )
+    bad = [
+        row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False
+    ]
+    print(
+        f"written: {path} and .md; "
+        + (f"failed: {', '.join(bad)}" if bad else "every model passed")
+    )
     return 1 if bad else 0
 
 
 def chosen_models(words: list[str]) -> list[str]:
-    """The models that `model=` names: groups, names and shell patterns. Raises ConfigError: one fits nothing."""
-    from cl_train.comparison.suite import GROUPS, TIMM
+    """The models that `model=` names: groups, names and shell patterns. Raises ConfigError: one
+    fits nothing.
+    """
+    from cl_train.measure.suite import GROUPS, TIMM
     from cl_train.models import sources as models
 
-    known, problems = [*models.model_names(), *TIMM], []
+    known, problems = [*models.model_names(), *models.video_model_names(), *TIMM], []
     names: list[str] = []
     for word in words:
         found = list(GROUPS.get(word, ())) or fnmatch.filter(known, word)

@@ -39,7 +39,9 @@ def test_a_place_that_cannot_be_used_is_refused_before_the_measurement(
     assert not capsys.readouterr().out
 
 
-def test_the_text_is_printed_although_the_file_cannot_be_written(tmp_path: Path, capsys: Capture) -> None:
+def test_the_text_is_printed_although_the_file_cannot_be_written(
+    tmp_path: Path, capsys: Capture
+) -> None:
     def measure_and_remove(settings: Settings) -> tuple[dict[str, Any], str]:
         shutil.rmtree(tmp_path / "gone")
         return {}, "the text"

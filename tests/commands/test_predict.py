@@ -21,7 +21,13 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run(train: Callable[..., Run]) -> Run:
-    return train("max_steps=2", "optim.lr=0.05", "channels_last=true", "data.val_resize=36", "data.mean=[0.4,0.5,0.6]")
+    return train(
+        "max_steps=2",
+        "optim.lr=0.05",
+        "channels_last=true",
+        "data.val_resize=36",
+        "data.mean=[0.4,0.5,0.6]",
+    )
 
 
 def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[str, str]]:
@@ -31,7 +37,9 @@ def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name", ["run-0", pytest.param("weights.safetensors", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["run-0", pytest.param("weights.safetensors", marks=pytest.mark.slow)]
+)
 def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
     name: str, run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -40,7 +48,10 @@ def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
         assert convert_file(run.folder, weights, model=SMALL)[1]
     rows = predicted(weights, image_folder, tmp_path / "out.csv", "batch_size=5")
     top1 = 100 * sum(row["label"] == row["class1"] for row in rows) / len(rows)
-    assert (len(rows), top1) == (run.summary["val"]["images"], pytest.approx(run.summary["val"]["top1"]))
+    assert (len(rows), top1) == (
+        run.summary["val"]["images"],
+        pytest.approx(run.summary["val"]["top1"]),
+    )
     assert 0 < top1 < 100, "a test of nothing"
     assert f"{top1:.3f} % of 21 with a label are correct" in capsys.readouterr().out
     assert [Path(row["file"]).parent.name for row in rows] == [row["label"] for row in rows]
@@ -48,31 +59,68 @@ def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
     assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1, abs=1e-5)
     model, preprocess, classes = load_model(weights, SMALL)
     assert preprocess is not None
-    resize = v2.Resize(preprocess.resize, v2.InterpolationMode(preprocess.interpolation), antialias=True)
-    scale, normalise = v2.ToDtype(torch.float32, scale=True), v2.Normalize(preprocess.mean, preprocess.std)
-    transform = v2.Compose([v2.PILToTensor(), resize, v2.CenterCrop(preprocess.crop), scale, normalise])
+    resize = v2.Resize(
+        preprocess.resize, v2.InterpolationMode(preprocess.interpolation), antialias=True
+    )
+    scale, normalise = (
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(preprocess.mean, preprocess.std),
+    )
+    transform = v2.Compose(
+        [v2.PILToTensor(), resize, v2.CenterCrop(preprocess.crop), scale, normalise]
+    )
     for row in rows:
         image = Image.open(row["file"])
         ours, theirs = preprocess(image), transform(image)
         assert torch.allclose(ours, theirs, atol=1.01 / 255 / min(preprocess.std))
         with torch.no_grad():
-            assert {classes[int(model(x[None]).argmax())] for x in (ours, theirs)} == {row["class1"]}
+            assert {classes[int(model(x[None]).argmax())] for x in (ours, theirs)} == {
+                row["class1"]
+            }
 
 
-def test_a_flat_folder_has_no_labels(run: Run, image_folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_flat_folder_has_no_labels(
+    run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / "flat").mkdir()
     for index, path in enumerate(sorted(image_folder.glob("val/*/*"))):
         shutil.copy(path, tmp_path / "flat" / f"{index:02d}.jpg")
     (tmp_path / "flat/03.jpg").write_bytes(b"damaged")
     labelled = predicted(run.folder, image_folder, tmp_path / "a.csv")
     rows = predicted(run.folder, tmp_path / "flat", tmp_path / "b.csv", "data.on_bad_image=skip")
-    assert "20 images; 1 left out: " in (printed := capsys.readouterr().out) and "03.jpg (" in printed
+    assert (
+        "20 images; 1 left out: " in (printed := capsys.readouterr().out) and "03.jpg (" in printed
+    )
     del labelled[3]
-    assert {row["label"] for row in rows} == {""} and "03.jpg" not in {Path(row["file"]).name for row in rows}
+    assert {row["label"] for row in rows} == {""} and "03.jpg" not in {
+        Path(row["file"]).name for row in rows
+    }
     assert [row["class1"] for row in rows] == [row["class1"] for row in labelled]
 
 
-def test_what_cannot_be_predicted(run: Run, image_folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_the_extensions_of_the_run_and_the_entry_of_the_average(
+    train: Callable[..., Run], image_folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    root = tmp_path / "webp"
+    for path in image_folder.glob("*/*/*"):
+        target = root / path.relative_to(image_folder).with_suffix(".webp")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(path).save(target, lossless=True)
+    shutil.copy(path, root / "val" / "one.jpg")
+    run = train(f"data.root={root}", "data.extensions=[.webp]", "ema_decay=0.5")
+    for entry, kind in (("model", "val"), ("average", "val_average")):
+        predicted(run.folder, root, tmp_path / f"{entry}.csv", f"entry={entry}", "precision=fp32")
+        printed = capsys.readouterr().out
+        assert f"21 images, {run.summary[kind]['top1']:.3f} %" in printed
+        assert "1 files in" in printed and "(1 .jpg)" in printed
+    predicted(run.folder, root, tmp_path / "jpg.csv", "data.extensions=[.jpg]")
+    said = capsys.readouterr().out
+    assert "1 images; 21 files in" in said and "data.extensions=[.jpg,.jpeg,.png,.webp]" in said
+
+
+def test_what_cannot_be_predicted(
+    run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
     for name in ("empty", "bad"):
         (tmp_path / name).mkdir()
     state = run.checkpoint()["model"]
@@ -80,12 +128,25 @@ def test_what_cannot_be_predicted(run: Run, image_folder: Path, tmp_path: Path, 
     torch.save(state | {"0.weight": state["0.weight"] * torch.nan}, tmp_path / "nan.pth")
     (tmp_path / "weights.onnx").write_bytes(b"ONNX")
     (tmp_path / "bad/image.jpg").write_bytes(b"damaged")
-    known = {"weights": run.folder, "data.root": image_folder, "out": tmp_path / "out.csv", "model": SMALL}
+    known = {
+        "weights": run.folder,
+        "data.root": image_folder,
+        "out": tmp_path / "out.csv",
+        "model": SMALL,
+    }
 
     def main(change: dict[str, object]) -> int:
-        return predict.main([f"{name}={value}" for name, value in (known | {"data.workers": 0} | change).items()])
+        return predict.main(
+            [f"{name}={value}" for name, value in (known | {"data.workers": 0} | change).items()]
+        )
+
+    checkpoint = run.checkpoint()
+    checkpoint["facts"]["classes"] = ["a", "b", "c", "d", "e"]
+    torch.save(checkpoint, tmp_path / "names.pt")
 
     for change, problem in (
+        ({"weights": tmp_path / "names.pt"}, "5 classes, and the model has 3 outputs"),
+        ({"entry": "average"}, "no such entry"),
         ({"data.root": tmp_path / "empty"}, "no images"),
         ({"weights": tmp_path / "plain.pth"}, "data.image_size=224"),
         ({"weights": tmp_path / "weights.onnx"}, "onnxruntime"),
