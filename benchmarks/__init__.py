@@ -1,5 +1,6 @@
-"""Measurements of the project itself, not part of the package. Run them from a checkout; keys are those of `cl-train`.
+"""Measurements of the project itself, not part of the package. Run them from a checkout; keys are
+those of `cl-train`.
 
-bash benchmarks/gpu_report.sh out=DIR time_limit_s=1800      everything on this machine's GPU, most important first
+bash benchmarks/gpu_report.sh out=DIR    this machine's GPU, decisive facts first
 python -m benchmarks.peers overhead out=FILE                 cl_train against a bare training loop
 """

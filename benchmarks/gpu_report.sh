@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# bash benchmarks/gpu_report.sh [out=outputs/gpu_report] [time_limit_s=1800]     measures this machine's GPU
+# bash benchmarks/gpu_report.sh [out=outputs/gpu_report] [time_limit_s=540]      measures this machine's GPU
 # bash benchmarks/gpu_report.sh dry_run=true [out=DIR]     every line on a CPU with tiny settings; the figures are meaningless
 #
-# Runs the commands below in order of importance, each with its own time limit and log, and collects what they print in
-# DIR/report.md; JSON files lie beside it. Each line is a command that can be run alone; if one fails, the others still run.
+# Names the packages that are missing, then runs the commands below, the decisive ones first, each with its own time limit
+# and log, and adds what they print to DIR/report.md as soon as they end; JSON files lie beside it. It ends within
+# time_limit_s: called again with the same `out`, it goes on with the commands that had no time. Each line is a command that
+# can be run alone; if one fails, the others still run, and DIR/NAME.failed keeps it from being repeated.
 # Installs nothing: uses $PYTHON, else .venv, else python3. pytest and Nsight Compute's ncu are used if installed.
-# Exit codes: 0 every command completed, 1 one failed or was left out for lack of time, 2 wrong usage.
+# Exit codes: 0 every command completed, 1 one failed or was left out for lack of time, 2 wrong usage or missing packages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +16,7 @@ refuse() {
     exit 2
 }
 
-out=outputs/gpu_report time_limit_s=1800 dry_run=false
+out=outputs/gpu_report time_limit_s=540 dry_run=false
 for word in "$@"; do
     case $word in
     out=?* | time_limit_s=[1-9]* | dry_run=true | dry_run=false) declare "$word" ;;
@@ -23,67 +25,105 @@ for word in "$@"; do
 done
 [ -x .venv/bin/python ] && PYTHON=${PYTHON:-.venv/bin/python}
 PYTHON=${PYTHON:-python3}
-[ ! -e "$out" ] || refuse "$out exists: name another folder with out=DIR"
-[ "$dry_run" = true ] || "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-    refuse "this machine has no usable CUDA device; dry_run=true tests the report on the CPU"
-mkdir -p "$out"
 report=$out/report.md failed=0
+[ ! -e "$out" ] || [ -f "$report" ] || refuse "$out exists and holds no report: name another folder with out=DIR"
+device=cuda
+[ "$dry_run" = false ] || device=cpu
+versions=$("$PYTHON" -m benchmarks.preflight "$device") || refuse "$versions"
+mkdir -p "$out"
+[ -f "$report" ] || printf '    %s\n\n' "$versions" >"$report"
+
+# Clock, power, temperature and the reasons for a lower clock (0: none; 4: power; 8, 20, 40, 80: heat and brake).
+gpu_state() {
+    command -v nvidia-smi >/dev/null || return 0
+    nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader 2>&1 | head -n 1
+}
 
 # measure NAME LIMIT_S COMMAND...: run COMMAND for at most LIMIT_S seconds, and add the end of its output to the report.
 measure() {
-    local name=$1 limit_s=$2 left_s=$((time_limit_s - SECONDS)) started=$SECONDS code=0 outcome
+    local name=$1 limit_s=$2 left_s=$((time_limit_s - SECONDS - 10)) started=$SECONDS code=0 outcome before
     shift 2
-    printf '## %s\n\n    %s\n\n' "$name" "$*" >>"$report"
-    if ((left_s < limit_s / 3)); then
-        outcome="left out: $left_s of $time_limit_s s are left" failed=1
-    else
-        timeout --kill-after=10 "$((left_s < limit_s ? left_s : limit_s))" "$@" >"$out/$name.log" 2>&1 || code=$?
-        case $code in
-        0) outcome="done in $((SECONDS - started)) s" ;;
-        124 | 137) outcome="killed after $((SECONDS - started)) s" failed=1 ;;
-        *) outcome="failed with exit code $code" failed=1 ;;
-        esac
-        printf '```\n%s\n```\n\n' "$(tail -n 60 "$out/$name.log")" >>"$report"
+    [ ! -e "$out/$name.done" ] || return 0
+    if [ -e "$out/$name.failed" ] || ((left_s < limit_s / 3)); then
+        outcome="left out: $left_s of $time_limit_s s are left; call the script again"
+        [ ! -e "$out/$name.failed" ] || outcome="$(cat "$out/$name.failed"); delete $out/$name.failed to try it again"
+        printf '[%5d s] %s: %s\n' "$SECONDS" "$name" "$outcome"
+        failed=1
+        return 0
     fi
-    printf '%s\n\n' "$outcome" >>"$report"
+    before=$(gpu_state)
+    timeout --kill-after=5 "$((left_s < limit_s ? left_s : limit_s))" "$@" >"$out/$name.log" 2>&1 || code=$?
+    case $code in
+    0) outcome="done in $((SECONDS - started)) s" ;;
+    124 | 137) outcome="killed after $((SECONDS - started)) s" ;;
+    *) outcome="failed with exit code $code" ;;
+    esac
+    {
+        printf '## %s\n\n    %s\n\n```\n%s\n```\n\n' "$name" "$*" "$(tail -n 60 "$out/$name.log")"
+        printf 'clock, power, heat, throttled: before %s; after %s\n\n' "${before:-unknown}" "$(gpu_state)"
+        printf '%s\n\n' "$outcome"
+    } >>"$report"
     printf '[%5d s] %s: %s\n' "$SECONDS" "$name" "$outcome"
+    if [ "$code" = 0 ]; then
+        echo "$outcome" >"$out/$name.done"
+    else
+        failed=1
+        # Without the time that it needs it was not tried.
+        [ "$code" != 124 ] || ((left_s >= limit_s)) || return 0
+        echo "$outcome" >"$out/$name.failed"
+    fi
 }
 
 cl_train=("$PYTHON" -m cl_train)
 if [ "$dry_run" = true ]; then
-    device=cpu size=32 batch=4 half=auto others=bf16 compile=false cores=1 per_class=4
-    resnet50=tests.networks:small small=tests.networks:small zoo=squeezenet1_1
-    steps=(max_steps=14 log_every=2 warmup_steps=4) seconds=1 compiled=() pytest=(--collect-only)
+    size=32 batch=4 half=auto cores=1 per_class=4 resnet50=tests.networks:small small=tests.networks:small zoo=squeezenet1_1
+    steps=(max_steps=14 log_every=2 warmup_steps=4) seconds=0.5 best=() pytest=(--collect-only) operators=(model=squeezenet1_1)
 else
-    device=cuda size=224 batch=256 half=fp16 others="bf16 tf32 fp16_o2" compile=true cores=$(nproc) per_class=3000
-    resnet50=resnet50 small=resnet18,mobilenet_v2,squeezenet1_1 zoo=tutorial
-    steps=(max_steps=300 log_every=10 warmup_steps=30) seconds=20
-    compiled=(compile=false,true cuda_graph=false,true) pytest=()
+    size=224 batch=256 half=fp16 cores=$(nproc) per_class=3000 resnet50=resnet50 small=resnet18,mobilenet_v2,squeezenet1_1
+    zoo=resnet50,vgg16,mobilenet_v2,shufflenet_v2_x1_0 steps=(max_steps=120 log_every=20 warmup_steps=20) seconds=10
+    best=(compile=true cuda_graph=true) pytest=() operators=(model=resnet50)
 fi
 step=("device=$device" "data.image_size=$size" "time_limit_s=$seconds")
-resnet50_step=("model=$resnet50" "batch_size=$batch" "${step[@]}")
-run=("model=$resnet50" "precision=$half" "batch_size=$batch" "device=$device" "data.image_size=$size" "data.workers=$cores"
-    channels_last=true "compile=$compile" cuda_graph=auto epochs=50 evaluate_every=-1 checkpoint.every_epochs=0 "${steps[@]}")
+resnet50_step=("${cl_train[@]}" benchmark "model=$resnet50" "batch_size=$batch" "${step[@]}")
+run=("$PYTHON" train.py "model=$resnet50" "precision=$half" "batch_size=$batch" "device=$device" "data.image_size=$size"
+    epochs=50 evaluate_every=-1 checkpoint.every_epochs=0 overwrite=true "${steps[@]}")
+tests=("$PYTHON" -m pytest -q tests/test_gpu.py -p no:cacheprovider "${pytest[@]}")
 
-# Channels_last against contiguous: eager, compiled, graphed; the target is 1.45 eager, and 1.8 for the best path.
-measure resnet50 400 "${cl_train[@]}" benchmark "${resnet50_step[@]}" "precision=$half" "${compiled[@]}" "out=$out/resnet50.json"
-measure tests 300 "$PYTHON" -m pytest -q -m gpu tests/test_gpu.py -p no:cacheprovider "${pytest[@]}"
-# The whole trainer: one fixed batch, then JPEGs of ImageNet's size on all cores. The second should reach 0.6 of the first.
-measure fixed_batch 150 "$PYTHON" train.py "${run[@]}" data=synthetic "hydra.run.dir=$out/fixed_batch" profile=true
+# The whole trainer on one fixed batch, channels_last against contiguous; the target is 1.45 eager, and 1.8 for the best path.
+measure channels_last 90 "${run[@]}" channels_last=true data=synthetic "hydra.run.dir=$out/channels_last"
+measure contiguous 90 "${run[@]}" channels_last=false data=synthetic "hydra.run.dir=$out/contiguous"
+measure eager 100 "${resnet50_step[@]}" "precision=$half" "out=$out/eager.json" overwrite=true
+measure tests 150 "${tests[@]}" -m "gpu and not slow"
+measure best 200 "${run[@]}" channels_last=true "${best[@]}" data=synthetic profile=true "hydra.run.dir=$out/best"
+measure graph 100 "${resnet50_step[@]}" "precision=$half" cuda_graph=true "out=$out/graph.json" overwrite=true
+# JPEGs of ImageNet's size on all cores: at least 0.6 of the fixed batch.
 measure images 200 "$PYTHON" -c "
 from pathlib import Path
 from cl_train.data.sample import SampleSpec, ensure_sample
 ensure_sample(Path('$out/images'), SampleSpec(train_per_class=$per_class, val_per_class=1))"
-measure jpegs 300 "$PYTHON" train.py "${run[@]}" data=folder "data.root=$out/images" "hydra.run.dir=$out/jpegs" profile=true
-measure small 300 "${cl_train[@]}" benchmark "model=$small" batch_size=32 "${step[@]}" "precision=$half" "${compiled[@]}" "out=$out/small.json"
-measure zoo 600 "${cl_train[@]}" zoo "model=$zoo" batch_size=$((batch / 2)) "${step[@]}" "precision=$half" "out=$out/zoo"
-for precision in $others; do
-    measure "$precision" 200 "${cl_train[@]}" benchmark "${resnet50_step[@]}" "precision=$precision" "out=$out/$precision.json"
+measure jpegs 200 "${run[@]}" channels_last=true "${best[@]}" data=folder "data.root=$out/images" "data.workers=$cores" \
+    profile=true "hydra.run.dir=$out/jpegs"
+measure compiled 240 "${resnet50_step[@]}" "precision=$half" "${best[@]}" "out=$out/compiled.json" overwrite=true
+measure bf16 100 "${resnet50_step[@]}" precision=bf16 "out=$out/bf16.json" overwrite=true
+# cuDNN times all its algorithms instead of the ten best of its own estimate: is that worth the longer start?
+measure all_algorithms 200 "$PYTHON" -c "
+import sys, torch
+torch.backends.cudnn.benchmark_limit = 0
+from cl_train.cli import main
+sys.exit(main(sys.argv[1:]))" "${resnet50_step[@]:3}" "precision=$half" "out=$out/all_algorithms.json" overwrite=true
+measure operators 150 "${cl_train[@]}" audit "${operators[@]}" "${step[@]}" "precision=$half" time=true "out=$out/operators.json" overwrite=true
+measure loader 200 "${cl_train[@]}" loader_benchmark "data.root=$out/images" "data.workers=$cores" "data.image_size=$size" \
+    "batch_size=$batch" images=$((per_class * 2)) "out=$out/loader.json" overwrite=true
+measure small 240 "${cl_train[@]}" benchmark "model=$small" batch_size=32 "${step[@]}" "precision=$half" "out=$out/small.json" overwrite=true
+measure zoo 400 "${cl_train[@]}" zoo "model=$zoo" batch_size=$((batch / 2)) "${step[@]}" "precision=$half" "out=$out/zoo"
+measure slow_tests 400 "${tests[@]}" -m "gpu and slow"
+for precision in tf32 fp16_o2; do
+    measure "$precision" 100 "${resnet50_step[@]}" "precision=$precision" "out=$out/$precision.json" overwrite=true
 done
 # Bytes of device memory that each kernel reads and writes; --cache-control none: by default ncu empties the caches.
 if command -v ncu >/dev/null; then
     measure ncu 200 ncu --clock-control none --cache-control none --csv --log-file "$out/ncu.csv" --launch-skip 4000 --launch-count 600 \
-        --metrics dram__bytes_read.sum,dram__bytes_write.sum "${cl_train[@]}" benchmark "${resnet50_step[@]}" "precision=$half" layouts=channels_last,contiguous
+        --metrics dram__bytes_read.sum,dram__bytes_write.sum "${resnet50_step[@]}" "precision=$half" layouts=channels_last,contiguous
 fi
 echo "$report"
 exit $failed

@@ -1,13 +1,15 @@
-"""cl_train against others that do the same work, in alternating blocks. Keys are those of `cl-train`.
+"""cl_train against others that do the same work, in alternating blocks. Keys are those of
+`cl-train`.
 
-    python -m benchmarks.peers overhead model=resnet18 batch_size=32 data.image_size=224 rounds=4 out=FILE.json
-    python -m benchmarks.peers loader data.root=/datasets/imagenet data.workers=8 out=FILE.json
-    python -m benchmarks.peers collate batch_size=64 data.image_size=224
+    python -m benchmarks.peers overhead model=resnet18 batch_size=32 data.image_size=224 rounds=4
+    out=FILE.json python -m benchmarks.peers loader data.root=/datasets/imagenet data.workers=8
+    out=FILE.json python -m benchmarks.peers collate batch_size=64 data.image_size=224
 
-overhead: training on synthetic data against a bare forward-backward-step loop with the same model, on one fixed batch.
-The ratio is bare step time / cl_train's step time, the median over the rounds: 1 means no overhead.
-loader: `cl-train loader_benchmark` with timm's loader, on the same files.
-collate: channels_last_collate against copying the same bytes at once (`block_copy`), and against default_collate with
+overhead: training on synthetic data against a bare forward-backward-step loop with the same model,
+on one fixed batch. The ratio is bare step time / cl_train's step time, the median over the rounds:
+1 means no overhead. loader: `cl-train loader_benchmark` with timm's loader, on the same files.
+collate: channels_last_collate against copying the same bytes at once (`block_copy`), and against
+default_collate with
 `.to(channels_last)`. All write to new memory, on one thread.
 """
 
@@ -30,15 +32,16 @@ from torch.utils.data import default_collate
 
 from cl_train.cli import exit_code
 from cl_train.commands import print_result
-from cl_train.comparison.statistics import alternate
-from cl_train.comparison.suite import Pipeline, benchmark_loaders
 from cl_train.config.schema import OVERWRITE_HELP, ConfigError, LoaderBenchmarkSettings, setting
 from cl_train.config.validation import load, optional_module
 from cl_train.data.image_loader import channels_last_collate
+from cl_train.measure.statistics import alternate
+from cl_train.measure.suite import Pipeline, benchmark_loaders
 from cl_train.models.sources import build_model
 from cl_train.step.precision import autocast, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.machine import measured, timed_s
+from cl_train.system.run_folder import read_records, windows_of, windows_that_count
 from cl_train.training.loop import train
 
 Result = tuple[dict[str, Any], str]
@@ -50,7 +53,9 @@ class PeerSettings:
 
     model: str = setting("resnet18", "name of a model")
     batch_size: int = setting(32, "images per step", minimum=1)
-    image_size: int = setting(224, "height and width of the images, pixels", minimum=8, key="data.image_size")
+    image_size: int = setting(
+        224, "height and width of the images, pixels", minimum=8, key="data.image_size"
+    )
     steps: int = setting(10, "measured steps per block, after as many for warm-up", minimum=2)
     rounds: int = setting(4, "rounds, each of two blocks per side", minimum=1)
     out: str | None = setting(None, "file for the result as JSON")
@@ -58,7 +63,7 @@ class PeerSettings:
     json: bool = setting(False, "print the result as JSON")
 
 
-# --- overhead ---------------------------------------------------------------------------------------------------------
+# --- overhead -------------------------------------------------------------------------------------
 
 
 def overhead(settings: PeerSettings) -> Result:
@@ -70,16 +75,23 @@ def overhead(settings: PeerSettings) -> Result:
     times = {"bare_step_ms": bare_ms, "cl_train_step_ms": cl_train_ms}
     result = measured(settings, device, **times, ratio=statistics.median(ratios), ratios=ratios)
     spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
-    return result, f"cl_train / bare loop, images per second: {statistics.median(ratios):.3f} ({spread})"
+    return (
+        result,
+        f"cl_train / bare loop, images per second: {statistics.median(ratios):.3f} ({spread})",
+    )
 
 
 def bare_step_s(settings: PeerSettings, device: torch.device) -> float:
-    """The shortest correct training loop: forward, backward, step, zero_grad; channels_last and fused SGD."""
+    """The shortest correct training loop: forward, backward, step, zero_grad; channels_last and
+    fused SGD.
+    """
     precision, size = resolve_precision("auto", device), settings.image_size
     torch.manual_seed(0)
     model = build_model(settings.model, num_classes=1000, image_size=size)
     model = model.to(device).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0125, momentum=0.9, weight_decay=1e-4, fused=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.0125, momentum=0.9, weight_decay=1e-4, fused=True
+    )
     images = torch.randn(settings.batch_size, 3, size, size, device=device)
     images = images.to(precision.input_dtype, memory_format=torch.channels_last)
     targets = torch.randint(1000, (settings.batch_size,), device=device)
@@ -101,35 +113,61 @@ def bare_step_s(settings: PeerSettings, device: torch.device) -> float:
 def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
     """The same with `train`: the step time of one window of `steps` steps, from metrics.jsonl."""
     steps, size = settings.steps, settings.image_size
-    data = {"name": "synthetic", "synthetic_images": settings.batch_size * 2 * steps, "image_size": size}
-    values = {"model": settings.model, "batch_size": settings.batch_size, "device": device.type, "data": data}
-    values |= {"channels_last": "true", "epochs": 1, "log_every": steps, "warmup_steps": 1, "evaluate_every": -1}
+    data = {
+        "name": "synthetic",
+        "synthetic_images": settings.batch_size * 2 * steps,
+        "image_size": size,
+    }
+    values = {
+        "model": settings.model,
+        "batch_size": settings.batch_size,
+        "device": device.type,
+        "data": data,
+    }
+    values |= {
+        "channels_last": "true",
+        "epochs": 1,
+        "log_every": steps,
+        "warmup_steps": 1,
+        "evaluate_every": -1,
+    }
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
             assert train(load(values), Path(folder)).exit_code == 0
-        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    windows = [record for record in records if record["kind"] == "train" and not record["warmup"]]
-    return statistics.fmean(window["step_ms"] for window in windows) / 1000
+        windows = windows_that_count(windows_of(read_records(Path(folder))[0]))
+    return statistics.fmean(window.step_ms for window in windows) / 1000
 
 
-# --- the loader -------------------------------------------------------------------------------------------------------
+# --- the loader -----------------------------------------------------------------------------------
 
 
 def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """timm's training loader: uint8 batches from its fast_collate, the input of its GPU prefetcher."""
-    data, loader = (optional_module(name, "peers loader") for name in ("timm.data", "timm.data.loader"))
+    """timm's training loader: uint8 batches from its fast_collate, the input of its GPU
+    prefetcher.
+    """
+    data, loader = (
+        optional_module(name, "peers loader") for name in ("timm.data", "timm.data.loader")
+    )
     images = data.create_loader(
         data.create_dataset("", f"{settings.root}/train", is_training=True),
-        (3, settings.image_size, settings.image_size), settings.batch_size, is_training=True, use_prefetcher=False,
-        collate_fn=loader.fast_collate, num_workers=workers, persistent_workers=True, color_jitter=0.0,
+        (3, settings.image_size, settings.image_size),
+        settings.batch_size,
+        is_training=True,
+        use_prefetcher=False,
+        collate_fn=loader.fast_collate,
+        num_workers=workers,
+        persistent_workers=True,
+        color_jitter=0.0,
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     # uint8 [3, H, W] instead of ToTensor and Normalize, as in timm's transform for its prefetcher
-    images.dataset.transform.transforms[-2:] = [lambda image: np.rollaxis(np.array(image, dtype=np.uint8), 2)]
+    images.dataset.transform.transforms[-2:] = [
+        lambda image: np.rollaxis(np.array(image, dtype=np.uint8), 2)
+    ]
     return Pipeline("timm", workers, lambda: (targets for _, targets in images))
 
 
-# --- collate ----------------------------------------------------------------------------------------------------------
+# --- collate --------------------------------------------------------------------------------------
 
 
 def collate(settings: PeerSettings) -> Result:
@@ -137,28 +175,47 @@ def collate(settings: PeerSettings) -> Result:
     size, count = settings.image_size, settings.batch_size
     batch = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
     arrays = [image.copy() for image in batch]
-    planar = [(torch.from_numpy(array.transpose(2, 0, 1).copy()), label) for label, array in enumerate(arrays)]
-    interleaved = [(torch.from_numpy(array).permute(2, 0, 1), label) for label, array in enumerate(arrays)]
+    planar = [
+        (torch.from_numpy(array.transpose(2, 0, 1).copy()), label)
+        for label, array in enumerate(arrays)
+    ]
+    interleaved = [
+        (torch.from_numpy(array).permute(2, 0, 1), label) for label, array in enumerate(arrays)
+    ]
     functions: dict[str, Callable[[], Any]] = {
         "block_copy": batch.copy,
         "ours_array": lambda: channels_last_collate(list(zip(arrays, range(count), strict=True))),
         "ours_interleaved": lambda: channels_last_collate(interleaved),
         "ours_planar": lambda: channels_last_collate(planar),
-        "default_interleaved": lambda: default_collate(interleaved)[0].to(memory_format=torch.channels_last),
+        "default_interleaved": (
+            lambda: default_collate(interleaved)[0].to(memory_format=torch.channels_last)
+        ),
         "default_planar": lambda: default_collate(planar)[0].to(memory_format=torch.channels_last),
     }
     blocks = [partial(timed_s, function, torch.device("cpu")) for function in functions.values()]
     done = alternate(blocks, time_limit_s=20.0, min_rounds=20)
-    ms = {name: round(1000 * statistics.median(done.blocks[number]), 3) for number, name in enumerate(functions)}
-    of_block_copy = {name: round(ms["block_copy"] / ms[name], 2) for name in functions if name.startswith("ours")}
-    of_default = {kind: round(ms[f"default_{kind}"] / ms[f"ours_{kind}"], 2) for kind in ("interleaved", "planar")}
+    ms = {
+        name: round(1000 * statistics.median(done.blocks[number]), 3)
+        for number, name in enumerate(functions)
+    }
+    of_block_copy = {
+        name: round(ms["block_copy"] / ms[name], 2) for name in functions if name.startswith("ours")
+    }
+    of_default = {
+        kind: round(ms[f"default_{kind}"] / ms[f"ours_{kind}"], 2)
+        for kind in ("interleaved", "planar")
+    }
     ratios = {"of_block_copy": of_block_copy, "times_default_collate": of_default}
-    return measured(settings, torch.device("cpu"), ms=ms, **ratios), json.dumps({"ms": ms, **ratios}, indent=1)
+    return measured(settings, torch.device("cpu"), ms=ms, **ratios), json.dumps(
+        {"ms": ms, **ratios}, indent=1
+    )
 
 
 def main(words: list[str]) -> int:
     if words[:1] == ["loader"]:
-        print_result(LoaderBenchmarkSettings, words[1:], lambda settings: benchmark_loaders(settings, timm))
+        print_result(
+            LoaderBenchmarkSettings, words[1:], lambda settings: benchmark_loaders(settings, timm)
+        )
     elif words[:1] in (["overhead"], ["collate"]):
         print_result(PeerSettings, words[1:], overhead if words[0] == "overhead" else collate)
     else:

@@ -5,8 +5,9 @@
     python -m benchmarks.time_to_accuracy timm_train=timm/train.py \
         torchvision_references=vision/references/classification out=FILE.json chart=FILE.png
 
-docs/benchmarks.md explains the choices. The clock starts with the process, and an accuracy counts when its line is
-printed. The same command continues an interrupted measurement: finished runs are kept in `work`.
+docs/benchmarks.md explains the choices. The clock starts with the process, and an accuracy counts
+when its line is printed. The same command continues an interrupted measurement: finished runs are
+kept in `work`.
 """
 
 import json
@@ -38,20 +39,25 @@ from cl_train.system.processes import MachineLoad
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 95.0  # top-1, percent
 IMAGE_SIZE = {"digits": 32, "sample": 128}
-RUN_LIMIT_S = {"digits": 120.0, "sample": 150.0}  # about four times and twice what train.py needs on two cores
+RUN_LIMIT_S = {
+    "digits": 120.0,
+    "sample": 150.0,
+}  # about four times and twice what train.py needs on two cores
 
-OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18 channels_last=true batch_size=32
-    data.workers=2 epochs={epochs} seed={seed} hydra.run.dir={out} overwrite=true"""
+OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18
+    channels_last=true batch_size=32 data.workers=2 epochs={epochs} seed={seed}
+    hydra.run.dir={out} overwrite=true"""
 # The default recipe of timm, without its warm-up of 5 in 300 epochs.
-TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18 --input-size 3 {size} {size}
-    --crop-pct 0.875 -b 32 -j 2 --epochs {epochs} --warmup-epochs 0 --seed {seed} --output {out} --device cpu
-    --amp --amp-dtype bfloat16 --channels-last"""
-TIMM_WITH_OUR_RECIPE = f"""{TIMM} --opt momentum --model-kwargs zero_init_last=False --lr-base 0.1 --weight-decay 1e-4
-    --sched-on-updates --smoothing 0 --scale 0.35 1 --hflip 0 --color-jitter 0 --train-interpolation bilinear"""
+TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18
+    --input-size 3 {size} {size} --crop-pct 0.875 -b 32 -j 2 --epochs {epochs} --warmup-epochs 0
+    --seed {seed} --output {out} --device cpu --amp --amp-dtype bfloat16 --channels-last"""
+TIMM_WITH_OUR_RECIPE = f"""{TIMM} --opt momentum --model-kwargs zero_init_last=False
+    --lr-base 0.1 --weight-decay 1e-4 --sched-on-updates --smoothing 0 --scale 0.35 1 --hflip 0
+    --color-jitter 0 --train-interpolation bilinear"""
 # The default recipe of torchvision: 0.1 per 256 images, three steps. Its AMP needs CUDA.
-TORCHVISION = """{script} --data-path {data} --model resnet18 --train-crop-size {size} --val-crop-size {size}
-    --val-resize-size {resize} -b 32 -j 2 --epochs {epochs} --output-dir {out} --device cpu --lr 0.0125
-    --lr-step-size {third}"""
+TORCHVISION = """{script} --data-path {data} --model resnet18 --train-crop-size {size}
+    --val-crop-size {size} --val-resize-size {resize} -b 32 -j 2 --epochs {epochs}
+    --output-dir {out} --device cpu --lr 0.0125 --lr-step-size {third}"""
 # As near as its options allow: crops and flips have none.
 TORCHVISION_WITH_OUR_RECIPE = f"""{TORCHVISION} --lr-scheduler cosineannealinglr"""
 OUR_RECIPE = ", recipe of train.py"
@@ -65,8 +71,10 @@ PROGRAMS = {
     "timm" + OUR_RECIPE: (TIMM_WITH_OUR_RECIPE, {"digits": 5, "sample": 5}),
     "torchvision" + OUR_RECIPE: (TORCHVISION_WITH_OUR_RECIPE, {"digits": 8}),
 }
-SEEDED = """import runpy, sys, torch; torch.manual_seed({seed}); del sys.argv[0]; sys.path.insert(0, "{folder}")
-runpy.run_path(sys.argv[0], run_name="__main__")"""  # torchvision's script has no option for the seed
+# torchvision's script has no option for the seed
+SEEDED = """import runpy, sys, torch
+torch.manual_seed({seed}); del sys.argv[0]; sys.path.insert(0, "{folder}")
+runpy.run_path(sys.argv[0], run_name="__main__")"""
 LINES = {  # with an evaluation's top-1
     "cl_train": r"^ \* Prec@1 (?P<top1>[\d.]+)",
     "timm": r"Test: \[ *(\d+)/\1\].*Acc@1: +[\d.]+ \( *(?P<top1>[\d.]+)\)",
@@ -76,8 +84,12 @@ LINES = {  # with an evaluation's top-1
 
 @dataclass
 class Settings:
-    timm_train: str | None = setting(None, "train.py in a clone of timm's repository; null = without timm")
-    torchvision_references: str | None = setting(None, "torchvision's references/classification; null = without it")
+    timm_train: str | None = setting(
+        None, "train.py in a clone of timm's repository; null = without timm"
+    )
+    torchvision_references: str | None = setting(
+        None, "torchvision's references/classification; null = without it"
+    )
     data: list[str] = setting(["digits", "sample"], "data sets", choices=("digits", "sample"))
     seeds: int = setting(5, "runs of each program on each data set", minimum=1)
     work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
@@ -86,7 +98,9 @@ class Settings:
 
 
 def write_digits(folder: Path) -> None:
-    """scikit-learn's 1,797 digits, 8 x 8 enlarged to 32 x 32, as folders of PNG files; 360 are for validation."""
+    """scikit-learn's 1,797 digits, 8 x 8 enlarged to 32 x 32, as folders of PNG files; 360 are for
+    validation.
+    """
     import numpy as np
     from PIL import Image
     from sklearn.datasets import load_digits
@@ -94,14 +108,21 @@ def write_digits(folder: Path) -> None:
     digits = load_digits()
     unfinished = folder.with_name(folder.name + ".unfinished")
     for place, index in enumerate(np.random.default_rng(0).permutation(len(digits.target))):
-        path = unfinished / ("val" if place < 360 else "train") / str(digits.target[index]) / f"{index:04d}.png"
+        path = (
+            unfinished
+            / ("val" if place < 360 else "train")
+            / str(digits.target[index])
+            / f"{index:04d}.png"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         grey = Image.fromarray((digits.images[index] * 255 / 16).round().astype(np.uint8))
         grey.resize((32, 32), Image.Resampling.BILINEAR).convert("RGB").save(path)
     unfinished.rename(folder)
 
 
-def run_until_target(accuracy_line: str, command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
+def run_until_target(
+    accuracy_line: str, command: list[str], log: Path, limit_s: float
+) -> dict[str, Any]:
     """Run `command` until an evaluation reaches the target, it ends, or `limit_s` have passed.
 
     `points` are [seconds, top-1] of each evaluation; `exit_code` is null if it was stopped.
@@ -110,8 +131,12 @@ def run_until_target(accuracy_line: str, command: list[str], log: Path, limit_s:
     is_stopped, load, started_at = False, MachineLoad(), time.monotonic()
     process = subprocess.Popen(
         ["timeout", "--signal=KILL", f"{limit_s}", "env", "PYTHONUNBUFFERED=1", *command],
-        cwd=log.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", start_new_session=True,
-    )  # fmt: skip
+        cwd=log.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        errors="replace",
+        start_new_session=True,
+    )
     with process, log.open("w", encoding="utf-8") as file:
         for line in process.stdout or ():
             seconds = round(time.monotonic() - started_at, 3)
@@ -123,7 +148,12 @@ def run_until_target(accuracy_line: str, command: list[str], log: Path, limit_s:
                     os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group exists
     total_s = round(time.monotonic() - started_at, 3)
     exit_code = None if is_stopped or total_s >= limit_s else process.returncode
-    return {"exit_code": exit_code, "points": points, "total_s": total_s, "others_pct": load.others_pct()}
+    return {
+        "exit_code": exit_code,
+        "points": points,
+        "total_s": total_s,
+        "others_pct": load.others_pct(),
+    }
 
 
 def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
@@ -134,11 +164,21 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
     folder.mkdir(parents=True, exist_ok=True)
     run: dict[str, Any] = {"data": data, "program": program, "seed": seed, "epochs": epochs}
-    values = run | {"data": work / data, "size": size, "resize": round(size * 256 / 224), "script": script}
+    values = run | {
+        "data": work / data,
+        "size": size,
+        "resize": round(size * 256 / 224),
+        "script": script,
+    }
     values |= {"out": folder / "out", "third": math.ceil(epochs / 3), "folder": script.parent}
-    command = [sys.executable, *(["-c", SEEDED.format(**values)] if program.startswith("torchvision") else [])]
+    command = [
+        sys.executable,
+        *(["-c", SEEDED.format(**values)] if program.startswith("torchvision") else []),
+    ]
     command += [word.format(**values) for word in PROGRAMS[program][0].split()]
-    run |= run_until_target(LINES[program.partition(",")[0]], command, folder / "run.log", RUN_LIMIT_S[data])
+    run |= run_until_target(
+        LINES[program.partition(",")[0]], command, folder / "run.log", RUN_LIMIT_S[data]
+    )
     shutil.rmtree(folder / "out", ignore_errors=True)  # checkpoints, more than 1 GB per run
     if run["exit_code"] in (0, None) and run["points"]:
         write_json(folder / "run.json", run)
@@ -148,17 +188,29 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """The results after each seed; for each seed and data set the programs take turns, in alternating order."""
+    """The results after each seed; for each seed and data set the programs take turns, in
+    alternating order.
+    """
     work = Path(settings.work).absolute()
     folder = settings.torchvision_references
-    given = {"cl_train": ROOT / "train.py", "timm": settings.timm_train, "torchvision": folder and f"{folder}/train.py"}
+    given = {
+        "cl_train": ROOT / "train.py",
+        "timm": settings.timm_train,
+        "torchvision": folder and f"{folder}/train.py",
+    }
     scripts = {name: Path(path).absolute() for name, path in given.items() if path}
     if missing := [path for path in scripts.values() if not path.exists()]:
-        raise ConfigError([f"{path} does not exist; clone the repository first" for path in missing])
+        raise ConfigError(
+            [f"{path} does not exist; clone the repository first" for path in missing]
+        )
     if not (work / "digits").exists():
         write_digits(work / "digits")
     ensure_sample(work / "sample")
-    programs = {name: scripts[name.partition(",")[0]] for name in PROGRAMS if name.partition(",")[0] in scripts}
+    programs = {
+        name: scripts[name.partition(",")[0]]
+        for name in PROGRAMS
+        if name.partition(",")[0] in scripts
+    }
     head = partial(subprocess.run, ["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     commits = {name: head(cwd=path.parent).stdout.strip() for name, path in scripts.items()}
     runs: list[dict[str, Any]] = []
@@ -168,11 +220,18 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
                 if data in PROGRAMS[name][1]:
                     run = finished_run(data, name, programs[name], seed, work)
                     runs.append(run)
-                    reached, best = f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s", run["points"][-1:]
-                    print(f"{data} seed {seed} {name}: {reached}, {best} {run.get('why', '')}", flush=True)
+                    reached, best = (
+                        f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s",
+                        run["points"][-1:],
+                    )
+                    print(
+                        f"{data} seed {seed} {name}: {reached}, {best} {run.get('why', '')}",
+                        flush=True,
+                    )
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         yield measured(
-            settings, torch.device("cpu"), schema_version=2, target_top1=TARGET, run_limit_s=RUN_LIMIT_S,
+            settings, torch.device("cpu"), schema_version=2, target_top1=TARGET,
+            run_limit_s=RUN_LIMIT_S,
             commits=commits,
             options={name: PROGRAMS[name][0].split() for name in programs},
             summary={data: summarize(found, RUN_LIMIT_S[data]) for data, found in by_data.items()},
@@ -181,12 +240,15 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def seconds_to(run: dict[str, Any]) -> float:
-    """Seconds from the start of the process to the first evaluation that reaches the target; inf if none does."""
+    """Seconds from the start of the process to the first evaluation that reaches the target; inf if
+    none does.
+    """
     return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), math.inf)
 
 
 def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
-    """Per program the median seconds to the target, null if most runs missed it, and `ours_over_theirs`.
+    """Per program the median seconds to the target, null if most runs missed it, and
+    `ours_over_theirs`.
 
     A program without a `median_s` counts with `limit_s`: the ratio is then an upper bound.
     """
@@ -198,7 +260,9 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
         summary[name] = {
             "runs": len(finished),
             "reached": len(reached),
-            "median_s": round(statistics.median(seconds), 3) if 2 * len(reached) > len(seconds) else None,
+            "median_s": (
+                round(statistics.median(seconds), 3) if 2 * len(reached) > len(seconds) else None
+            ),
             "range_s": [min(reached), max(reached)] if reached else None,
             "median_best_top1": statistics.median(
                 max((top1 for _, top1 in run["points"]), default=0.0) for run in finished
@@ -211,7 +275,9 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Accuracy over seconds, a line per run until it reaches the target; a dot is a program's median time to it."""
+    """Accuracy over seconds, a line per run until it reaches the target; a dot is a program's
+    median time to it.
+    """
     from matplotlib.figure import Figure
 
     colours = {"cl_train": "#1a7f37", "timm": "#b35900", "torchvision": "#0969da"}
@@ -219,15 +285,33 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(1, len(result["summary"]), squeeze=False)
     for axis, (data, summary) in zip(axes[0], result["summary"].items(), strict=True):
         for name, row in summary.items():
-            look = {"color": colours[name.partition(",")[0]], "linestyle": ":" if name.endswith(OUR_RECIPE) else "-"}
-            for run in (run for run in result["runs"] if (run["data"], run["program"]) == (data, name)):
+            look = {
+                "color": colours[name.partition(",")[0]],
+                "linestyle": ":" if name.endswith(OUR_RECIPE) else "-",
+            }
+            for run in (
+                run for run in result["runs"] if (run["data"], run["program"]) == (data, name)
+            ):
                 axis.plot(*zip(*run["points"], strict=True), linewidth=1.0, alpha=0.6, **look)
             seconds = row["median_s"]
             when = f"{seconds:.0f} s" if seconds else f"not in {result['run_limit_s'][data]:.0f} s"
-            axis.plot(seconds or math.nan, TARGET, marker="o" if seconds else "", label=f"{name}: {when}", **look)
+            axis.plot(
+                seconds or math.nan,
+                TARGET,
+                marker="o" if seconds else "",
+                label=f"{name}: {when}",
+                **look,
+            )
         axis.axhline(result["target_top1"], color="black", linewidth=0.7, linestyle="--")
-        axis.set(title=f"{data}, {IMAGE_SIZE[data]} px", xlabel="seconds from the start", ylim=(0, 101), xlim=(0, None))
-        axis.legend(title=f"median to {TARGET:g} %", loc="lower right", fontsize=7, title_fontsize=8)
+        axis.set(
+            title=f"{data}, {IMAGE_SIZE[data]} px",
+            xlabel="seconds from the start",
+            ylim=(0, 101),
+            xlim=(0, None),
+        )
+        axis.legend(
+            title=f"median to {TARGET:g} %", loc="lower right", fontsize=7, title_fontsize=8
+        )
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("top-1, %")
     figure.suptitle(f"ResNet-18 on {result['device_name']}, one line per run", fontsize=10)

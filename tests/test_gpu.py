@@ -1,11 +1,14 @@
-"""On a GPU: parity, CUDA graphs, steps that do not wait for the device, exact resume, streams. Skipped without one.
+"""On a GPU: parity, CUDA graphs, steps that do not wait for the device, exact resume, streams.
+Skipped without one.
 
 python -m pytest -m gpu tests/test_gpu.py
 """
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from cl_train.cli import main as cli
 from cl_train.config.schema import FUSED_OPTIMIZERS, Config
 from cl_train.config.validation import load
 from cl_train.data import device as transfer
@@ -20,13 +24,16 @@ from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalis
 from cl_train.data.image_loader import channels_last_collate
 from cl_train.memory_format.layout import classify
 from cl_train.models.sources import build_model
+from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE, RecordingError
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.build import build_train_state, resolve_batch_size
+from cl_train.training.build import build_train_state, resolve_batch_size, step_settings
 from cl_train.training.evaluation import outputs
 from cl_train.training.state import TrainState, collect, restore
 from tests.conftest import Run
+from tests.data.image_folders import data_of
+from tests.networks import small
 from tests.ranks import TINY, launch
 
 pytestmark = [
@@ -36,12 +43,15 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
+DEVICES = ["cuda", "cuda:1"][: torch.cuda.device_count()]
 SINGLE = Dist(0, 1, torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Equal kernels for equal work, so that paths can be compared bit by bit; TF32 is restored afterwards."""
+    """Equal kernels for equal work, so that paths can be compared bit by bit; TF32 is restored
+    afterwards.
+    """
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     with kernel_selection(tf32=False, autotune=False):
@@ -52,14 +62,18 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def settings(**words: object) -> Config:
     data = {"name": "synthetic", "image_size": 64} | dict(words.pop("data", {}))  # type: ignore[call-overload]
-    return load({"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data, **words})
+    return load(
+        {"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data, **words}
+    )
 
 
 def put_together(cfg: Config) -> TrainState:
     torch.manual_seed(0)
     precision = resolve_precision(cfg.precision, SINGLE.device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
-    return build_train_state(cfg, precision, 10, SINGLE, lr=0.0625)
+    for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):  # type: ignore[attr-defined]
+        part.fp32_precision = "tf32" if precision.tf32 else "ieee"
+    settings = step_settings(cfg, precision, SINGLE, soft=False)
+    return build_train_state(cfg, settings, 10, SINGLE, lr=0.0625)
 
 
 def batch_of(state: TrainState, seed: int, images: int = 16) -> Batch:
@@ -79,7 +93,11 @@ def train_steps(state: TrainState, steps: int, first: int = 0) -> list[float]:
 
 def assert_equal_weights(state: TrainState, other: TrainState) -> None:
     theirs = other.model.state_dict()
-    assert [key for key, value in state.model.state_dict().items() if not torch.equal(value, theirs[key])] == []
+    assert [
+        key
+        for key, value in state.model.state_dict().items()
+        if not torch.equal(value, theirs[key])
+    ] == []
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -93,20 +111,33 @@ def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
         batch = batch_of(state, 1)
         if expected is None:
             reference = copy.deepcopy(state.model).cpu().double().train()
-            expected = nn.functional.cross_entropy(reference(batch.images.cpu().double()), batch.targets.cpu()).item()
+            expected = nn.functional.cross_entropy(
+                reference(batch.images.cpu().double()), batch.targets.cpu()
+            ).item()
         tolerance = {"fp32": 1e-4, "tf32": 5e-3}.get(name, 2e-2)
-        assert state.train_step([batch]).loss.item() == pytest.approx(expected, rel=tolerance), words
+        assert state.train_step([batch]).loss.item() == pytest.approx(expected, rel=tolerance), (
+            words
+        )
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) -> None:
-    words = {"precision": name, "optim": {"name": optimizer, "clip_norm": 1.0}, "label_smoothing": 0.1}
-    eager, graphed = put_together(settings(**words)), put_together(settings(**words, cuda_graph=True))
+    words = {
+        "precision": name,
+        "optim": {"name": optimizer, "clip_norm": 1.0},
+        "label_smoothing": 0.1,
+    }
+    eager, graphed = (
+        put_together(settings(**words)),
+        put_together(settings(**words, cuda_graph=True)),
+    )
     for group in eager.parts.optimizer.param_groups:
         group["lr"] = torch.tensor(0.0, device="cuda")
     for step in range(12):
-        assert train_steps(eager, 1, first=step) == train_steps(graphed, 1, first=step), f"step {step}"
+        assert train_steps(eager, 1, first=step) == train_steps(graphed, 1, first=step), (
+            f"step {step}"
+        )
     assert graphed.train_step.call.replay  # type: ignore[attr-defined]
     assert_equal_weights(eager, graphed)
 
@@ -115,7 +146,10 @@ def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
     state = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
     train_steps(state, 6)
     weight = state.model.conv1.weight.detach()  # type: ignore[union-attr]
-    tensors = [weight, *(of_one["momentum_buffer"] for of_one in state.parts.optimizer.state.values())]
+    tensors = [
+        weight,
+        *(of_one["momentum_buffer"] for of_one in state.parts.optimizer.state.values()),
+    ]
     before, batch = [tensor.clone() for tensor in tensors], batch_of(state, 6)
     batch.images[0, 0, 0, 0] = float("inf")
     assert state.train_step([batch]).skipped.item() == 1
@@ -124,10 +158,14 @@ def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
     assert not torch.equal(weight, before[0])
 
 
-@pytest.mark.parametrize("words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}])
+@pytest.mark.parametrize(
+    "words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}]
+)
 def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> None:
     """With every extra that a step can have; copies in, learning rate and average included."""
-    state = put_together(settings(**words, ema_decay=0.9, optim={"clip_norm": 1.0}, accumulate_steps=2))
+    state = put_together(
+        settings(**words, ema_decay=0.9, optim={"clip_norm": 1.0}, accumulate_steps=2)
+    )
     batches = [batch_of(state, seed) for seed in range(4)]
     for _ in range(15):  # warm-up and recording may wait
         state.train_step(batches[:2])
@@ -150,7 +188,13 @@ def test_evaluation_between_replays_changes_nothing() -> None:
     expected = train_steps(plain, 12)
     for step in range(12):
         assert train_steps(disturbed, 1, first=step) == expected[step : step + 1]
-        list(outputs(disturbed.model, [batch_of(disturbed, 100 + step, images=7)], disturbed.parts.precision))
+        list(
+            outputs(
+                disturbed.model,
+                [batch_of(disturbed, 100 + step, images=7)],
+                disturbed.parts.precision,
+            )
+        )
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -173,16 +217,27 @@ def test_channels_last_through_the_whole_network() -> None:
     with torch.autocast("cuda", torch.float16):
         model(images).sum().backward()
     assert "contiguous" not in {classify(output) for output in outputs if output.dim() == 4}
-    assert [n for n, p in model.named_parameters() if p.dim() == 4 and p.grad.stride() != p.stride()] == []
+    assert [
+        n for n, p in model.named_parameters() if p.dim() == 4 and p.grad.stride() != p.stride()
+    ] == []
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu(pin_memory: bool) -> None:
-    samples = [(torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), label, {"id": label}) for label in range(20)]
+    samples = [
+        (torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), label, {"id": label})
+        for label in range(20)
+    ]
     loader = DataLoader(samples, 4, collate_fn=channels_last_collate, pin_memory=pin_memory)  # type: ignore[arg-type]
     for images, *_ in loader:
-        assert images.is_contiguous(memory_format=torch.channels_last) and images.is_pinned() == pin_memory
-    on_cpu, on_gpu = list(DevicePrefetcher(loader, "cpu")), list(DevicePrefetcher(loader, "cuda", ahead=2))
+        assert (
+            images.is_contiguous(memory_format=torch.channels_last)
+            and images.is_pinned() == pin_memory
+        )
+    on_cpu, on_gpu = (
+        list(DevicePrefetcher(loader, "cpu")),
+        list(DevicePrefetcher(loader, "cuda", ahead=2)),
+    )
     assert len(on_gpu) == 5
     for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
         assert gpu[0].is_cuda and gpu[0].is_contiguous(memory_format=torch.channels_last)
@@ -192,11 +247,19 @@ def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu(pin_memory: 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
-    """The loader's memory is overwritten as soon as it may be, and the device is kept busy meanwhile."""
+    """The loader's memory is overwritten as soon as it may be, and the device is kept busy
+    meanwhile.
+    """
     state = put_together(settings(cuda_graph=graph, precision="bf16"))
     generator = torch.Generator().manual_seed(0)
-    pixels = [torch.randint(0, 256, (16, 64, 64, 3), dtype=torch.uint8, generator=generator) for _ in range(24)]
-    slots = [torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory() for _ in range(transfer.COPIES_UNDER_WAY + 1)]
+    pixels = [
+        torch.randint(0, 256, (16, 64, 64, 3), dtype=torch.uint8, generator=generator)
+        for _ in range(24)
+    ]
+    slots = [
+        torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory()
+        for _ in range(transfer.COPIES_UNDER_WAY + 1)
+    ]
     targets = torch.zeros(16, dtype=torch.int64).pin_memory()
 
     def host_batches() -> Iterator[RawBatch]:
@@ -213,7 +276,10 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
         torch.cuda._sleep(2_000_000)
         state.train_step([batch])
         seen.append(batch.images.float().mean())
-    expected = [((numbers.float() / 255 - 0.5) / 0.25).to(torch.bfloat16).float().mean().item() for numbers in pixels]
+    expected = [
+        ((numbers.float() / 255 - 0.5) / 0.25).to(torch.bfloat16).float().mean().item()
+        for numbers in pixels
+    ]
     assert torch.stack(seen).tolist() == pytest.approx(expected, abs=1e-2)
 
 
@@ -226,8 +292,13 @@ def test_batch_size_auto_fits() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", [False, True])
 def test_compiled_agrees_with_eager_and_never_recompiles(graph: bool) -> None:
-    """Two steps are compared: over more, fp16 rounding grows on random labels in any two correct programs."""
-    eager, compiled = put_together(settings()), put_together(settings(compile=True, cuda_graph=graph))
+    """Two steps are compared: over more, fp16 rounding grows on random labels in any two correct
+    programs.
+    """
+    eager, compiled = (
+        put_together(settings()),
+        put_together(settings(compile=True, cuda_graph=graph)),
+    )
     assert train_steps(compiled, 2) == pytest.approx(train_steps(eager, 2), rel=2e-2)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert all(map(math.isfinite, train_steps(compiled, 6, first=2)))
@@ -235,12 +306,24 @@ def test_compiled_agrees_with_eager_and_never_recompiles(graph: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("words", [["ddp_static_graph=true"], ["ddp_static_graph=true", "cuda_graph=true"]])
-def test_static_graph_ddp_trains_like_one_process(image_folder: Path, tmp_path: Path, words: list[str]) -> None:
-    """Also in replays, and the run ends: NCCL would wait for a live graph. Eleven steps precede a recording."""
+@pytest.mark.parametrize(
+    "words", [["ddp_static_graph=true"], ["ddp_static_graph=true", "cuda_graph=true"]]
+)
+def test_static_graph_ddp_trains_like_one_process(
+    image_folder: Path, tmp_path: Path, words: list[str]
+) -> None:
+    """Also in replays, and the run ends: NCCL would wait for a live graph. Eleven steps precede a
+    recording.
+    """
     weights = []
     for ranks in (1, 2):
-        shared = [*TINY, "device=cuda", f"data.root={image_folder}", f"batch_size={32 // ranks}", "epochs=8"]
+        shared = [
+            *TINY,
+            "device=cuda",
+            f"data.root={image_folder}",
+            f"batch_size={32 // ranks}",
+            "epochs=8",
+        ]
         shared += [f"hydra.run.dir={tmp_path / str(ranks)}", *(words if ranks > 1 else ())]
         done = launch(ranks, "train.py", *shared)
         assert done.returncode == 0, done.stderr
@@ -256,9 +339,129 @@ def test_static_graph_ddp_trains_like_one_process(image_folder: Path, tmp_path: 
         pytest.param("compile=true cuda_graph=true", 2, 5e-2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_on_jpegs(train: Callable[..., Run], words: str, steps: int, tolerance: float) -> None:
-    """The whole program: the step before the first epoch must leave nothing that breaks compilation or recording."""
+def test_a_run_on_jpegs(
+    train: Callable[..., Run], words: str, steps: int, tolerance: float
+) -> None:
+    """The whole program: the step before the first epoch must leave nothing that breaks compilation
+    or recording.
+    """
     shared = ("device=cuda", "precision=fp16", "channels_last=true", "epochs=4", "optim.lr=0.1")
     plain, changed = train(*shared), train(*shared, *words.split())
     assert changed.losses[:steps] == pytest.approx(plain.losses[:steps], rel=tolerance)
     assert changed.summary["val"]["images"] == 21 and changed.exit_code == 0
+
+
+# --- the loader's memory --------------------------------------------------------------------------
+
+
+def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    """As the CPU without workers: forks write page-locked slots, copies overlap with them."""
+    words = {"name": "folder", "root": str(image_folder), "image_size": 64, "batch_size": 16}
+    cuda = DeviceFormat(SINGLE.device, torch.float32, torch.channels_last)
+    cpu = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
+    with (
+        closing(data_of(**words)) as plain,
+        closing(data_of(**words, workers=3, prefetch=1, device=SINGLE.device)) as pinned,
+    ):
+        for epoch in range(3):
+            expected, batches = list(plain.train(epoch, cpu)), list(pinned.train(epoch, cuda))
+            for batch, other in zip(batches, expected, strict=True):
+                torch.testing.assert_close(batch.images.cpu(), other.images, rtol=0, atol=1e-5)
+                assert batch.targets.tolist() == other.targets.tolist()
+            assert len(list(pinned.validation(cuda))) == len(list(plain.validation(cpu)))
+        images, targets = pinned.train_loader._slots.batch(0, 64)  # type: ignore[union-attr]
+        assert images.is_pinned() and targets.is_pinned()
+
+
+# --- the program: commands, runs and files as users have them -------------------------------------
+
+RUN = ("device=cuda", "precision=fp16", "channels_last=true", "optim.lr=0.1")
+
+
+def test_forked_workers_fill_pinned_slots(train: Callable[..., Run]) -> None:
+    """Order and augmentation are those of the main process, so the losses are too."""
+    alone, forked = (train(*RUN, f"data.workers={workers}", "epochs=3") for workers in (0, 2))
+    assert forked.losses == pytest.approx(alone.losses, rel=2e-2)
+    assert forked.summary["workers"] == 2 and forked.summary["reserved_memory_gib"] > 0
+
+
+def test_a_run_goes_on_where_it_stopped(train: Callable[..., Run]) -> None:
+    words = (*RUN, "cuda_graph=true", "data.workers=2", "deterministic=true", "epochs=4")
+    whole, part = train(*words), train(*words, "max_steps=7")
+    again = train(*words, f"resume={part.folder}")
+    assert [*part.losses, *again.losses] == pytest.approx(whole.losses, rel=1e-6)
+
+
+def test_a_profile_names_the_kernels(train: Callable[..., Run]) -> None:
+    run = train(*RUN, "profile=true", "epochs=4")
+    assert "conv" in (run.folder / "operators.txt").read_text()
+    assert (run.folder / "trace.json.gz").stat().st_size > 0
+
+
+class Waiting(nn.Module):
+    """A model whose step cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = small(3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network(images)
+        return logits * (1.0 if float(logits.detach().float().mean()) < 1e9 else 0.0)
+
+
+def waiting(num_classes: int) -> nn.Module:
+    return Waiting()
+
+
+def test_a_step_that_cannot_be_recorded(train: Callable[..., Run]) -> None:
+    """It goes on eagerly, or ends with what to do; either way the allocator works afterwards."""
+    words = (*RUN, f"model={__name__}:waiting", "epochs=3")
+    if CAN_GO_ON_AFTER_FAILURE:
+        plain, fallen_back = train(*words), train(*words, "cuda_graph=auto")
+        assert fallen_back.losses == pytest.approx(plain.losses, rel=2e-2)
+        torch.cuda.empty_cache()
+    else:
+        with pytest.raises(RecordingError, match="use cuda_graph=false"):
+            train(*words, "cuda_graph=auto")
+
+
+def test_the_predictions_of_a_run(
+    train: Callable[..., Run], image_folder: Path, tmp_path: Path
+) -> None:
+    run, out = train(*RUN, "epochs=3"), tmp_path / "predictions.csv"
+    words = [f"weights={run.folder}", f"data.root={image_folder / 'val'}", "device=cuda"]
+    assert cli(["predict", *words, f"out={out}"]) == 0
+    assert len(out.read_text().splitlines()) >= 21
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "benchmark model=squeezenet1_1 batch_size=8 precision=fp16 cuda_graph=false,true",
+        "zoo model=squeezenet1_1 batch_size=8 precision=fp16",
+        "audit model=squeezenet1_1 time=true",
+    ],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_commands(words: str, device: str, tmp_path: Path) -> None:
+    command, *settings = words.split()
+    out = tmp_path / ("zoo" if command == "zoo" else "result.json")
+    more = [f"device={device}", "data.image_size=64", "time_limit_s=1", f"out={out}"]
+    assert cli([command, *settings, *more]) == 0
+    text = next(tmp_path.rglob("*.json")).read_text()
+    assert "error" not in json.loads(text).get("rows", [{}])[0]
+    if command == "audit":
+        times = json.loads(text)["times"]
+        assert times["explained_pct"] > 0 and times["utilisation"]["tflop_per_s"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("words", [(), ("cuda_graph=true",)])
+def test_a_run_on_the_second_gpu(train: Callable[..., Run], words: tuple[str, ...]) -> None:
+    shared = (*RUN[1:], "data.workers=2", "epochs=3", *words)
+    first, second = train("device=cuda:0", *shared), train("device=cuda:1", *shared)
+    assert second.losses == pytest.approx(first.losses, rel=2e-2)
+    assert torch.cuda.max_memory_allocated(1) > 0 and torch.cuda.current_device() == 0

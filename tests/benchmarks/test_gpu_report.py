@@ -1,39 +1,87 @@
-"""The GPU report's whole course on a CPU with tiny settings."""
+"""The GPU report: its order and its stops with a Python that does nothing, its whole course on a
+CPU with tiny settings, and what it says of missing packages.
+"""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks import preflight
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/gpu_report.sh"
+DECISIVE = ["channels_last", "contiguous", "eager"]
 
 
 def report(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
-    return subprocess.run(["bash", str(SCRIPT), *words], capture_output=True, text=True, env=variables)
+    return subprocess.run(
+        ["bash", str(SCRIPT), *words], capture_output=True, text=True, env=variables
+    )
+
+
+def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    return dict(line.partition("] ")[2].split(": ", 1) for line in lines)  # type: ignore[misc]
 
 
 @pytest.mark.slow
 def test_a_dry_run_completes_every_command(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    done = report("dry_run=true", f"out={out}", PATH=os.environ["PATH"])
+    started_at = time.monotonic()
+    done = report("dry_run=true", "time_limit_s=500", f"out={out}", PATH=os.environ["PATH"])
     text = (out / "report.md").read_text()
-    assert done.returncode == 0, text
-    assert done.stdout.count("done in") == text.count("\ndone in") == text.count("## ") >= 8
-    assert len(json.loads((out / "resnet50.json").read_text())["results"]) == 1
-    for run in ("fixed_batch", "jpegs"):
-        assert json.loads((out / run / "summary.json").read_text())["status"] == "completed"
-        assert "convolution" in (out / run / "operators.txt").read_text()
+    assert done.returncode == 0 and time.monotonic() - started_at < 500, text
+    assert done.stdout.count("done in") == text.count("\ndone in") == text.count("## ") >= 15
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("## ")][:3] == DECISIVE
+    for name in ("eager", "graph", "compiled", "bf16", "all_algorithms"):
+        assert len(json.loads((out / f"{name}.json").read_text())["results"]) == 1, name
+    for run, layout in (("channels_last", "channels_last"), ("contiguous", "contiguous")):
+        summary = json.loads((out / run / "summary.json").read_text())
+        assert (summary["status"], summary["memory_format"]) == ("completed", layout)
+    assert "convolution" in (out / "jpegs" / "operators.txt").read_text()
 
 
-@pytest.mark.slow
-def test_commands_without_time_are_left_out_and_named(tmp_path: Path) -> None:
-    done = report("dry_run=true", "time_limit_s=1", f"out={tmp_path / 'report'}")
-    assert done.returncode == 1
-    assert "resnet50: left out" in done.stdout and "done" not in done.stdout
+@pytest.fixture
+def idle(tmp_path: Path) -> str:
+    """A Python that does nothing, but for `eager`, which fails."""
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\ncase "$*" in *eager.json*) exit 3 ;; esac\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_it_ends_in_time_and_goes_on_where_it_stopped(tmp_path: Path, idle: str) -> None:
+    out = f"out={tmp_path / 'report'}"
+    started_at = time.monotonic()
+    first = report("dry_run=true", "time_limit_s=62", out, PYTHON=idle)
+    assert time.monotonic() - started_at < 62 and first.returncode == 1
+    told = outcomes(first)
+    assert list(told)[:4] == [*DECISIVE, "tests"]
+    assert told["channels_last"].startswith("done in")
+    assert told["eager"] == "failed with exit code 3"
+    assert told["best"].startswith("left out"), "it may take 200 s"
+    second = report("dry_run=true", "time_limit_s=540", out, PYTHON=idle)
+    again = outcomes(second)
+    assert again["best"].startswith("done in") and again["eager"].startswith("failed with")
+    assert "channels_last" not in again and second.returncode == 1
+    (tmp_path / "report/eager.failed").unlink()
+    text = (tmp_path / "report/report.md").read_text()
+    assert text.count("## channels_last\n") == text.count("## best\n") == 1
+    third = outcomes(report("dry_run=true", out, PYTHON=idle))
+    assert list(third) == ["eager"]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
+    assert preflight.problem_of("numpy>=2") is None
+    assert preflight.problem_of("simplejpg>=1") == "simplejpg>=1 is not installed"
+    assert "is too old: numpy>=999" in str(preflight.problem_of("numpy>=999,<1000"))
+    monkeypatch.setitem(sys.modules, "hydra", None)  # type: ignore[arg-type]
+    assert "cannot be imported" in str(preflight.problem_of("hydra-core>=1.3"))
 
 
 NO_GPU = pytest.param([], marks=pytest.mark.slow)  # imports torch

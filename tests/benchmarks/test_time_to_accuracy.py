@@ -9,31 +9,50 @@ import pytest
 from PIL import Image
 
 from benchmarks import time_to_accuracy
-from benchmarks.time_to_accuracy import LINES, PROGRAMS, finished_run, run_until_target, summarize, write_digits
+from benchmarks.time_to_accuracy import (
+    LINES,
+    PROGRAMS,
+    finished_run,
+    run_until_target,
+    summarize,
+    write_digits,
+)
 
 LOGS = {
     "cl_train": " * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images",
-    "timm": """Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)
-Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 53.889)""",
+    "timm": (
+        """Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)
+Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 53.889)"""
+    ),
     "torchvision": "Test:  Acc@1 53.889 Acc@5 96.944",
 }
 
 
-def run_that_prints(text: str, program: str, folder: Path, limit_s: float, sleep_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-c", f"import time; print({text!r}, flush=True); time.sleep({sleep_s})"]
+def run_that_prints(
+    text: str, program: str, folder: Path, limit_s: float, sleep_s: float
+) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-c",
+        f"import time; print({text!r}, flush=True); time.sleep({sleep_s})",
+    ]
     return run_until_target(LINES[program], command, folder / "log", limit_s)
 
 
 @pytest.mark.parametrize("program", LINES)
 def test_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
-    run = run_that_prints(f"starting\n{LOGS[program]}\nend", program, tmp_path, limit_s=120, sleep_s=0)
+    run = run_that_prints(
+        f"starting\n{LOGS[program]}\nend", program, tmp_path, limit_s=120, sleep_s=0
+    )
     assert run["exit_code"] == 0 and 0 < run["points"][0][0] <= run["total_s"]
     assert [top1 for _, top1 in run["points"]] == [53.889]
     assert (tmp_path / "log").read_text().count("\n") == LOGS[program].count("\n") + 3
 
 
 @pytest.mark.parametrize(("reached", "limit_s"), [([90.0, 95.0, 96.0], 300), ([], 0.5)])
-def test_a_run_ends_at_the_target_or_at_its_limit(reached: list[float], limit_s: float, tmp_path: Path) -> None:
+def test_a_run_ends_at_the_target_or_at_its_limit(
+    reached: list[float], limit_s: float, tmp_path: Path
+) -> None:
     lines = "\n".join(f"Test:  Acc@1 {top1} Acc@5 99" for top1 in reached)
     run = run_that_prints(lines, "torchvision", tmp_path, limit_s, sleep_s=600)
     assert [top1 for _, top1 in run["points"]][:2] == reached[:2]
@@ -49,7 +68,10 @@ def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
     runs = [{"program": name, "points": of_run} for name in points for of_run in points[name]]
     found = summarize(runs, limit_s=50.0)
     assert [found[name]["median_s"] for name in LINES] == [8.0, 20.0, None]
-    assert [found[name]["reached"] for name in LINES] == [3, 2, 1] and found["timm"]["range_s"] == [16.0, 20.0]
+    assert [found[name]["reached"] for name in LINES] == [3, 2, 1] and found["timm"]["range_s"] == [
+        16.0,
+        20.0,
+    ]
     assert [found[name]["median_best_top1"] for name in LINES] == [96.0, 95.0, 94.0]
     assert [found[name]["ours_over_theirs"] for name in LINES] == [1.0, 0.4, 0.16]
 
@@ -60,16 +82,24 @@ def test_every_placeholder_of_a_command_is_filled_and_a_finished_run_is_kept(
 ) -> None:
     started = Mock(return_value={"exit_code": None, "points": [[8.0, 95.0]]})
     monkeypatch.setattr(time_to_accuracy, "run_until_target", started)
-    first, again = (finished_run("digits", program, Path("S/train.py"), 3, tmp_path) for _ in range(2))
+    first, again = (
+        finished_run("digits", program, Path("S/train.py"), 3, tmp_path) for _ in range(2)
+    )
     (call,) = started.call_args_list
-    assert first == again and not any("{" in word for word in call.args[1]) and "S/train.py" in call.args[1]
+    assert (
+        first == again
+        and not any("{" in word for word in call.args[1])
+        and "S/train.py" in call.args[1]
+    )
 
 
 @pytest.mark.slow
 def test_digits_are_folders_of_classes(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     write_digits(tmp_path / "digits")
-    files = {split: sorted((tmp_path / "digits" / split).glob("*/*.png")) for split in ("train", "val")}
+    files = {
+        split: sorted((tmp_path / "digits" / split).glob("*/*.png")) for split in ("train", "val")
+    }
     assert {split: len(found) for split, found in files.items()} == {"train": 1437, "val": 360}
     with Image.open(files["val"][0]) as image:
         assert image.size == (32, 32)

@@ -1,7 +1,7 @@
 """Fake CUDA for tests: tensors without data on cuda:0, streams, events and graphs without a device.
 
-Streams and events keep torch's own race detector informed (`torch.cuda._sanitizer`, vector clocks in Python), and the
-allocator's rule for `record_stream` is checked when memory is freed.
+Streams and events keep torch's own race detector informed (`torch.cuda._sanitizer`, vector clocks
+in Python), and the allocator's rule for `record_stream` is checked when memory is freed.
 """
 
 import itertools
@@ -27,22 +27,37 @@ CUDA = torch.device("cuda", 0)
 
 @cache
 def kernels_without_meta() -> torch.library.Library:
-    """torch 2.15 cannot run these on tensors without data; they update in place and return nothing that is used."""
+    """torch 2.15 cannot run these on tensors without data; they update in place and return nothing
+    that is used.
+    """
     library = torch.library.Library("aten", "IMPL")
-    for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr"):
+    for name in (
+        "_fused_sgd_",
+        "_fused_sgd_.tensor_lr",
+        "_fused_adamw_",
+        "_fused_adamw_.tensor_lr",
+    ):
         with suppress(RuntimeError):  # a later torch has it
             library.impl(name, lambda *arguments, **words: None, "Meta")
     library.impl("_amp_update_scale_", lambda scale, *arguments, **words: scale, "Meta")
     return library
 
 
-def replace_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """As `nn.Module._apply`, which swaps the content of tensors: torch refuses that for tensors without data."""
-    for tensors in [tensors for part in module.modules() for tensors in (part._parameters, part._buffers)]:
+def replace_tensors(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> Any:
+    """As `nn.Module._apply`, which swaps the content of tensors: torch refuses that for tensors
+    without data.
+    """
+    for tensors in [
+        tensors for part in module.modules() for tensors in (part._parameters, part._buffers)
+    ]:
         for name, old in tensors.items():
             if old is not None:
                 new = function(old.detach())
-                tensors[name] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                tensors[name] = (
+                    nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                )
     return module
 
 
@@ -61,11 +76,18 @@ class Device:
 
     def __init__(self) -> None:
         self.handler, self.errors = EventHandler(), set[str]()
-        self.stream_ids, self.event_ids = itertools.count(), itertools.count(10**6)  # the default stream has 0
+        self.stream_ids, self.event_ids = (
+            itertools.count(),
+            itertools.count(10**6),
+        )  # the default stream has 0
         self.streams = [Stream(self)]  # the last is current
         self.blocks: dict[int, dict[str, Any]] = {}
         self.capturing: Graph | None = None
-        self.copied: dict[int, tuple[int, int]] = {}  # host memory: the stream and number of the last copy from it
+        self.captures: list[tuple[Any, ...]] = []  # the pool, stream and mode of each
+        self.synchronized = 0  # how often the host waited for the whole device
+        self.copied: dict[
+            int, tuple[int, int]
+        ] = {}  # host memory: the stream and number of the last copy from it
 
     @property
     def current(self) -> "Stream":
@@ -73,26 +95,32 @@ class Device:
 
     @contextmanager
     def use(self, stream: "Stream") -> Iterator["Stream"]:
+        depth = len(self.streams)
         self.streams.append(stream)
         try:
             yield stream
         finally:
-            self.streams.pop()
+            del self.streams[depth:]
 
     def record_stream(self, tensor: torch.Tensor, stream: "Stream") -> None:
         self.blocks[tensor.untyped_storage()._cdata]["recorded"].add(stream.cuda_stream)
 
     def synchronize(self, device: object = None) -> None:
+        self.synchronized += 1
         self.handler._handle_device_synchronization()
 
     @contextmanager
-    def capture(self, graph: "Graph", pool: object, stream: "Stream", **words: object) -> Iterator[None]:
+    def capture(
+        self, graph: "Graph", pool: object, stream: "Stream", capture_error_mode: str
+    ) -> Iterator[None]:
         """The kernels of the block do not run; `graph.replay` runs them on the current stream."""
         self.synchronize()
+        self.captures.append((pool, stream, capture_error_mode))
         self.capturing = graph
+        self.streams.append(stream)
         try:
-            with self.use(stream):
-                yield
+            yield
+            self.streams.pop()  # not after an error, as before torch 2.15
         finally:
             self.capturing = None
 
@@ -102,14 +130,22 @@ class Device:
             self.capturing.kernels.append(partial(self.launch, name, read, written))
             return
         stream = self.current.cuda_stream
-        reads, writes = ({self.touch(tensor, name) for tensor in tensors} for tensors in (read, written))
+        reads, writes = (
+            {self.touch(tensor, name) for tensor in tensors} for tensors in (read, written)
+        )
         names = {key: [name] for key in reads | writes}
-        for error in self.handler._handle_kernel_launch(stream, reads - writes, writes, set(), name, names):
+        for error in self.handler._handle_kernel_launch(
+            stream, reads - writes, writes, set(), name, names
+        ):
             now, before = error.current_access, error.previous_access
-            self.errors.add(f"race: {now.operator} on stream {now.stream}, {before.operator} on {before.stream}")
+            self.errors.add(
+                f"race: {now.operator} on stream {now.stream}, {before.operator} on {before.stream}"
+            )
 
     def touch(self, tensor: torch.Tensor, operator: str) -> int:
-        """Note the use of a tensor's memory on the current stream; its key for the race detector."""
+        """Note the use of a tensor's memory on the current stream; its key for the race
+        detector.
+        """
         storage, stream = tensor.untyped_storage(), self.current.cuda_stream
         key = int(storage._cdata)
         if key not in self.blocks:
@@ -125,12 +161,19 @@ class Device:
             self.errors.add("host memory was released while it is copied")
 
     def free(self, key: int) -> None:
-        """The allocator reuses memory on the stream that allocated it as soon as no tensor refers to it."""
+        """The allocator reuses memory on the stream that allocated it as soon as no tensor refers
+        to it.
+        """
         block = self.blocks.pop(key)
         for stream, number in block["used"].items():
             is_safe = stream == block["home"] or stream in block["recorded"]
-            if not is_safe and not self.handler.syncs.is_ordered_after(block["home"], number, stream):
-                self.errors.add(f"freed without record_stream: made by {block['operator']}, used on stream {stream}")
+            if not is_safe and not self.handler.syncs.is_ordered_after(
+                block["home"], number, stream
+            ):
+                self.errors.add(
+                    f"freed without record_stream: made by {block['operator']}, used on stream"
+                    f" {stream}"
+                )
         if key in self.handler.tensors_accessed.accesses:
             self.handler.tensors_accessed.delete_tensor(key)
 
@@ -138,6 +181,7 @@ class Device:
 class Stream:
     def __init__(self, device: Device) -> None:
         self.device, self.cuda_stream = device, next(device.stream_ids)
+        self.device_index = CUDA.index
         device.handler._handle_stream_creation(self.cuda_stream)
 
     def wait_event(self, event: "Event") -> None:
@@ -160,7 +204,9 @@ class Event:
         device.handler._handle_event_creation(self.id)
 
     def record(self, stream: Stream | None = None) -> None:
-        self.device.handler._handle_event_record(self.id, (stream or self.device.current).cuda_stream)
+        self.device.handler._handle_event_record(
+            self.id, (stream or self.device.current).cuda_stream
+        )
 
     def query(self) -> bool:
         return self.is_done
@@ -177,11 +223,16 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.device = device
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), words: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), words: Any = None
+    ) -> Any:
         words = words or {}
         result = function(*arguments, **words)
         schema, name = function._schema, str(function)
-        if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
+        if any(
+            argument.alias_info is not None and not argument.alias_info.is_write
+            for argument in schema.arguments
+        ):
             return result  # a view
         read, written = [], list(tree_leaves(result))
         for argument, value in zip_arguments(schema, arguments, words):
@@ -190,8 +241,14 @@ class _Watch(TorchDispatchMode):
         for source in read if name.startswith(("aten._to_copy", "aten.copy_")) else ():
             if isinstance(source, torch.Tensor) and source.device.type == "cpu":
                 stream, number = self.device.current.cuda_stream, self.device.handler.seq_num + 1
-                self.device.copied[source.untyped_storage()._cdata] = (stream, number)
-        on_device = [[x for x in tensors if isinstance(x, torch.Tensor) and x.is_cuda] for tensors in (read, written)]
+                storage = source.untyped_storage()
+                self.device.copied[storage._cdata] = (stream, number)
+                # Memory that is freed may be another tensor's next.
+                weakref.finalize(storage, self.device.copied.pop, storage._cdata, None)
+        on_device = [
+            [x for x in tensors if isinstance(x, torch.Tensor) and x.is_cuda]
+            for tensors in (read, written)
+        ]
         self.device.launch(name, *on_device)
         return result
 
@@ -211,7 +268,7 @@ class Graph:
             kernel()
 
     def pool(self) -> tuple[int, int]:
-        return (0, 1)
+        return (id(self), 0)
 
     def reset(self) -> None:
         self.kernels.clear()
@@ -219,7 +276,9 @@ class Graph:
 
 
 def select_conv_backend(input: torch.Tensor, weight: torch.Tensor, *more: Any, **words: Any) -> Any:
-    """torch asks the GPU, which is not there, whether cuDNN takes bf16: as for fp16 since Ampere."""
+    """torch asks the GPU, which is not there, whether cuDNN takes bf16: as for fp16 since
+    Ampere.
+    """
     if input.dtype == torch.bfloat16:
         input, weight = input.half(), weight.half()
     return _select_conv_backend(input, weight, *more, **words)
@@ -230,7 +289,9 @@ _select_conv_backend = torch._C._select_conv_backend
 
 @contextmanager
 def fake_cuda(*, watched: bool = True) -> Iterator[Device]:
-    """CUDA calls go to a `Device`, and with `watched` kernels too; tensors on cuda:0 have no data."""
+    """CUDA calls go to a `Device`, and with `watched` kernels too; tensors on cuda:0 have no
+    data.
+    """
     device = Device()
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "Stream", lambda *arguments: Stream(device)),
@@ -243,12 +304,23 @@ def fake_cuda(*, watched: bool = True) -> Iterator[Device]:
         (torch.cuda, "is_bf16_supported", lambda *arguments, **words: True),
         (torch._C, "_select_conv_backend", select_conv_backend),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        (torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
-        (data_device, "_side_stream", cache(data_device._side_stream.__wrapped__)),  # none of another device
+        (
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, stream: device.record_stream(tensor, stream),
+        ),
+        (
+            data_device,
+            "_side_stream",
+            cache(data_device._side_stream.__wrapped__),
+        ),  # none of another device
         (cuda_graph, "_stream", cache(cuda_graph._stream.__wrapped__)),
     ]
     with pytest.MonkeyPatch.context() as patch, without_data():
         for owner, name, value in patches:
             patch.setattr(owner, name, value)
-        with _Watch(device) if watched else nullcontext(), torch.autograd.set_multithreading_enabled(False):
+        with (
+            _Watch(device) if watched else nullcontext(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             yield device

@@ -1,4 +1,6 @@
-"""Log lines and speeds as on a GPU, which works behind the host: read one window late, whatever ends the run."""
+"""Log lines and speeds as on a GPU, which works behind the host: read one window late, whatever
+ends the run.
+"""
 
 import signal
 from collections import deque
@@ -17,7 +19,12 @@ from tests import networks
 from tests.conftest import Run
 from tests.faults import tiny
 
-SHARED = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]  # two epochs of twelve steps
+SHARED = [
+    "data.image_size=16",
+    "batch_size=8",
+    "log_to=[]",
+    "log_every=5",
+]  # two epochs of twelve steps
 
 
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,21 +40,30 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(["max_steps=7"], marks=pytest.mark.slow),
     ],
 )
-def test_the_records_are_the_same(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+def test_the_records_are_the_same(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
     at_once = train(*SHARED, *words)
     read_late(monkeypatch)
     late = train(*SHARED, *words)
-    assert (tiny.records(late.folder), late.exit_code) == (tiny.records(at_once.folder), at_once.exit_code)
+    assert (tiny.records(late.folder), late.exit_code) == (
+        tiny.records(at_once.folder),
+        at_once.exit_code,
+    )
     steps = [record["step"] for record in late.records("train")]
     assert steps == sorted(set(steps)), "one record per window, in order"
 
 
 @pytest.mark.slow
-def test_a_resumed_run_logs_the_same_lines(train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_logs_the_same_lines(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A signal at a log line, between two of them, and at the end of an epoch."""
 
     def train_until(step: int, **more: Any) -> Run:
-        network = partial(networks.signalling, signum=signal.SIGTERM, in_training=True, at_call=step)
+        network = partial(
+            networks.signalling, signum=signal.SIGTERM, in_training=True, at_call=step
+        )
         monkeypatch.setattr(networks, "terminated_in_training", network)
         return train(*SHARED, "model=tests.networks:terminated_in_training", "resume=auto", **more)
 
@@ -56,7 +72,9 @@ def test_a_resumed_run_logs_the_same_lines(train: Callable[..., Run], monkeypatc
     for stop_at in (5, 7, 12):
         part = train_until(stop_at)
         assert part.exit_code == 143 and part.summary["steps"] == stop_at
-        assert tiny.records(train_until(1000, folder=part.folder).folder) == tiny.records(whole.folder)
+        assert tiny.records(train_until(1000, folder=part.folder).folder) == tiny.records(
+            whole.folder
+        )
 
 
 def test_a_fault_is_named_with_its_step_and_the_lines_before_it_are_there(
@@ -69,7 +87,27 @@ def test_a_fault_is_named_with_its_step_and_the_lines_before_it_are_there(
     assert Run(tmp_path, 1).summary["status"] == "failed"
 
 
-# --- the meter against a made-up device, with loaders faster and slower than it ---------------------------------------
+def test_the_sums_are_read_after_their_copy(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the host has waited for the mark after it, the pinned memory holds something else."""
+    at_once = train(*SHARED)
+    read_late(monkeypatch)
+    log_submitted = active_run.ActiveRun.log_submitted
+
+    def arrive_late(run: Any) -> None:
+        if run.submitted is not None:
+            _, _, totals, copied, _ = run.submitted
+            sums = totals.clone()
+            totals.fill_(float("nan"))
+            run.meter.clock.wait = lambda mark: totals.copy_(sums) if mark is copied else None
+        log_submitted(run)
+
+    monkeypatch.setattr(active_run.ActiveRun, "log_submitted", arrive_late)
+    assert train(*SHARED).losses == at_once.losses
+
+
+# --- the meter against a made-up device, with loaders faster and slower than it -------------------
 
 STEP_S = 0.060  # of the device
 HOST_S = 0.004  # to submit a step
@@ -109,7 +147,9 @@ class Machine(DeviceClock):
 
 
 def measure(loader_s: float) -> tuple[Machine, float, float]:
-    """The largest errors of `Data %` in points and of images/s in percent, after the first windows."""
+    """The largest errors of `Data %` in points and of images/s in percent, after the first
+    windows.
+    """
     machine = Machine(loader_s)
     meter = ThroughputMeter(0, machine, lambda: machine.now)
     meter.start(224)

@@ -1,4 +1,6 @@
-"""Every message of torch that means "out of memory", wherever it may appear: the fallback, and the memory released."""
+"""Every message of torch that means "out of memory", wherever it may appear: the fallback, and the
+memory released.
+"""
 
 import gc
 import weakref
@@ -9,33 +11,42 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.comparison import paired
-from cl_train.comparison.paired import Workload
-from cl_train.config.schema import Config, DataConfig
 from cl_train.data.device import DeviceFormat
-from cl_train.memory_format.crashes import OutOfMemory
+from cl_train.measure import paired
+from cl_train.measure.timed_step import Workload
+from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
 from cl_train.system.machine import is_out_of_memory
 from cl_train.training.build import BatchSpeed, search, try_model
-from cl_train.training.records import describe_failure
+from cl_train.training.console import describe_failure
 from cl_train.training.state import TrainingFault
 from tests import networks
 from tests.conftest import Run
 from tests.networks import small
 
 CPU = torch.device("cpu")
-WORKLOAD = Workload(4, (3, 16, 16), resolve_precision("fp32", CPU), CPU)
-FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB of which 5 MiB is free"
+SETTINGS = StepSettings(resolve_precision("fp32", CPU))
+WORKLOAD = Workload(4, (3, 16, 16), SETTINGS, CPU)
+FULL = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB of"
+    " which 5 MiB is free"
+)
 ERRORS: list[BaseException] = [
-    torch.OutOfMemoryError(f"{FULL}. Process 7 has 78 GiB memory in use. Of the allocated memory 77 GiB is allocated"),
-    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call"),
+    torch.OutOfMemoryError(
+        f"{FULL}. Process 7 has 78 GiB memory in use. Of the allocated memory 77 GiB is allocated"
+    ),
+    torch.AcceleratorError(
+        "CUDA error: out of memory\nCUDA kernel errors might be reported at another call"
+    ),
     MemoryError(),
     RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("FIND was unable to find an engine to execute this computation"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 99 bytes"
+    ),
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
 ]
 OTHERS: list[BaseException] = [
@@ -66,7 +77,10 @@ class Limited(nn.Module):  # the places below share the check: one error is enou
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         activations = images * 2
         self.held.append(weakref.ref(activations))
-        if len(images) > self.most and self.when in ("both", "training" if self.training else "evaluation"):
+        if len(images) > self.most and self.when in (
+            "both",
+            "training" if self.training else "evaluation",
+        ):
             raise torch.OutOfMemoryError(FULL)
         return torch.as_tensor(self.network(activations))
 
@@ -84,19 +98,20 @@ def test_a_comparison_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_trial_step_names_the_batch() -> None:
-    model, cfg = Limited(), Config(data=DataConfig(image_size=16))
-    with pytest.raises(TrainingFault, match=r"batch_size=2: out of memory.*batch_size=auto") as caught:
+    model = Limited()
+    with pytest.raises(
+        TrainingFault, match=r"batch_size=2: out of memory.*batch_size=auto"
+    ) as caught:
         form = DeviceFormat(CPU, torch.float32, torch.channels_last)
-        try_model.__wrapped__(cfg, model, resolve_precision("fp32", CPU), 3, form)
+        try_model(model, SETTINGS, form, (2, 3, 16, 16), 3)
     del caught
     assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(FULL), OutOfMemory("the process was killed by SIGKILL")])
-def test_auto_batch_size_stays_below(error: Exception) -> None:
+def test_auto_batch_size_stays_below() -> None:
     def measure(size: int) -> BatchSpeed:
         if size > 16:
-            raise error
+            raise torch.OutOfMemoryError(FULL)
         return BatchSpeed(size, 100.0 * size, 0.1 * size)
 
     _, found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
