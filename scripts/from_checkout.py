@@ -1,4 +1,6 @@
-"""Runs a command of the package in this checkout: `python scripts/audit.py ...` is `cl-train audit ...`."""
+"""Runs a command of the package in this checkout: `python scripts/audit.py ...` is `cl-train audit
+...`.
+"""
 
 import sys
 from pathlib import Path
