@@ -1,6 +1,8 @@
-"""What the tests share: tiny images on disk, the real configuration shrunk, and runs of the real loop.
+"""What the tests share: tiny images on disk, the real configuration shrunk, and runs of the real
+loop.
 
-torch is imported where it is used: the process of pytest-xdist that distributes the tests needs none.
+torch is imported where it is used: the process of pytest-xdist that distributes the tests needs
+none.
 """
 
 import gc
@@ -18,20 +20,27 @@ from PIL import Image
 from cl_train.config.schema import PRECISIONS, Config
 from tests.faults.forkserver import kill_left
 
-# Tests compute little: threads that wait for each other would cost more than they give, above all on a busy machine.
+# Tests compute little: threads that wait for each other would cost more than they give, above all
+# on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes, each of which imports torch
+if not Path("/dev/nvidia0").exists():  # kernels for a GPU take much longer to compile
+    # No pool of processes, each of which imports torch.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("auto", "tf32")]  # tf32 is fp32 on a CPU
+CPU_PRECISIONS = [
+    name for name in PRECISIONS if name not in ("auto", "tf32")
+]  # tf32 is fp32 on a CPU
 SHRUNK = (
-    "data=folder data.image_size=32 data.workers=0 model=tests.networks:small device=cpu precision=fp32 epochs=2 "
-    "batch_size=32 log_every=1 warmup_steps=1 optim.lr=0.4"
+    "data=folder data.image_size=32 data.workers=0 model=tests.networks:small device=cpu"
+    " precision=fp32 epochs=2 batch_size=32 log_every=1 warmup_steps=1 optim.lr=0.4"
 )
 CLASS_COLOURS = {"blue": (30, 40, 220), "green": (20, 200, 60), "red": (220, 30, 40)}
 
 
 def write_images(folder: Path, counts: dict[str, int], size: tuple[int, int] = (48, 40)) -> None:
-    """JPEGs of noise around a colour per class, in ImageNet's layout: a network of one layer tells them apart."""
+    """JPEGs of noise around a colour per class, in ImageNet's layout: a network of one layer tells
+    them apart.
+    """
     random = np.random.default_rng(0)
     for split, count in counts.items():
         for name, colour in CLASS_COLOURS.items():
@@ -68,14 +77,18 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """XDG_CACHE_HOME in which the sample data is generated once: the processes of pytest-xdist share it."""
+    """XDG_CACHE_HOME in which the sample data is generated once: the processes of pytest-xdist
+    share it.
+    """
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
 
 
 @pytest.fixture
 def tiny(image_folder: Path) -> Callable[..., Config]:
-    """The real configuration, shrunk: a small network on small images, two epochs of three steps."""
+    """The real configuration, shrunk: a small network on small images, two epochs of three
+    steps.
+    """
     from cl_train.config.command_line import check_command_line
 
     def compose(*overrides: str) -> Config:
@@ -125,17 +138,20 @@ class Run:
 @pytest.fixture
 def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`channels_last=auto` measures two rounds, and knows no earlier choice."""
-    from cl_train.comparison import paired
+    from cl_train.measure import auto
 
-    measure, mixed = paired.benchmark_layouts, paired._mixed_layout
-    monkeypatch.setattr(paired, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0}))
-    monkeypatch.setattr(paired, "_mixed_layout", lambda model, workload, _: mixed(model, workload, 0.1))
+    measure = auto.benchmark_layouts
+    monkeypatch.setattr(
+        auto, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0})
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.compile` traces and differentiates as always, and runs the graphs without compiling C++ for a minute."""
+    """`torch.compile` traces and differentiates as always, and runs the graphs without compiling
+    C++ for a minute.
+    """
     import torch
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -143,7 +159,9 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def same_switches() -> Any:
-    """One thread; a run may change torch's process-wide switches, the next test starts from the same ones."""
+    """One thread; a run may change torch's process-wide switches, the next test starts from the
+    same ones.
+    """
     import torch
 
     torch.set_num_threads(1)

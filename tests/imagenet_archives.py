@@ -1,4 +1,6 @@
-"""A small ImageNet in the layout of the official archives, and archives that no one should unpack."""
+"""A small ImageNet in the layout of the official archives, and archives that no one should
+unpack.
+"""
 
 import gzip
 import io
@@ -33,7 +35,9 @@ def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def class_tar(wnid: str, images: int, first_seed: int = 0, prefix: str = "") -> bytes:
-    return tar_of((f"{prefix}{wnid}_{number}.JPEG", jpeg(first_seed + number)) for number in range(images))
+    return tar_of(
+        (f"{prefix}{wnid}_{number}.JPEG", jpeg(first_seed + number)) for number in range(images)
+    )
 
 
 def val_wnid(number: int, wnids: tuple[str, ...] = WNIDS) -> str:
@@ -41,11 +45,15 @@ def val_wnid(number: int, wnids: tuple[str, ...] = WNIDS) -> str:
 
 
 def devkit(val_images: int, wnids: tuple[str, ...] = WNIDS) -> bytes:
-    """With ILSVRC2012_IDs as in the official ground truth; classes that ImageNet lacks are written as they are."""
+    """With ILSVRC2012_IDs as in the official ground truth; classes that ImageNet lacks are written
+    as they are.
+    """
     labels = [val_wnid(number, wnids) for number in range(1, val_images + 1)]
     truth = "".join(f"{SYNSETS.index(wnid) + 1 if wnid in SYNSETS else wnid}\n" for wnid in labels)
     path = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
-    return gzip.compress(tar_of([("ILSVRC2012_devkit_t12/readme.txt", b"hello"), (path, truth.encode())]))
+    return gzip.compress(
+        tar_of([("ILSVRC2012_devkit_t12/readme.txt", b"hello"), (path, truth.encode())])
+    )
 
 
 def make_archives(
@@ -53,8 +61,14 @@ def make_archives(
 ) -> dict[str, Path]:
     """The three official archives, shrunk; `unpack(out, **make_archives(folder))`."""
     folder.mkdir(parents=True, exist_ok=True)
-    classes = [(f"{wnid}.tar", class_tar(wnid, per_class, 1000 * place)) for place, wnid in enumerate(wnids)]
-    images = [(f"ILSVRC2012_val_{number:08d}.JPEG", jpeg(-number % 9999)) for number in range(1, val_images + 1)]
+    classes = [
+        (f"{wnid}.tar", class_tar(wnid, per_class, 1000 * place))
+        for place, wnid in enumerate(wnids)
+    ]
+    images = [
+        (f"ILSVRC2012_val_{number:08d}.JPEG", jpeg(-number % 9999))
+        for number in range(1, val_images + 1)
+    ]
     contents = {
         "train": ("ILSVRC2012_img_train.tar", tar_of(classes)),
         "val": ("ILSVRC2012_img_val.tar", tar_of(images)),
@@ -65,7 +79,7 @@ def make_archives(
     return {key: folder / name for key, (name, _) in contents.items()}
 
 
-# --- hostile train archives -------------------------------------------------------------------------------------------
+# --- hostile train archives -----------------------------------------------------------------------
 
 
 def _outer(class_archive: bytes) -> bytes:
@@ -73,7 +87,9 @@ def _outer(class_archive: bytes) -> bytes:
 
 
 def _inner(*members: tuple[str, bytes] | tuple[str, bytes, bytes, str]) -> bytes:
-    """A train archive whose one class archive starts with a good image; then members: name, content, kind, link."""
+    """A train archive whose one class archive starts with a good image; then members: name,
+    content, kind, link.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.PAX_FORMAT) as archive:
         for name, content, *special in [(f"{WNIDS[0]}_1.JPEG", jpeg(1)), *members]:
@@ -107,12 +123,16 @@ HOSTILE: dict[str, bytes] = {
     "traversal in the outer archive": tar_of([("../n01440764.tar", ONE)]),
     "traversal in a class archive": _inner(("../../evil_1.JPEG", EVIL)),
     "absolute path": _inner((f"/tmp/{SECOND}", EVIL)),
-    "symlink, then a file through it": _inner((SECOND, b"", tarfile.SYMTYPE, "../../.."), (SECOND, EVIL)),
+    "symlink, then a file through it": _inner(
+        (SECOND, b"", tarfile.SYMTYPE, "../../.."), (SECOND, EVIL)
+    ),
     "hard link to a file outside": _inner((SECOND, b"", tarfile.LNKTYPE, "../../../secret")),
     "character device": _inner((SECOND, b"", tarfile.CHRTYPE, "")),
     "FIFO": _inner((SECOND, b"", tarfile.FIFOTYPE, "")),
     "the same name twice": _inner(("n01440764_1.JPEG", jpeg(2))),
-    "a file of 8 GiB that is not there": _outer(_with_size(tar_of([("n01440764_1.JPEG", jpeg(2))]), EIGHT_GIB)),
+    "a file of 8 GiB that is not there": _outer(
+        _with_size(tar_of([("n01440764_1.JPEG", jpeg(2))]), EIGHT_GIB)
+    ),
     "a file of negative size": _with_size(_outer(ONE), b"\xff" * 10 + b"\xfc\x00"),
     "a pax header of 8 GiB": _pax_bomb(),
     "truncated class archive": _outer(THREE[:2048]),

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,16 +31,49 @@ def small(num_classes: int) -> nn.Sequential:
     )
 
 
+def video(num_classes: int) -> nn.Sequential:
+    """The same in three dimensions."""
+    return nn.Sequential(
+        nn.Conv3d(3, 8, 3, padding=1, bias=False),
+        nn.InstanceNorm3d(8, affine=True),
+        nn.ReLU(),
+        nn.Conv3d(8, 16, 3, stride=2, padding=1),
+        nn.BatchNorm3d(16),
+        nn.AdaptiveAvgPool3d(1),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
+    )
+
+
 def dropout(num_classes: int) -> nn.Sequential:
     """The values that are dropped do not depend on the layout."""
     return nn.Sequential(*small(num_classes)[:-1], nn.Dropout(0.3), nn.Linear(16, num_classes))
 
 
 def without_batchnorm(num_classes: int) -> nn.Sequential:
-    """No layer mixes the images of a batch, so a batch may be split over processes without a change."""
+    """No layer mixes the images of a batch, so a batch may be split over processes without a
+    change.
+    """
     layers = [layer for layer in small(num_classes) if not isinstance(layer, nn.BatchNorm2d)]
     layers[0] = nn.Conv2d(3, 8, 3, stride=2, padding=1)
     return nn.Sequential(*layers)
+
+
+class Versioned(nn.Sequential):
+    """As torchvision's MNASNet: a state dict without the module's version cannot be loaded."""
+
+    _version = 2
+
+    def _load_from_state_dict(
+        self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        if metadata.get("version") != 2:
+            raise ValueError(f"version should be set to 2 instead of {metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def versioned(num_classes: int) -> nn.Module:
+    return Versioned(*small(num_classes))
 
 
 def too_few_outputs(num_classes: int) -> nn.Module:
@@ -47,7 +81,9 @@ def too_few_outputs(num_classes: int) -> nn.Module:
 
 
 def uncopyable(num_classes: int) -> nn.Module:
-    """Holds a tensor that is a result, as torch.nn.utils.weight_norm's modules do: it cannot be deep-copied."""
+    """Holds a tensor that is a result, as torch.nn.utils.weight_norm's modules do: it cannot be
+    deep-copied.
+    """
     model = small(num_classes)
     model.result = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
     return model
@@ -62,7 +98,9 @@ def unsaveable(num_classes: int) -> nn.Module:
 
 
 class Fault(nn.Module):
-    """Calls `at(self, images, number)` in each forward pass; `number` counts those in training or in evaluation."""
+    """Calls `at(self, images, number)` in each forward pass; `number` counts those in training or
+    in evaluation.
+    """
 
     def __init__(self, at: Callable[["Fault", torch.Tensor, int], torch.Tensor | None]) -> None:
         super().__init__()
@@ -82,16 +120,6 @@ def raising(num_classes: int) -> nn.Module:
     return nn.Sequential(small(num_classes), Fault(fail))
 
 
-def aborts_in_channels_last(num_classes: int) -> nn.Module:
-    """Ends its process, as a kernel does that writes beyond its memory."""
-
-    def abort(module: Fault, images: torch.Tensor, number: int) -> None:
-        if images.shape[1] > 1 and not images.is_contiguous():
-            os.abort()
-
-    return nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Fault(abort), small(num_classes))
-
-
 def nan_at_third_step(num_classes: int) -> nn.Module:
     def spoil(module: Fault, logits: torch.Tensor, number: int) -> torch.Tensor:
         return logits * (torch.nan if module.training and number == 3 else 1)
@@ -99,8 +127,25 @@ def nan_at_third_step(num_classes: int) -> nn.Module:
     return nn.Sequential(small(num_classes), Fault(spoil))
 
 
+def nan_images_at_a_step(num_classes: int, *, plan: Any, at_step: int) -> nn.Module:
+    """BatchNorm gets NaN in step `at_step` of the run, in whichever process; `plan` is patched."""
+    step = 0
+
+    def observed(self: Any, progress: Any, lr_at: Any = plan.lr_at) -> float:
+        nonlocal step
+        step = progress.step + 1
+        return float(lr_at(self, progress))
+
+    def spoil(module: Fault, images: torch.Tensor, number: int) -> torch.Tensor:
+        return images * (torch.nan if module.training and step == at_step else 1)
+
+    plan.lr_at = observed
+    return nn.Sequential(Fault(spoil), small(num_classes))
+
+
 def gated(num_classes: int) -> nn.Module:
-    """Its tenth forward pass in training waits until the folder GATE has the file `open`, or a signal arrives.
+    """Its tenth forward pass in training waits until the folder GATE has the file `open`, or a
+    signal arrives.
 
     The process announces its wait by a file in that folder, with its id as name.
     """
@@ -118,7 +163,11 @@ def signalling(num_classes: int, signum: int, *, in_training: bool, at_call: int
     """Sends a signal to its own process, under torchrun that of rank 1, at a forward pass."""
 
     def send(module: Fault, images: torch.Tensor, number: int) -> None:
-        if module.training == in_training and number == at_call and os.environ.get("RANK", "1") == "1":
+        if (
+            module.training == in_training
+            and number == at_call
+            and os.environ.get("RANK", "1") == "1"
+        ):
             os.kill(os.getpid(), signum)
             wait_until(is_signal_received)
 
@@ -131,7 +180,9 @@ asked_to_save = partial(signalling, signum=signal.SIGUSR1, in_training=True)
 
 
 def killed_at(num_classes: int) -> nn.Module:
-    """SIGKILLs its process at a forward pass: KILL_AT=train,24,2 is the second one in training on 24 px images."""
+    """SIGKILLs its process at a forward pass: KILL_AT=train,24,2 is the second one in training on
+    24 px images.
+    """
 
     def kill(module: Fault, images: torch.Tensor, number: int) -> None:
         mode, size, call = os.environ["KILL_AT"].split(",")

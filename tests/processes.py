@@ -1,4 +1,6 @@
-"""Waiting for other processes: limits that only a failure reaches, and ports and processes that are a test's own."""
+"""Waiting for other processes: limits that only a failure reaches, and ports and processes that are
+a test's own.
+"""
 
 import os
 import random
@@ -10,7 +12,9 @@ from pathlib import Path
 from cl_train.system import processes
 
 LIMIT_S = 300.0  # of every wait and every program: the machine may be slow and busy
-_BELOW_EPHEMERAL = range(10_000, 20_000)  # the system gives none of these ports to a program that asks for any port
+_BELOW_EPHEMERAL = range(
+    10_000, 20_000
+)  # the system gives none of these ports to a program that asks for any port
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
@@ -33,7 +37,9 @@ class Process:
         return bool(fields) and fields[0] != "Z" and fields[19:20] == self._started
 
     def has(self, mask: str, signum: int) -> bool:
-        """Whether the signal is pending ("ShdPnd": another one of its kind would be lost) or ignored ("SigIgn")."""
+        """Whether the signal is pending ("ShdPnd": another one of its kind would be lost) or
+        ignored ("SigIgn").
+        """
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -57,7 +63,11 @@ def running_processes() -> dict[int, list[str]]:
 
 def children_of(pid: int) -> list[int]:
     """In the order of their start."""
-    found = {child: int(fields[19]) for child, fields in running_processes().items() if fields[1] == str(pid)}
+    found = {
+        child: int(fields[19])
+        for child, fields in running_processes().items()
+        if fields[1] == str(pid)
+    }
     return sorted(found, key=found.__getitem__)
 
 

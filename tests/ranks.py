@@ -1,4 +1,6 @@
-"""Start train.py, or a module of the tests, in several processes under torchrun, or in one; or fork two ranks."""
+"""Start train.py, or a module of the tests, in several processes under torchrun, or in one; or fork
+two ranks.
+"""
 
 import json
 import os
@@ -11,7 +13,14 @@ from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
-    *("data=folder", "data.image_size=32", "data.workers=0", "device=cpu", "precision=fp32", "log_every=1"),
+    *(
+        "data=folder",
+        "data.image_size=32",
+        "data.workers=0",
+        "device=cpu",
+        "precision=fp32",
+        "log_every=1",
+    ),
     *("model=tests.networks:without_batchnorm", "optim.lr=0.4", "log_to=[]"),
 )
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -19,9 +28,15 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 def launch(processes: int, *program: str) -> subprocess.CompletedProcess[str]:
     """Run `train.py key=value ...` or `-m tests.module ...` to its end; its output as text."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        if processes > 1
+        else []
+    )
     command = [sys.executable, *launcher, *program]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -38,13 +53,21 @@ def fork_two_ranks(folder: Path, function: Function, **environment: str) -> list
     """
     from torch.distributed import TCPStore
 
-    # As that of torchrun's agent it outlives a run: rank 1 may begin the next one before rank 0 has ended the first.
+    # As that of torchrun's agent it outlives a run: rank 1 may begin the next one before rank 0 has
+    # ended the first.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
     ranks = [
         Forked(function, folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
     ]
-    assert [rank.wait(3 * LIMIT_S) for rank in ranks] == [0, 0], "".join(rank.output() for rank in ranks)
+    assert [rank.wait(3 * LIMIT_S) for rank in ranks] == [0, 0], "".join(
+        rank.output() for rank in ranks
+    )
     return ranks

@@ -15,19 +15,36 @@ from tests.processes import LIMIT_S, children_of, free_ports, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 
 pytestmark = pytest.mark.slow
-SETTINGS = (*TINY, "batch_size=16", "global_batch_size=32", "evaluate_every=-1", "rank_timeout_s=300")
-GATED = ("model=tests.networks:gated", "epochs=8", "checkpoint.every_steps=4", "checkpoint.every_epochs=0")
+SETTINGS = (
+    *TINY,
+    "batch_size=16",
+    "global_batch_size=32",
+    "evaluate_every=-1",
+    "rank_timeout_s=300",
+)
+GATED = (
+    "model=tests.networks:gated",
+    "epochs=8",
+    "checkpoint.every_steps=4",
+    "checkpoint.every_epochs=0",
+)
 needs_namespaces = pytest.mark.skipif(
-    subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0, reason="needs root: unshare -m"
+    subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
+    reason="needs root: unshare -m",
 )
 
 
 def start_nodes(folder: Path, *words: str) -> list[subprocess.Popen[bytes]]:
     """Two agents with one process each; the second one sees an empty run folder of its own."""
     (port,) = free_ports(1)
-    agent = f"--nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port={port} --node-rank="
+    agent = (
+        f"--nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port={port} --node-rank="
+    )
     program = shlex.join(["train.py", *SETTINGS, f"hydra.run.dir={folder / 'run'}", *words])
-    commands = [f"exec {sys.executable} -m torch.distributed.run {agent}{node} {program}" for node in range(2)]
+    commands = [
+        f"exec {sys.executable} -m torch.distributed.run {agent}{node} {program}"
+        for node in range(2)
+    ]
     mount = f"mount -t tmpfs tmpfs {shlex.quote(str(folder / 'run'))}"
     commands[1] = f"exec unshare -m sh -c {shlex.quote(f'{mount} && {commands[1]}')}"
     environment = ENVIRONMENT | {"GATE": str(folder / "gate")}
@@ -37,9 +54,17 @@ def start_nodes(folder: Path, *words: str) -> list[subprocess.Popen[bytes]]:
 
 
 @needs_namespaces
-def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder: Path, tmp_path: Path) -> None:
-    """SIGKILL to the agents and, before they notice, to their processes, which wait in step 10 at the gate."""
-    words, undisturbed, log = (f"data.root={image_folder}", *GATED), tmp_path / "undisturbed", tmp_path / "log"
+def test_killed_nodes_without_a_shared_folder_resume_exactly(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    """SIGKILL to the agents and, before they notice, to their processes, which wait in step 10 at
+    the gate.
+    """
+    words, undisturbed, log = (
+        (f"data.root={image_folder}", *GATED),
+        tmp_path / "undisturbed",
+        tmp_path / "log",
+    )
     run, gate = tmp_path / "run", tmp_path / "gate"
     run.mkdir()
     gate.mkdir()

@@ -1,21 +1,20 @@
-"""The scripts of docs/clusters.md as they stand, and `launcher=slurm`, on a real Slurm of two virtual nodes.
+"""The scripts of docs/clusters.md as they stand, on a real Slurm of two virtual nodes.
 
 It has its own configuration, ports and munge, and needs root; skipped where Slurm is missing.
 """
 
-import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cl_train.comparison.sweep_plan import problem_of, read_sweep
+from cl_train.sweeps.launch import missing_jobs
+from cl_train.sweeps.plan import read_sweep
 from tests.faults import tiny
 from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S, free_ports, wait_until
@@ -24,7 +23,8 @@ from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "mungekey"))),
+        os.geteuid() != 0
+        or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "mungekey"))),
         reason="needs slurmctld, slurmd, munge and root",
     ),
 ]
@@ -68,22 +68,39 @@ def start_soon(environment: dict[str, str], job: str) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which `sbatch` and `srun` use this Slurm. The first node has this machine's host name."""
-    folder, host, (port, port_1, port_2) = tmp_path_factory.mktemp("slurm"), socket.gethostname(), free_ports(3)
+    """The environment in which `sbatch` and `srun` use this Slurm.
+
+    The first node has this machine's host name.
+    """
+    folder, host, (port, port_1, port_2) = (
+        tmp_path_factory.mktemp("slurm"),
+        socket.gethostname(),
+        free_ports(3),
+    )
     for name in ("state", f"spool.{host}", f"spool.{host}-2"):
         (folder / name).mkdir()
     values = {"folder": folder, "host": host, "port": port, "port_1": port_1, "port_2": port_2}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
-    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("SLURM")}
+    environment = {
+        name: value for name, value in ENVIRONMENT.items() if not name.startswith("SLURM")
+    }
     python = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
-    environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": python, "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {
+        "SLURM_CONF": str(folder / "slurm.conf"),
+        "PATH": python,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     subprocess.run(["mungekey", "-k", folder / "munge.key"], check=True)
     munge_files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     daemons = {
-        ("munged", "-F", "--force", f"--socket={folder}/munge.socket", *munge_files): (folder / "munge.socket").exists,
+        ("munged", "-F", "--force", f"--socket={folder}/munge.socket", *munge_files): (
+            folder / "munge.socket"
+        ).exists,
         ("slurmctld", "-D", "-c"): lambda: "is UP" in ask(environment, "scontrol", "ping"),
         ("slurmd", "-D", "-N", host): lambda: True,
-        ("slurmd", "-D", "-N", f"{host}-2"): lambda: ask(environment, "sinfo", "-h", "-t", "idle", "-o", "%D") == "2",
+        ("slurmd", "-D", "-N", f"{host}-2"): lambda: (
+            ask(environment, "sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
+        ),
     }
     running = []
     try:
@@ -105,14 +122,24 @@ def submit(cluster: dict[str, str], image_folder: Path) -> Callable[..., str]:
     def submit(script: str, folder: Path, *settings: str, **environment: str) -> str:
         folder.mkdir()
         words = [f"data.root={image_folder}", f"hydra.run.dir={folder / 'run'}", *settings]
-        command = ["sbatch", "--parsable", f"--output={folder / 'log'}", f"scripts/slurm/{script}.sbatch", *words]
-        done = subprocess.run(command, cwd=ROOT, env=cluster | environment, capture_output=True, text=True, check=True)
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--output={folder / 'log'}",
+            f"scripts/slurm/{script}.sbatch",
+            *words,
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, env=cluster | environment, capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
 
     return submit
 
 
-def test_each_script_trains_like_one_process(submit: Callable[..., str], image_folder: Path, tmp_path: Path) -> None:
+def test_each_script_trains_like_one_process(
+    submit: Callable[..., str], image_folder: Path, tmp_path: Path
+) -> None:
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
         submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
     words = (f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'alone'}")
@@ -133,7 +160,7 @@ def test_each_script_trains_like_one_process(submit: Callable[..., str], image_f
 def test_a_requeued_job_resumes_exactly(
     submit: Callable[..., str], cluster: dict[str, str], image_folder: Path, tmp_path: Path
 ) -> None:
-    """`scancel --signal=TERM` signals the tasks, as `--signal=TERM@120` does before the time limit."""
+    """`scancel --signal=TERM` signals the tasks, as `--signal=TERM@120` before the limit."""
     undisturbed, folder, gate = (tmp_path / name for name in ("undisturbed", "requeued", "gate"))
     gate.mkdir()
     job = submit("requeue", folder, *INTERRUPTED, GATE=str(gate))
@@ -149,39 +176,26 @@ def test_a_requeued_job_resumes_exactly(
     assert losses(folder / "run") == losses(undisturbed)
 
 
-def test_a_sweep_survives_scancel_and_a_requeue(cluster: dict[str, str], tmp_path: Path, image_folder: Path) -> None:
-    """Two seeds form two allocations: one is cancelled, one is interrupted and requeued.
-
-    The two repeats in each are equal runs: the resumed one must match.
-    """
-    folder, gate = tmp_path / "sweep", tmp_path / "gate"
+def test_a_sweep_in_one_allocation_is_requeued_and_continues(
+    submit: Callable[..., str], cluster: dict[str, str], image_folder: Path, tmp_path: Path
+) -> None:
+    """The two repeats are equal runs: the one that was interrupted must match the other."""
+    sweep, gate = tmp_path / "multirun", tmp_path / "gate"
     gate.mkdir()
-    words = [
-        *("-m", *TINY, "model=tests.networks:gated", f"data.root={image_folder}", "batch_size=16"),
-        *("epochs=8", "warmup_steps=1", "evaluate_every=-1", "seed=1,2", "repeats=2", f"hydra.sweep.dir={folder}"),
-        *("launcher=slurm", "launcher.cpus_per_task=1", "launcher.time_min=30"),
-    ]
+    words = [*TINY, "model=tests.networks:gated", f"data.root={image_folder}", "batch_size=16"]
+    words += ["epochs=8", "warmup_steps=1", "evaluate_every=-1", "repeats=2", "max_reruns=0"]
+    command = ["sbatch", "--parsable", f"--output={tmp_path / 'log'}"]
+    command += ["scripts/slurm/sweep.sbatch", str(sweep), *words, "wait_for_quiet_s=0"]
     environment = cluster | {"GATE": str(gate)}
-    program = (
-        "import sys; from cl_train.comparison import report, sweep; sweep._QUEUE_POLL_S = 1; "
-        "report.write_chart = report._write_dashboard = lambda *_: False; sys.exit(sweep.run_sweep(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *words]
-    waiting = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: len(list(gate.iterdir())) == 2)
-    [first, second] = sorted(ask(environment, "squeue", "-h", "--array", "-o", "%i").split())
-    ask(environment, "scancel", first)
-    ask(environment, "scancel", "--batch", "--signal=TERM", second)
-    start_soon(environment, second)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    job = done.stdout.strip()
+    wait_until(lambda: len(list(gate.iterdir())) == 1)
+    ask(cluster, "scancel", "--batch", "--signal=TERM", job)
+    start_soon(cluster, job)
     (gate / "open").touch()
-    output, _ = waiting.communicate(timeout=LIMIT_S)
-    assert waiting.returncode == 1
-    problems = [problem_of(folder / job.name) for job in read_sweep(folder).jobs]
-    assert [problem is None for problem in problems] == [False, False, True, True], output
-    failed = json.loads((folder / "comparison.json").read_text())["failed"]
-    assert [entry["job"] for entry in failed] == [0, 1]
-    assert ["interrupted" in failed[0]["why"], failed[1]["why"]] == [True, "has not run"], output
-    assert "resume_sweep=" in output
-    requeued, undisturbed = (folder / f"tests.networks.gated_contiguous_seed=2_{repeat}" for repeat in (1, 2))
-    assert "resumed from" in (requeued / "train.log").read_text()
-    assert losses(requeued) == losses(undisturbed)
+    wait_until(lambda: (sweep / "comparison.json").exists() and not missing_jobs(read_sweep(sweep)))
+    interrupted, undisturbed = (
+        sweep / f"tests.networks.gated_contiguous_{repeat}" for repeat in (1, 2)
+    )
+    assert "resumed from" in (interrupted / "train.log").read_text()
+    assert losses(interrupted) == losses(undisturbed)

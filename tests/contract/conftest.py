@@ -1,7 +1,8 @@
-"""What users rely on: command lines, exit codes, messages, the Python interface, files, resume, commands of documents.
+"""What users rely on: command lines, exit codes, messages, the Python interface, files, resume,
+commands of documents.
 
-An assertion here changes only together with the promise, and with a line in CHANGELOG.md. So do those of the fault
-suite, `tests/faults`.
+An assertion here changes only together with the promise, and with a line in CHANGELOG.md. So do
+those of the fault suite, `tests/faults`.
 """
 
 from pathlib import Path

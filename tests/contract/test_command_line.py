@@ -1,4 +1,6 @@
-"""What a user types: every choice composes, and every mistake is refused with one line that says what to do."""
+"""What a user types: every choice composes, and every mistake is refused with one line that says
+what to do.
+"""
 
 import subprocess
 import sys
@@ -9,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from cl_train.cli import main
-from cl_train.config.command_line import CONF_DIR, GROUPS, CommandLine, check_command_line, compose, group_choices
+from cl_train.config.command_line import (
+    CONF_DIR,
+    GROUPS,
+    CommandLine,
+    check_command_line,
+    compose,
+    group_choices,
+)
 from cl_train.config.schema import OPTIMIZERS, Config, ConfigError, OptimConfig
 from cl_train.config.validation import load, setting_fields
 from tests.faults.forkserver import Forked, train_script
@@ -22,14 +31,21 @@ CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_file_of_conf_composes(group: str, choice: str) -> None:
-    (cfg,) = check_command_line(["-m", f"{group}={choice}", "data.root=/anywhere", "data.dataset=a:b"])
+    (cfg,) = check_command_line(
+        ["-m", f"{group}={choice}", "data.root=/anywhere", "data.dataset=a:b"]
+    )
     if group != "experiment" and group != "augment":
         assert getattr(cfg, group).name == {"timm": "lamb"}.get(choice, choice)
 
 
 def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both() -> None:
     (cfg,) = check_command_line(["experiment=main_amp", "data.root=/x", "batch_size=64"])
-    assert (cfg.precision, cfg.model, cfg.batch_size, cfg.data.workers) == ("fp16_o2", "resnet50", 64, 16)
+    assert (cfg.precision, cfg.model, cfg.batch_size, cfg.data.workers) == (
+        "fp16_o2",
+        "resnet50",
+        64,
+        16,
+    )
     assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.schedule.step_epochs) == (0.1, 1e-4, 30)
 
 
@@ -43,7 +59,9 @@ def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both() -> No
         ("experiment=resnet50_90ep", 0.5, 0.08),
     ],
 )
-def test_imagenet_takes_the_augmentation_of_the_published_recipes(word: str, flip: float, crop: float) -> None:
+def test_imagenet_takes_the_augmentation_of_the_published_recipes(
+    word: str, flip: float, crop: float
+) -> None:
     (cfg,) = check_command_line(["data=imagenet", "data.root=/x", *word.split()])
     assert (cfg.data.name, cfg.augment.flip, cfg.augment.crop_scale_min) == ("imagenet", flip, crop)
 
@@ -62,11 +80,19 @@ RECIPES = {  # data, image size, epochs, optimizer, learning rate
 @pytest.mark.parametrize("words", RECIPES)
 def test_the_recipe_of_the_sample_is_for_the_sample_only(words: str) -> None:
     (cfg,) = check_command_line(words.split())
-    assert (cfg.data.name, cfg.data.image_size, cfg.epochs, cfg.optim.name, cfg.optim.lr) == RECIPES[words]
+    assert (
+        cfg.data.name,
+        cfg.data.image_size,
+        cfg.epochs,
+        cfg.optim.name,
+        cfg.optim.lr,
+    ) == RECIPES[words]
 
 
 def test_a_sweep_is_checked_as_a_whole_and_in_order() -> None:
-    runs = check_command_line(["-m", "channels_last=true,false", "model=resnet18,vgg11", "seed=range(2)"])
+    runs = check_command_line(
+        ["-m", "channels_last=true,false", "model=resnet18,vgg11", "seed=range(2)"]
+    )
     seen = [(cfg.channels_last, cfg.model, cfg.seed) for cfg in runs]
     assert seen == list(product(["true", "false"], ["resnet18", "vgg11"], [0, 1]))
 
@@ -83,7 +109,21 @@ WRONG = [
     ("cannot be removed", "~epochs"),
     ("batch_size=abc: expected whole number >= 1 or auto", "batch_size=abc"),
     ("expected whole number", "batch_size=1.5", "batch_size=true", "batch_size=null"),
-    ("epochs=0: expected whole number >= 1", "epochs=0"),
+    ("epochs=99999999999999999999: expected whole number 1 to", "epochs=99999999999999999999"),
+    ("data.synthetic_classes=", "data=synthetic data.synthetic_classes=100000000"),
+    ("amp.init_scale=1e+308: expected", "amp.init_scale=1e308"),
+    ("amp.growth_interval=", "amp.growth_interval=99999999999999999999"),
+    ("freeze={'a': 1}: expected list of text", "freeze={a:1}"),
+    ("did you mean epochs?", "epoch=3"),
+    ("did you mean optim.lr?", "optim.learning_rate=0.1"),
+    ("did you mean optim.weight_decay?", "wd=0.1"),
+    ("experiment=main_amp model=resnet50 batch_size=200", "-a resnet50 --b 200"),
+    (
+        "experiment=main_amp model=resnet50 data.workers=16 batch_size=200 channels_last=true "
+        "precision=fp16_o2 data.root=./data",
+        "-a resnet50 --b 200 --workers 16 --opt-level O2 --channels-last true ./data",
+    ),
+    ("epochs=0: expected whole number 1 to", "epochs=0"),
     ("expected number > 0", "optim.lr=-1", "optim.lr=nan", "optim.lr=inf"),
     ("expected true|false|auto", "channels_last=maybe", "channels_last=1"),
     ("did you mean fp16", "precision=fp61"),
@@ -100,15 +140,15 @@ WRONG = [
     ("needs weights=... or resume=...", "evaluate_only=true"),
     ("need three numbers", "data.mean=[1,2]"),
     ("several values need multirun", "channels_last=true,false"),
-    ("setting of multirun", "nproc=2", "repeats=3", "launcher=slurm"),
-    ("settings are written key=value", "just_a_word"),
+    ("setting of multirun", "nproc=2", "repeats=auto", "launcher.gpus=all"),
+    ("settings are written key=value, such as model=mobilenet_v2", "mobilenet_v2"),
     ("expected list of number", "data.mean=[[1],[2],[3]]"),
     ("at least 0.01", "augment.mixup=1e-300"),
     ("is empty", "resume="),
     ("hydra.run.dir and hydra.sweep.dir", "hydra=1", "hydra.job.chdir=true"),
-    ("launcher=slurm", "-m hydra/launcher=submitit_slurm", "-m launcher.partition=gpu"),
+    ("sweep.sbatch", "-m launcher.partition=gpu", "launcher=slurm"),
+    ("sweep.sbatch", "-m hydra/launcher=submitit_slurm"),
     ("named after its settings", "-m hydra.sweep.subdir=x"),
-    ("launcher.gpus_per_node", "-m launcher=slurm launcher.gpus=0,1"),
     ("needs a folder", "hydra.run.dir=", "-m hydra.sweep.dir=/a,/b channels_last=true,false"),
     ("hydra.run.dir=${nosuch}: ", "hydra.run.dir=${nosuch}"),
     ("no option --experimental-rerun", "--experimental-rerun=file.pickle"),
@@ -136,12 +176,21 @@ WRONG = [
     ),
     ("no effect without optim=sgd", "optim=adamw optim.momentum=0.5"),
     ("no effect without optim=adamw", "optim=sgd optim.beta1=0.5", "optim=sgd optim.beta2=0.5"),
-    (f"no effect without {READ_EPS}: leave it out, or write optim.eps=null", "optim=sgd optim.eps=1e-5"),
+    (
+        f"no effect without {READ_EPS}: leave it out, or write optim.eps=null",
+        "optim=sgd optim.eps=1e-5",
+    ),
     ("optim=glob(z*): the pattern or the range has no value", "-m optim=glob(z*)"),
     ("epochs=range(2,1): the pattern or the range has no value", "-m epochs=range(2,1)"),
     ("optim.lr=interval(0.1,0.2): list the values", "-m optim.lr=interval(0.1,0.2)"),
-    ("resume_sweep=multirun/x: a setting of multirun, python train.py -m resume_sweep=", "resume_sweep=multirun/x"),
-    ("compare_by=precision: a setting of multirun, python train.py -m compare_by=precision", "compare_by=precision"),
+    (
+        "resume_sweep=multirun/x: a setting of multirun, cl-train train -m resume_sweep=",
+        "resume_sweep=multirun/x",
+    ),
+    (
+        "compare_by=precision: a setting of multirun, cl-train train -m compare_by=precision",
+        "compare_by=precision",
+    ),
     ("no such file", "config=/no/such"),
     ("unknown setting 'name'", "config=conf/optim/sgd.yaml"),
     *((f"did you mean {name}", f"optim={name}q") for name in OPTIMIZERS),
@@ -155,18 +204,24 @@ def test_a_wrong_command_line_is_refused(line: str, said: str) -> None:
         check_command_line(line.split())
     message = str(caught.value)
     assert said in message
-    assert "+channels_last" not in message and "append" not in message, "Hydra's advice for a typo must not be seen"
+    assert "+channels_last" not in message and "append" not in message, (
+        "Hydra's advice for a typo must not be seen"
+    )
     assert len(message.splitlines()) <= 3
 
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_command_line(["chanels_last=true", "batch_size=x", "epochs=0", "optim.lr=-1", "data=sampl"])
+        check_command_line(
+            ["chanels_last=true", "batch_size=x", "epochs=0", "optim.lr=-1", "data=sampl"]
+        )
     assert len(caught.value.problems) == 5
 
 
 def test_a_typo_in_a_file_of_conf_is_found() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting 'optim.momentun'; did you mean optim.momentum"):
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'optim.momentun'; did you mean optim.momentum"
+    ):
         load({"optim": {"momentun": 0.9}})
 
 
@@ -178,103 +233,143 @@ def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path
     program = [sys.executable, "train.py", "chanels_last=true", f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2
-    assert done.stderr == "configuration error:\n  unknown setting 'chanels_last'; did you mean channels_last?\n"
+    assert (
+        done.stderr
+        == "configuration error:\n  unknown setting 'chanels_last'; did you mean channels_last?\n"
+    )
     assert not (tmp_path / "run").exists()
 
 
-def test_help_shows_settings_groups_and_examples_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_settings_groups_and_examples_without_torch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     optimizers = f"optim={'|'.join(sorted(OPTIMIZERS))}"
-    for word in ("channels_last=false", "true|false|auto", optimizers, "-m channels_last=true,false"):
+    for word in (
+        "channels_last=false",
+        "true|false|auto",
+        optimizers,
+        "-m channels_last=true,false",
+    ):
         assert word in shown, word
-    assert main(["train", "--cfg", "job", "epochs=7"]) == 0 and "epochs: 7" in capsys.readouterr().out
+    assert (
+        main(["train", "--cfg", "job", "epochs=7"]) == 0 and "epochs: 7" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "said"), [("model=resnt50", "resnet50"), ("data=folder data.root=FOLDER", "has no folder 'val'")]
+    ("words", "said"),
+    [("model=resnt50", "resnet50"), ("data=folder data.root=FOLDER", "has no folder 'val'")],
 )
-def test_what_only_the_program_can_tell_is_refused_without_a_traceback(words: str, said: str, tmp_path: Path) -> None:
+def test_what_only_the_program_can_tell_is_refused_without_a_traceback(
+    words: str, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "train").mkdir()
     words = words.replace("FOLDER", str(tmp_path))
-    refused = Forked(partial(train_script, [*words.split(), f"hydra.run.dir={tmp_path}/run"]), tmp_path / "log")
+    refused = Forked(
+        partial(train_script, [*words.split(), f"hydra.run.dir={tmp_path}/run"]), tmp_path / "log"
+    )
     assert refused.wait() == 2 and said in refused.output() and "Traceback" not in refused.output()
-    assert ("did you mean" in refused.output()) == ("model=" in words) and "run folder" not in refused.output()
+    assert ("did you mean" in refused.output()) == (
+        "model=" in words
+    ) and "run folder" not in refused.output()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_a_name() -> None:
-    assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {*OPTIMIZERS, "lamb"}
+    assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {
+        *OPTIMIZERS,
+        "lamb",
+    }
     (cfg,) = check_command_line(["optim=timm", "optim.name=lion"])
     assert (cfg.optim.library, cfg.optim.name) == ("timm", "lion")
     runs = check_command_line(["-m", "optim=timm", "optim.name=lamb,muon"])
     assert [cfg.optim.name for cfg in runs] == ["lamb", "muon"]
 
 
-def test_yaml_aliases_are_refused_before_they_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "conf/experiment"
-    folder.mkdir(parents=True)
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    (folder / "bomb.yaml").write_text("# @package _global_\n" + "\n".join(lines))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="aliases"):
-        check_command_line(["experiment=bomb"])
-
-
-def test_conf_of_the_working_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for group, text in (("experiment", "# @package _global_\nepochs: 77\n"), ("optim", "name: sgd\nlr: 0.77\n")):
+def test_conf_of_the_working_folder_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group, text in (
+        ("experiment", "# @package _global_\nepochs: 77\n"),
+        ("optim", "name: sgd\nlr: 0.77\n"),
+    ):
         (tmp_path / "conf" / group).mkdir(parents=True)
-        (tmp_path / "conf" / group / ("mine.yaml" if group == "experiment" else "sgd.yaml")).write_text(text)
+        (
+            tmp_path / "conf" / group / ("mine.yaml" if group == "experiment" else "sgd.yaml")
+        ).write_text(text)
     monkeypatch.chdir(tmp_path)
     (cfg,) = check_command_line(["experiment=mine", "data=synthetic"])
     assert (cfg.epochs, cfg.optim.lr) == (77, 0.77) and "smoke" in group_choices("experiment")
 
 
 def test_a_file_lies_between_conf_and_the_command_line(tmp_path: Path) -> None:
-    lines = "optim: {name: adamw, weight_decay: 0.1}\ndata: {name: folder, root: /x}\naugment: strong\nepochs: 7\n"
+    lines = "optim: {name: adamw, weight_decay: 0.1}\ndata: {name: folder, root: /x}\n"
+    lines += "augment: strong\nepochs: 7\n"
     (tmp_path / "mine.yaml").write_text(lines)
     (cfg,) = check_command_line([f"config={tmp_path}/mine.yaml", "optim.lr=0.3"])
-    assert cfg.optim == OptimConfig(name="adamw", lr=0.3, weight_decay=0.1, decay_norm_and_bias=False)
+    assert cfg.optim == OptimConfig(
+        name="adamw", lr=0.3, weight_decay=0.1, decay_norm_and_bias=False
+    )
     assert (cfg.data.name, cfg.data.root, cfg.augment.mixup, cfg.epochs) == ("folder", "/x", 0.2, 7)
     (cfg,) = check_command_line([f"config={tmp_path}/mine.yaml", "optim=sgd", "data=synthetic"])
-    assert (cfg.optim, cfg.data.root, cfg.epochs) == (OptimConfig(), None, 7), "a chosen group replaces its section"
+    assert (cfg.optim, cfg.data.root, cfg.epochs) == (OptimConfig(), None, 7), (
+        "a chosen group replaces its section"
+    )
     runs = check_command_line(["-m", f"config={tmp_path}/mine.yaml", "epochs=1,2"])
     assert [(cfg.epochs, cfg.optim.name) for cfg in runs] == [(1, "adamw"), (2, "adamw")]
 
 
-def test_recipes_of_another_folder(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\nepochs: 77\n")
-    words = [f"--config-dir={tmp_path}", "experiment=mine", "optim=adamw"]
-    (cfg,) = check_command_line(words)
-    assert (cfg.epochs, cfg.optim.weight_decay) == (77, 0.05)
+def test_recipes_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "7")
+    folder = tmp_path / "a b,c=d'e"
+    (folder / "experiment").mkdir(parents=True)
+    recipe = "epochs: 77\nseed: ${oc.env:SEED}\nhydra: {run: {dir: 'runs/${model}'}}\n"
+    (folder / "experiment/mine.yaml").write_text(f"# @package _global_\n{recipe}")
+    words = [f"--config-dir={folder}", "experiment=mine", "optim=adamw"]
     (run,) = compose(CommandLine.parse(["-m", *words]))
-    assert check_command_line(run.words) == [cfg], "the jobs of a sweep find it too"
+    assert (run.cfg.epochs, run.cfg.seed, run.cfg.optim.weight_decay) == (77, 7, 0.05)
+    assert str(run.folder("run")) == "runs/resnet18"
+    assert check_command_line(run.words) == [run.cfg], "the jobs of a sweep find it too"
+    (folder / "experiment/mine.yaml").write_text("epochs: [1\n")
+    with pytest.raises(ConfigError, match=r"cannot be read: .*mine\.yaml"):
+        check_command_line(words)
 
 
 def test_a_value_is_read_in_the_type_of_its_setting() -> None:
-    cfg = load({"data": {"root": 2012, "mean": [0, "5e-1", 1]}, "optim": {"lr": "1e-3"}, "channels_last": True})
+    cfg = load(
+        {
+            "data": {"root": 2012, "mean": [0, "5e-1", 1]},
+            "optim": {"lr": "1e-3"},
+            "channels_last": True,
+        }
+    )
     assert (cfg.data.root, cfg.data.mean, cfg.optim.lr) == ("2012", [0.0, 0.5, 1.0], 1e-3)
     assert cfg.channels_last == "true" and isinstance(cfg.data.mean[0], float)
 
 
 def test_settings_say_what_they_affect_in_a_comparison() -> None:
-    assert all(item.metadata["help"] for item in setting_fields(Config).values()), "every setting says what it is"
+    assert all(item.metadata["help"] for item in setting_fields(Config).values()), (
+        "every setting says what it is"
+    )
     known = {key: item.metadata["affects"] for key, item in setting_fields(Config).items()}
-    assert (known["batch_size"], known["seed"], known["checkpoint.keep"]) == ("speed", "loss", "nothing")
+    assert (known["batch_size"], known["seed"], known["checkpoint.keep"]) == (
+        "speed",
+        "loss",
+        "nothing",
+    )
 
 
-def test_a_value_of_any_length_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_command_line(["weights=" + "x" * 200_000])
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "1"}, {"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "2"}]
+)
 def test_half_a_launcher_is_refused_in_one_line(
-    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,6 @@
-"""Signals, a used folder, a full disk: a run is stopped, refused or continued without losing anything."""
+"""Signals, a used folder, a full disk: a run is stopped, refused or continued without losing
+anything.
+"""
 
 import errno
 import json
@@ -32,8 +34,15 @@ def best_step(run: Run) -> int:
     return max(run.records("val"), key=lambda record: (record["top1"], -record["step"]))["step"]
 
 
-def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train: Train, tmp_path: Path) -> None:
-    words = ("model=tests.networks:terminated_in_evaluation", "batch_size=4", "epochs=2", "checkpoint.every_epochs=0")
+def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(
+    train: Train, tmp_path: Path
+) -> None:
+    words = (
+        "model=tests.networks:terminated_in_evaluation",
+        "batch_size=4",
+        "epochs=2",
+        "checkpoint.every_epochs=0",
+    )
     folder = tmp_path / "stopped"
     stopped = train(*words, folder=folder)
     assert stopped.exit_code == 143 and stopped.summary["status"] == "interrupted"
@@ -49,19 +58,32 @@ def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train
 @pytest.mark.slow
 def test_evaluate_only_stopped_by_a_signal_says_so(train: Train) -> None:
     trained = train("model=tests.networks:small")
-    words = ("model=tests.networks:terminated_in_evaluation", "evaluate_only=true", "batch_size=4", "epochs=1")
+    words = (
+        "model=tests.networks:terminated_in_evaluation",
+        "evaluate_only=true",
+        "batch_size=4",
+        "epochs=1",
+    )
     folder = trained.folder.parent / "evaluated"
     saved = trained.checkpoint("step-00000006.pt")["model"]
-    torch.save({f"1.{name}": value for name, value in saved.items()}, trained.folder / "weights.pth")
+    torch.save(
+        {f"1.{name}": value for name, value in saved.items()}, trained.folder / "weights.pth"
+    )
     done = train(*words, f"weights={trained.folder / 'weights.pth'}", folder=folder)
-    assert done.exit_code == 143 and done.summary["status"] == "interrupted" and done.summary["val"] is None
+    assert (
+        done.exit_code == 143
+        and done.summary["status"] == "interrupted"
+        and done.summary["val"] is None
+    )
 
 
 @pytest.mark.slow
 def test_the_epoch_is_saved_before_its_evaluation(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A kill in the evaluation loses nothing, and the resumed run ends like one that nothing disturbed."""
+    """A kill in the evaluation loses nothing, and the resumed run ends like one that nothing
+    disturbed.
+    """
     from cl_train.training import loop
 
     whole = train(folder=tmp_path / "whole")
@@ -82,7 +104,11 @@ def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) 
     assert newest is not None and newest[1]["progress"]["step"] == 6, "best.pt is no second file"
 
     def contents() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+        return {
+            path: path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != ".lock"
+        }
 
     before = contents()
     with pytest.raises(ConfigError, match=r"resume=auto.*hydra\.run\.dir.*overwrite=true"):
@@ -91,11 +117,16 @@ def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) 
     assert train("resume=auto", folder=folder).summary["val"] == first.summary["val"]
     replaced = train("epochs=1", "overwrite=true", folder=folder)
     assert [record["step"] for record in replaced.records("train")] == [1, 2, 3]
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000003.pt", "best.pt"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        "step-00000003.pt",
+        "best.pt",
+    }
 
 
 @pytest.mark.slow
-def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(train: Train, tmp_path: Path) -> None:
+def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(
+    train: Train, tmp_path: Path
+) -> None:
     train("epochs=1", folder=tmp_path / "first")
     second = train("epochs=1", f"resume={tmp_path / 'first'}", folder=tmp_path / "second")
     assert second.checkpoint()["progress"]["step"] == 3
@@ -109,7 +140,9 @@ def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(tr
 def test_a_full_disk_ends_no_run_and_loses_no_record(
     train: Train, monkeypatch: pytest.MonkeyPatch, file: str, until: str
 ) -> None:
-    """The disk refuses one file, from its third write on: for some writes, or until the run waits at its end."""
+    """The disk refuses one file, from its third write on: for some writes, or until the run waits
+    at its end.
+    """
     calls, has_room = [0], threading.Event()
 
     def refuse(path: Path) -> None:
@@ -121,10 +154,18 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
                 raise FULL
 
     append, write = AppendFile._write, checkpoints.write
-    monkeypatch.setattr(AppendFile, "_write", lambda self, data: [refuse(self.path), append(self, data)])
-    monkeypatch.setattr(checkpoints, "write", lambda path, state: [refuse(path), write(path, state)])
-    monkeypatch.setattr(records, "write_json", lambda path, *rest, **named: [refuse(path), write_json(path, *rest)])
-    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_room.set()))
+    monkeypatch.setattr(
+        AppendFile, "_write", lambda self, data: [refuse(self.path), append(self, data)]
+    )
+    monkeypatch.setattr(
+        checkpoints, "write", lambda path, state: [refuse(path), write(path, state)]
+    )
+    monkeypatch.setattr(
+        records, "write_json", lambda path, *rest, **named: [refuse(path), write_json(path, *rest)]
+    )
+    monkeypatch.setattr(
+        files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_room.set())
+    )
     done = train("epochs=8", "log_to=[tensorboard]", "checkpoint.every_steps=1")
     assert done.exit_code == 0 and done.summary["status"] == "completed" and calls[0] >= 2
     assert [record["step"] for record in done.records("train")] == list(range(1, 25))
@@ -136,7 +177,9 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
         assert (done.folder / "train.log").read_text().count("Epoch:") == 24
 
 
-def test_a_full_disk_at_the_last_save_is_named(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_at_the_last_save_is_named(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(checkpoints, "write", Mock(side_effect=FULL))
     monkeypatch.setattr(files, "RETRY_S", 0.01)
     with pytest.raises(CheckpointError, match=r"No space left[\s\S]*resume=auto"):

@@ -13,15 +13,24 @@ import cl_train
 from cl_train.cli import main
 from cl_train.config.schema import ConfigError
 from cl_train.training.state import TrainingFault
+from tests.networks import small
 from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = {"data": {"image_size": 32, "workers": 0}, "device": "cpu", "precision": "fp32", "batch_size": 16, "epochs": 1}
+TINY = {
+    "data": {"image_size": 32, "workers": 0},
+    "device": "cpu",
+    "precision": "fp32",
+    "batch_size": 16,
+    "epochs": 1,
+}
 TINY |= {"model": "tests.networks:small", "log_every": 1, "warmup_steps": 1, "log_to": []}
 
 
 @pytest.fixture
-def settings(image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+def settings(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, object]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
     return TINY | {"data": {**TINY["data"], "root": image_folder}}  # type: ignore[dict-item]
@@ -29,31 +38,48 @@ def settings(image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_two_runs_in_one_process(settings: dict[str, object], tmp_path: Path) -> None:
     first = cl_train.train("data=folder", "channels_last=true", **settings)
-    second = cl_train.train("data=folder", f"hydra.run.dir={tmp_path}/b", **{**settings, "optim.lr": 0.2})
+    second = cl_train.train(
+        "data=folder", f"hydra.run.dir={tmp_path}/b", **{**settings, "optim.lr": 0.2}
+    )
     assert first.folder.is_relative_to(tmp_path / "outputs") and second.folder == tmp_path / "b"
     for result, layout in ((first, "channels_last"), (second, "contiguous")):
         assert result.summary == json.loads((result.folder / "summary.json").read_text())
         assert result.summary["memory_format"] == layout
         assert result.summary["command"].startswith("cl_train.train('data=folder'")
-        assert result.top1 == result.summary["val"]["top1"] and (result.images_per_s or 0) > 0 and result.exit_code == 0
+        assert (
+            result.top1 == result.summary["val"]["top1"]
+            and (result.images_per_s or 0) > 0
+            and result.exit_code == 0
+        )
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_settings_of_a_run_are_reused(settings: dict[str, object], tmp_path: Path) -> None:
-    first = cl_train.train("data=folder", f"hydra.run.dir={tmp_path}/a", "optim=adamw", "optim.lr=1e-3", **settings)
-    again = cl_train.train(f"config={first.folder}", "seed=1", f"hydra.run.dir={tmp_path}/b")
-    evaluated = cl_train.train("evaluate_only=true", resume=first.folder, batch_size=5)
-    assert again.summary["train"] != first.summary["train"] and again.summary["global_batch_size"] == 16
+    first = cl_train.train(
+        "data=folder", f"hydra.run.dir={tmp_path}/a", "optim=adamw", "optim.lr=1e-3", **settings
+    )
+    model = settings["model"]  # code, which a run folder alone does not start
+    words = ("seed=1", f"hydra.run.dir={tmp_path}/b")
+    again = cl_train.train(f"config={first.folder}", *words, model=model)
+    evaluated = cl_train.train("evaluate_only=true", resume=first.folder, model=model, batch_size=5)
+    assert (
+        again.summary["train"] != first.summary["train"]
+        and again.summary["global_batch_size"] == 16
+    )
     config = (again.folder / "config.yaml").read_text()
     assert "name: adamw\n  lr: 0.001\n" in config and "seed: 1\n" in config
-    assert evaluated.top1 == first.top1 and evaluated.images_per_s is None and evaluated.folder != first.folder
+    assert (
+        evaluated.top1 == first.top1
+        and evaluated.images_per_s is None
+        and evaluated.folder != first.folder
+    )
 
 
-def test_faults_are_raised(settings: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_are_raised(
+    settings: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match="did you mean optim"):
         cl_train.train(lr=0.1)
-    with pytest.raises(ConfigError, match=r"model= takes a name or package.module:function, not an object \(Linear\)"):
-        cl_train.train(model=torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="command line"):
         cl_train.train("-m", "seed=1,2")
     with pytest.raises(TrainingFault, match="the loss is nan"):
@@ -61,11 +87,15 @@ def test_faults_are_raised(settings: dict[str, object], tmp_path: Path, capsys: 
     assert main(["train", "data=folder", "epochs=0"]) == 2 and "epochs=0" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(settings: dict[str, object], tmp_path: Path) -> None:
+def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
 
     def interrupt() -> None:
-        wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size)
+        wait_until(
+            lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size
+        )
         signal.raise_signal(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -82,7 +112,9 @@ def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(settings: dict[str, object]
 
 @pytest.mark.slow
 def test_the_notebook(cache_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five cells; the last one is interrupted as Jupyter's stop button does, and the kernel lives on."""
+    """Its cells run, shortened; the last one is interrupted as Jupyter's stop button does, and the
+    kernel lives on. The file holds the outputs of the whole.
+    """
     import nbformat
     from nbclient import NotebookClient
 
@@ -91,8 +123,86 @@ def test_the_notebook(cache_home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("JUPYTER_PATH", f"{sys.prefix}/share/jupyter")
     notebook = nbformat.read(ROOT / "docs/notebook.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert len(code) == 5 and not any(cell.outputs for cell in code)
+    assert len(code) == 6 and all(cell.outputs for cell in code)
+    for whole, short in (
+        ("epochs=3", "epochs=1, max_steps=4"),
+        ("assert run.top1 > 95", ""),
+        ("time_limit_s=15", "time_limit_s=1"),
+    ):
+        assert any(whole in cell.source for cell in code)
+        for cell in code:
+            cell.source = cell.source.replace(whole, short)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
-    assert "Epoch: [0]" in printed and "top-1" in printed and "interrupted after" in printed
-    assert "continued" in "".join(output.get("text", "") for output in code[-1].outputs)
+    texts = ["".join(output.get("text", "") for output in cell.outputs) for cell in code]
+    assert "top-1" in texts[0] and "channels_last" in texts[3] and "shufflenet" in texts[4]
+    assert "continued" in texts[5]
+    assert all("image/png" in cell.outputs[-1].data for cell in code[1:3])
+
+
+def test_it_trains_in_another_thread_and_in_one_at_a_time(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    started, outcomes = threading.Event(), []
+
+    def work(name: str) -> None:
+        started.wait()
+        try:
+            run = cl_train.train(f"hydra.run.dir={tmp_path}/{name}", "data=folder", **settings)
+        except ConfigError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append(str(run.summary["status"]))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    started.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes)[1] == "completed" and "another thread" in sorted(outcomes)[0]
+    assert len([*tmp_path.iterdir()]) == 1, "the refused one has claimed nothing"
+
+
+class Colours(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Noise whose brightness is its class."""
+
+    classes = ("dark", "medium", "bright")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        pixels = torch.randint(0, 80, (3, 32, 32), generator=generator) + 80 * (index % 3)
+        return pixels.to(torch.uint8), index % 3
+
+
+def test_objects_take_the_place_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = small(num_classes=3)
+    weight = model.get_submodule("0").weight
+    before = weight.clone()
+    losses: list[float] = []
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses.append(len(targets))
+        return torch.nn.functional.cross_entropy(logits, targets)
+
+    settings = TINY | {"data.image_size": 32, "data.workers": 0, "model": model, "loss": loss}
+    data = settings.pop("data"), (Colours(64), Colours(16))
+    run = cl_train.train(data=data[1], channels_last=True, verbose=False, **settings)
+    assert capsys.readouterr().out == "" and "Epoch: [0]" in (run.folder / "train.log").read_text()
+    assert [record["kind"] for record in run.history] == ["train"] * 4 + ["val"]
+    assert run.history[-1]["top1"] == run.top1 and sum(losses) >= 64
+    assert not torch.equal(weight, before) and cl_train.classify(weight) == "channels_last"
+
+
+@pytest.mark.parametrize("wrong", [{"data": Colours(4)}, {"epochs": print}, {"seed": Colours}])
+def test_objects_where_a_setting_takes_none(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        cl_train.train(**wrong)

@@ -1,4 +1,6 @@
-"""README and docs are part of the program: commands exist with these settings, links lead to files, programs run."""
+"""README and docs are part of the program: commands exist with these settings, links lead to files,
+programs run.
+"""
 
 import importlib
 import os
@@ -15,24 +17,42 @@ from cl_train.config.validation import setting_fields
 from tests.faults.forkserver import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-PROGRAMS = dict(re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", PYTHON, flags=re.DOTALL | re.MULTILINE))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_PROGRAMS = [ROOT / f"docs/{name}.md" for name in ("own_loop", "python", "integrations")]
+PROGRAMS = {
+    f"{page.stem}: {title}": program
+    for page in WITH_PROGRAMS
+    for title, program in re.findall(
+        r"^##? ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+}
 
 
 def commands(page: Path) -> list[str]:
     """Every command in a code block or in a code span."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-    lines = [line.partition("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line.partition("  #")[0].strip()
+        for block in blocks
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     spans = re.findall(r"`((?:python|bash|torchrun|cl-train) [^`]+)`", text)
-    return [line for line in [*lines, *spans] if re.match(r"(python|bash|torchrun|cl-train) ", line)]
+    return [
+        line for line in [*lines, *spans] if re.match(r"(python|bash|torchrun|cl-train) ", line)
+    ]
 
 
-ALL = sorted({line for page in PAGES for line in commands(page) if "..." not in line and "<" not in line})
+ALL = sorted(
+    {line for page in PAGES for line in commands(page) if "..." not in line and "<" not in line}
+)
 TRAIN = [line for line in ALL if " train.py" in line or line.startswith("cl-train train")]
 OTHERS = [line for line in ALL if line.startswith("cl-train") and line not in TRAIN]
-SCRIPTS = sorted({name for line in ALL for name in re.findall(r"(?:scripts|benchmarks)/\w+\.\w+", line)})
+SCRIPTS = sorted(
+    {name for line in ALL for name in re.findall(r"(?:scripts|benchmarks)/\w+\.\w+", line)}
+)
 
 
 def test_there_are_commands_to_check_and_every_script_exists() -> None:
@@ -66,7 +86,8 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 def test_every_section_has_one_program() -> None:
-    assert len(PROGRAMS) == PYTHON.count("```python") == PYTHON.count("\n## ") == 8
+    text = "".join(page.read_text(encoding="utf-8") for page in WITH_PROGRAMS)
+    assert len(PROGRAMS) == text.count("```python") == text.count("\n## ") + 1  # own_loop has one
 
 
 def run_program(title: str, folder: Path) -> None:
@@ -77,7 +98,11 @@ def run_program(title: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("title", PROGRAMS)
 def test_program(title: str, tmp_path: Path) -> None:
-    """Every program of docs/python.md runs as it stands, in a process and a folder of its own."""
-    run = Forked(partial(run_program, title, tmp_path), tmp_path / "log", {"XDG_CACHE_HOME": str(tmp_path)})
+    """Every program of the pages runs as it stands, in a process and a folder of its own."""
+    for package in re.findall(r"^(?:import|from) (\w+)", PROGRAMS[title], flags=re.MULTILINE):
+        pytest.importorskip(package)
+    run = Forked(
+        partial(run_program, title, tmp_path), tmp_path / "log", {"XDG_CACHE_HOME": str(tmp_path)}
+    )
     assert run.wait() == 0, run.output()[-2000:]
     assert "Traceback" not in run.output()

@@ -1,4 +1,6 @@
-"""PyTorch's tutorial "Channels Last Memory Format", section by section: what it states, as assertions."""
+"""PyTorch's tutorial "Channels Last Memory Format", section by section: what it states, as
+assertions.
+"""
 
 import contextlib
 import io
@@ -11,7 +13,7 @@ import torchvision
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from cl_train.comparison import suite
+from cl_train.measure import suite
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
@@ -38,7 +40,14 @@ def test_pixels_are_stored_one_after_the_other() -> None:
     x = torch.arange(2 * 3 * 4 * 4.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
     assert x.flatten().storage_offset() == 0
     memory = torch.as_strided(x, (6,), (1,))
-    assert memory.tolist() == [0.0, 16.0, 32.0, 1.0, 17.0, 33.0]  # R G B of pixel 0, R G B of pixel 1
+    assert memory.tolist() == [
+        0.0,
+        16.0,
+        32.0,
+        1.0,
+        17.0,
+        33.0,
+    ]  # R G B of pixel 0, R G B of pixel 1
 
 
 # Memory format API
@@ -46,12 +55,20 @@ def test_pixels_are_stored_one_after_the_other() -> None:
 
 def test_each_way_to_make_a_tensor_has_the_stated_strides() -> None:
     classic, x = torch.empty(N, C, H, W), channels_last()
-    back = x.to(memory_format=torch.contiguous_format), x.contiguous(memory_format=torch.contiguous_format)
+    back = (
+        x.to(memory_format=torch.contiguous_format),
+        x.contiguous(memory_format=torch.contiguous_format),
+    )
     for number, tensor in enumerate((classic, *back, to_memory_format(x, torch.contiguous_format))):
         assert tensor.stride() == CONTIGUOUS, number
     made = torch.empty(N, C, H, W, memory_format=torch.channels_last)
-    alternatives = classic.contiguous(memory_format=torch.channels_last), to_memory_format(classic, torch.channels_last)
-    kinds = [x.to(kind) for kind in ("meta", torch.float16, torch.bfloat16, torch.float64, torch.int32)]
+    alternatives = (
+        classic.contiguous(memory_format=torch.channels_last),
+        to_memory_format(classic, torch.channels_last),
+    )
+    kinds = [
+        x.to(kind) for kind in ("meta", torch.float16, torch.bfloat16, torch.float64, torch.int32)
+    ]
     alike = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like)
     preserved = (x.clone(), x.float(), *kinds, *(like(x) for like in alike))
     for number, tensor in enumerate((x, made, *alternatives, *preserved)):
@@ -98,7 +115,9 @@ def test_pointwise_operators_preserve() -> None:
 
 @pytest.mark.parametrize("weight_last", [False, True])
 @pytest.mark.parametrize("input_last", [False, True])
-def test_convolutions_are_contiguous_only_where_all_inputs_are(weight_last: bool, input_last: bool) -> None:
+def test_convolutions_are_contiguous_only_where_all_inputs_are(
+    weight_last: bool, input_last: bool
+) -> None:
     model = nn.Conv2d(8, 4, 3)
     x = torch.randint(1, 10, (2, 8, 4, 4), dtype=torch.float32, requires_grad=True)
     if weight_last:
@@ -127,7 +146,9 @@ def test_any_model_is_converted_and_propagates_the_format() -> None:
     model = torchvision.models.resnet18()
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d):
-            module.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, classify(out)))
+            module.register_forward_hook(
+                lambda _, __, out, name=name: seen.__setitem__(name, classify(out))
+            )
     assert convert(model).memory_format == torch.channels_last
     model(torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last))
     assert len(seen) == 41 and set(seen.values()) == {"channels_last"}
@@ -141,7 +162,9 @@ def test_converted_weights_restore_the_format_of_a_contiguous_input() -> None:
 
 def test_the_checker_raised_at_the_first_loss_and_the_audit_tells_all() -> None:
     """What the tutorial's `check_wrapper` stopped at is one of the losses in the audit."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8)
+    )
     convert(model)
     x = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
     lost = audit(model, x).of("lost", "forward")
@@ -152,7 +175,9 @@ def test_the_checker_raised_at_the_first_loss_and_the_audit_tells_all() -> None:
 
 
 class Checker(TorchFunctionMode):
-    """The tutorial's idea, without its patches: the functions whose output is no longer channels_last."""
+    """The tutorial's idea, without its patches: the functions whose output is no longer
+    channels_last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +186,12 @@ class Checker(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = function(*args, **(kwargs or {}))
         was = any(isinstance(a, torch.Tensor) and classify(a) == "channels_last" for a in args)
-        if was and isinstance(result, torch.Tensor) and result.dim() == 4 and classify(result) == "contiguous":
+        if (
+            was
+            and isinstance(result, torch.Tensor)
+            and result.dim() == 4
+            and classify(result) == "contiguous"
+        ):
             self.lost.append((resolve_name(function) or str(function)).rpartition(".")[2])
         return result
 
@@ -187,8 +217,12 @@ def test_the_28_models_are_converted_and_lose_only_what_is_known(name: str) -> N
             nn.init.normal_(tensor, std=0.02) if tensor.dim() > 1 else nn.init.ones_(tensor)
     convert(model)
     assert model_memory_format(model) == "channels_last"
-    report = audit(model, torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last), name=name)
-    expected = next((losses for family, losses in FORWARD_LOSSES.items() if name.startswith(family)), set())
+    report = audit(
+        model, torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last), name=name
+    )
+    expected = next(
+        (losses for family, losses in FORWARD_LOSSES.items() if name.startswith(family)), set()
+    )
     found = {call.operator.split(".")[1] for call in report.of("lost", "forward")}
     assert found == expected, report
     assert report.totals["kept"] > 10
@@ -199,7 +233,11 @@ def _without_large_layers(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and child.in_features * child.out_features > 1e6:
-                thin = nn.Linear(child.in_features, 8) if child.in_features > 4096 else nn.Linear(8, child.out_features)
+                thin = (
+                    nn.Linear(child.in_features, 8)
+                    if child.in_features > 4096
+                    else nn.Linear(8, child.out_features)
+                )
                 setattr(module, name, thin)
     return model
 
@@ -208,7 +246,9 @@ def _without_large_layers(model: nn.Module) -> nn.Module:
 
 
 def test_the_one_liners_of_the_documentation_print_what_it_says() -> None:
-    lines = (Path(__file__).resolve().parents[2] / "docs" / "channels_last.md").read_text().splitlines()
+    lines = (
+        (Path(__file__).resolve().parents[2] / "docs" / "channels_last.md").read_text().splitlines()
+    )
     quoted = [(line, after) for line, after in pairwise(lines) if line.startswith("    python -c ")]
     assert len(quoted) >= 4
     for line, after in quoted:
@@ -217,4 +257,6 @@ def test_the_one_liners_of_the_documentation_print_what_it_says() -> None:
         with contextlib.redirect_stdout(out):
             exec(code, {})
         if after.startswith("    # "):
-            assert out.getvalue().startswith(after.removeprefix("    # ").removesuffix(" ...")), line
+            assert out.getvalue().startswith(after.removeprefix("    # ").removesuffix(" ...")), (
+                line
+            )

@@ -7,12 +7,19 @@ from tests.faults.bench import Bench
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="inject every fault with its full count; -k NAME: some rows")
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="inject every fault with its full count; -k NAME: some rows",
+    )
 
 
 @pytest.fixture(scope="session")
 def shared_bench(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Bench:
-    return Bench(tmp_path_factory.mktemp("bench"), is_full=bool(pytestconfig.getoption("--full", default=False)))
+    return Bench(
+        tmp_path_factory.mktemp("bench"),
+        is_full=bool(pytestconfig.getoption("--full", default=False)),
+    )
 
 
 @pytest.fixture

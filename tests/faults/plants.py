@@ -1,4 +1,5 @@
-"""Faults planted inside a training process: hooks that it calls before train.py, and models that fail.
+"""Faults planted inside a training process: hooks that it calls before train.py, and models that
+fail.
 
 As a program: train.py with slower steps.
 """
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ import cl_train.step.train_step
 import cl_train.system.checkpoints
 import cl_train.system.distributed
 import cl_train.system.files
-import cl_train.training.build
 import cl_train.training.setup
 import cl_train.training.state
 from tests.faults.forkserver import Function, train_script
@@ -55,7 +56,8 @@ out_of_memory = partial(failing, how="memory")
 class Slow(nn.Module):
     """Sleeps PLANT_MS per training batch and PLANT_EVAL_MS per validation batch.
 
-    In the evaluation it creates PLANT_MARKER, or for the moving average of the weights PLANT_MARKER.ema.
+    In the evaluation it creates PLANT_MARKER, or for the moving average of the weights
+    PLANT_MARKER.ema.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -65,7 +67,9 @@ class Slow(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         time.sleep(int(os.environ.get("PLANT_MS" if self.training else "PLANT_EVAL_MS", 0)) / 1000)
         marker = os.environ.get("PLANT_MARKER")
-        if marker and not self.training and len(images) > 2:  # not in the trial before the first step
+        if (
+            marker and not self.training and len(images) > 2
+        ):  # not in the trial before the first step
             is_ema = not next(self.parameters()).requires_grad
             Path(f"{marker}.ema" if is_ema else marker).touch()
         return self.body(images)
@@ -82,19 +86,28 @@ def short_retries() -> None:
 
 
 def before_step(act: Callable[[int, Any, Any], None]) -> None:
-    """Call `act(number of the step, its parts, its batches)` before each step."""
-    original, calls = cl_train.training.build.train_step, [0]
+    """Call `act(number of the step, its parts, its batches)` before each step of the run.
 
-    def train_step(parts: Any, micro_batches: Any) -> Any:
-        calls[0] += 1
-        act(calls[0], parts, micro_batches)
-        return original(parts, micro_batches)
+    The step that is tried before the first one is not counted.
+    """
+    original, numbers = cl_train.training.setup.build_train_state, itertools.count(1)
 
-    cl_train.training.build.train_step = train_step
+    def build_train_state(*arguments: Any) -> Any:
+        state = original(*arguments)
+
+        def train_step(micro_batches: Any) -> Any:
+            act(next(numbers), state.parts, micro_batches)
+            return state.train_step(micro_batches)
+
+        return replace(state, train_step=train_step)
+
+    cl_train.training.setup.build_train_state = build_train_state
 
 
 def slow_steps(ms: int, answer_s: int = 3) -> None:
-    """Each step takes `ms` milliseconds more, so that a signal from outside finds the run at work."""
+    """Each step takes `ms` milliseconds more, so that a signal from outside finds the run at
+    work.
+    """
     before_step(lambda *_: time.sleep(ms / 1000))
     cl_train.system.distributed.ANSWER_S = answer_s
 
@@ -152,7 +165,9 @@ def bad_gradient(value: float, steps: Container[int]) -> None:
 
 
 def bad_images(steps: Container[int]) -> None:
-    """The images of these steps are NaN: loss, gradients and BatchNorm's statistics go bad together."""
+    """The images of these steps are NaN: loss, gradients and BatchNorm's statistics go bad
+    together.
+    """
 
     def spoil(step: int, parts: Any, micro_batches: Any) -> None:
         for batch in micro_batches if step in steps else ():
@@ -162,7 +177,9 @@ def bad_images(steps: Container[int]) -> None:
 
 
 def full_disk(steps: Container[int], minutes: float = 30) -> None:
-    """Writing checkpoints of these steps fails half way: no space left; the run gives up after `minutes`."""
+    """Writing checkpoints of these steps fails half way: no space left; the run gives up after
+    `minutes`.
+    """
     cl_train.system.checkpoints.MAX_MINUTES_WITHOUT_CHECKPOINT = minutes
     original = cl_train.system.checkpoints.os.fsync
 
@@ -195,15 +212,22 @@ def bad_worker(number: int, leaves: bool) -> None:
 
 
 def check_layout(layout: torch.memory_format) -> None:
-    """Each step: 4-D weights have the strides of this format, and optimizer state those of its weight."""
+    """Each step: 4-D weights have the strides of this format, and optimizer state those of its
+    weight.
+    """
 
     def check(step: int, parts: Any, micro_batches: Any) -> None:
         for parameters in parts.optimizer.param_groups:
             for parameter in parameters["params"]:
-                assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=layout), parameter.stride()
+                assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=layout), (
+                    parameter.stride()
+                )
                 for value in parts.optimizer.state.get(parameter, {}).values():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                        assert value.stride() == parameter.stride(), (value.stride(), parameter.stride())
+                        assert value.stride() == parameter.stride(), (
+                            value.stride(),
+                            parameter.stride(),
+                        )
 
     before_step(check)
 
@@ -225,14 +249,18 @@ def slow_data() -> None:
 
 
 def write_for_ever(folder: Path, background: bool) -> None:
-    """Save 8 MB checkpoints whose values are their step, and note each finished save in `confirmed`."""
+    """Save 8 MB checkpoints whose values are their step, and note each finished save in
+    `confirmed`.
+    """
     store = cl_train.system.checkpoints.CheckpointStore(folder, keep=3, background=background)
     values = torch.empty(EIGHT_MB)
     confirmed = os.open(folder.with_suffix(".confirmed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     step = 0
     while True:
         step += 1
-        store.save({"values": values.fill_(step), "progress": {"step": step}}, step, best=step % 4 == 1)
+        store.write_step(
+            {"values": values.fill_(step), "progress": {"step": step}}, step, best=step % 4 == 1
+        )
         if background and step % 3:
             continue  # let saves overlap with the next step
         store.wait()

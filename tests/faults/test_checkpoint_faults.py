@@ -26,7 +26,9 @@ from tests.faults.bench import Bench
 
 @pytest.mark.slow
 def test_kill_while_writing_checkpoint(bench: Bench) -> None:
-    """SIGKILL: every .pt file of 8 MB is whole, the newest is no older than the last confirmed save."""
+    """SIGKILL: every .pt file of 8 MB is whole, the newest is no older than the last confirmed
+    save.
+    """
     folder = bench.new_folder()
     for number in range(bench.count(8, 500)):
         store = folder / f"run-{number}"
@@ -41,26 +43,37 @@ def test_kill_while_writing_checkpoint(bench: Bench) -> None:
 
 def check_store(folder: Path) -> None:
     confirmed_file = folder.with_suffix(".confirmed")
-    confirmed = [0, *map(int, confirmed_file.read_text().split())][-1] if confirmed_file.exists() else 0
+    confirmed = (
+        [0, *map(int, confirmed_file.read_text().split())][-1] if confirmed_file.exists() else 0
+    )
     folder.mkdir(exist_ok=True)  # the process may have ended before
     for path in folder.glob("*.pt"):
         state = load(path)
         step = float(state["progress"]["step"])
-        assert torch.equal(state["values"], torch.full((plants.EIGHT_MB,), step)), f"{path}: values of another step"
+        assert torch.equal(state["values"], torch.full((plants.EIGHT_MB,), step)), (
+            f"{path}: values of another step"
+        )
     temporary = [path.name for path in folder.iterdir() if not path.name.endswith(".pt")]
     assert len(temporary) <= 1, f"{len(temporary)} temporary files"
     store = CheckpointStore(folder, keep=3, background=False)
     found = store.newest()
     newest = found[1]["progress"]["step"] if found else 0
     assert newest >= confirmed, f"step {confirmed} was saved, but the newest is {newest}"
-    store.save({"values": torch.zeros(1)}, newest + 1)
-    assert all(path.name.endswith(".pt") for path in folder.iterdir()), "the next start left the temporary file"
+    store.write_step({"values": torch.zeros(1)}, newest + 1)
+    assert all(path.name.endswith(".pt") for path in folder.iterdir()), (
+        "the next start left the temporary file"
+    )
 
 
 @contextmanager
 def failing_disk(number: int, at_byte: int) -> Iterator[None]:
-    """Writes fail at a byte by the kernel's own limit of a file's size, whose EFBIG becomes the error `number`."""
-    before, previous = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    """Writes fail at a byte by the kernel's own limit of a file's size, whose EFBIG becomes the
+    error `number`.
+    """
+    before, previous = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     original = torch.save
 
     def save(state: Any, file: Any) -> None:
@@ -79,18 +92,20 @@ def failing_disk(number: int, at_byte: int) -> Iterator[None]:
 
 
 def test_disk_full_while_writing_checkpoint(bench: Bench) -> None:
-    """The disk fails at a random byte of the write: the previous checkpoint stays; too long, and the run stops."""
+    """The disk fails at a random byte of the write: the previous checkpoint stays; too long, and
+    the run stops.
+    """
     for number in range(bench.count(20, 300)):
         folder = bench.new_folder()
         store = CheckpointStore(folder, keep=2, background=bool(number % 2))
         state = {"w": torch.randn(25_000, generator=torch.Generator().manual_seed(number))}
-        store.save(state, 1)
+        store.write_step(state, 1)
         store.finish()
         at_byte = bench.random.randrange((folder / "step-00000001.pt").stat().st_size)
         number_of_error = bench.random.choice((errno.EFBIG, errno.ENOSPC, errno.EIO))
         with bench.attempt(), failing_disk(number_of_error, at_byte):
             for step in (2, 3):
-                store.save(state, step)
+                store.write_step(state, step)
                 store.wait()
             found = store.newest()
             assert found is not None and torch.equal(found[1]["w"], state["w"])
@@ -99,7 +114,7 @@ def test_disk_full_while_writing_checkpoint(bench: Bench) -> None:
                 unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0),
                 pytest.raises(CheckpointError, match="no checkpoint could be written"),
             ):
-                store.save(state, 4)
+                store.write_step(state, 4)
                 store.wait()
         shutil.rmtree(folder)
 
@@ -109,7 +124,9 @@ def damaged(bench: Bench) -> tuple[Path, Path]:
     folder = bench.new_folder()
     generator = torch.Generator().manual_seed(0)
     state: dict[str, Any] = {
-        "model": {f"layer{i}.weight": torch.randn(16, 16, 3, 3, generator=generator) for i in range(8)},
+        "model": {
+            f"layer{i}.weight": torch.randn(16, 16, 3, 3, generator=generator) for i in range(8)
+        },
         "progress": {"step": 7, "epoch": 1, "random": [{"cpu": torch.get_rng_state()}]},
         "facts": {"classes": ["ant", "bee"], "model": "tiny"},
     }
@@ -118,7 +135,9 @@ def damaged(bench: Bench) -> tuple[Path, Path]:
 
 
 def test_truncated_checkpoint(bench: Bench) -> None:
-    """A checkpoint truncated at a random length is detected, named, and the one before it is used."""
+    """A checkpoint truncated at a random length is detected, named, and the one before it is
+    used.
+    """
     good, bad = damaged(bench)
     whole, store = good.read_bytes(), CheckpointStore(good.parent)
     for number in range(bench.count(50, 1000)):
@@ -137,11 +156,16 @@ def check_refused(path: Path) -> None:
 
 
 def test_bit_flip_in_checkpoint(bench: Bench) -> None:
-    """One bit flipped anywhere in a checkpoint is detected, or it is of padding and names: the values are the same."""
+    """One bit flipped anywhere in a checkpoint is detected, or it is of padding and names: the
+    values are the same.
+    """
     good, bad = damaged(bench)
     small = good.parent / "small.pt"
     write(small, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
-    bits = [(good, bench.random.randrange(8 * good.stat().st_size)) for _ in range(bench.count(50, 2000))]
+    bits = [
+        (good, bench.random.randrange(8 * good.stat().st_size))
+        for _ in range(bench.count(50, 2000))
+    ]
     bits += [(small, bit) for bit in range(8 * small.stat().st_size) if bench.is_full]
     for source, bit in bits:
         whole = bytearray(source.read_bytes())
@@ -153,7 +177,9 @@ def test_bit_flip_in_checkpoint(bench: Bench) -> None:
             except CheckpointError:
                 check_refused(bad)
             else:
-                assert not tiny.differences(state, load(source)), f"bit {bit} of {source.name} changed a value"
+                assert not tiny.differences(state, load(source)), (
+                    f"bit {bit} of {source.name} changed a value"
+                )
 
 
 class Evil:

@@ -1,4 +1,6 @@
-"""What a run reads: fuzzed and odd images, hostile archives, damaged shards, preparation that is killed, the order."""
+"""What a run reads: fuzzed and odd images, hostile archives, damaged shards, preparation that is
+killed, the order.
+"""
 
 import os
 import random
@@ -38,7 +40,11 @@ def sound_files() -> dict[str, bytes]:
     rgb, exif = noise(48, 64), Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "rotated"
     jpegs = {
-        **{f"quality {q}, sampling {s}": {"quality": q, "subsampling": s} for q in (5, 60, 95) for s in (0, 1, 2)},
+        **{
+            f"quality {q}, sampling {s}": {"quality": q, "subsampling": s}
+            for q in (5, 60, 95)
+            for s in (0, 1, 2)
+        },
         "progressive": {"progressive": True},
         "optimised": {"optimize": True},
         "restart markers": {"restart_marker_blocks": 1},
@@ -56,7 +62,9 @@ def sound_files() -> dict[str, bytes]:
         "PNG 16 bit grey": encoded(sixteen, "PNG"),
         "grey": encoded(rgb.convert("L")),
         "CMYK": cmyk,
-        "YCCK": cmyk[:adobe] + b"\x02" + cmyk[adobe + 1 :],  # as some of ImageNet's 22 are, by the Adobe marker
+        "YCCK": cmyk[:adobe]
+        + b"\x02"
+        + cmyk[adobe + 1 :],  # as some of ImageNet's 22 are, by the Adobe marker
         "trailing bytes": whole + b"\0" * 100,
         "trailing text": whole + b"<html>" * 50,
         "bytes before the end marker": whole[:-2] + b"\xff\xd9",
@@ -67,7 +75,11 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     """Bit flips, cuts, splices, edits of the header and of the marker segments' lengths."""
     result = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
-        place = rng.randrange(len(result)) if rng.random() < 0.5 else rng.randrange(min(len(result), 700))
+        place = (
+            rng.randrange(len(result))
+            if rng.random() < 0.5
+            else rng.randrange(min(len(result), 700))
+        )
         kind = rng.random()
         if kind < 0.45:
             result[place] ^= 1 << rng.randrange(8)
@@ -89,7 +101,9 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 @pytest.mark.slow
 def test_fuzzed_images(bench: Bench) -> None:
-    """Each becomes pixels or a counted, named error, alone and through the real loader; no hang, bounded memory."""
+    """Each becomes pixels or a counted, named error, alone and through the real loader; no hang,
+    bounded memory.
+    """
     root, count = bench.new_folder(), bench.count(300, 50_000)
     files = [*sound_files().values(), *(encoded(noise(*size)) for size in SIZES)]
     for split, number in (("train", count), ("val", 8)):
@@ -113,7 +127,9 @@ def decoded(path: Path) -> tuple[int, int] | str:
     started = time.thread_time()  # CPU time: other processes do not make an image slow
     try:
         pixels = Encoded(read_file(path)).decode()
-        assert pixels.dtype == np.uint8 and pixels.shape[2:] == (3,), f"{path.name}: {pixels.dtype} {pixels.shape}"
+        assert pixels.dtype == np.uint8 and pixels.shape[2:] == (3,), (
+            f"{path.name}: {pixels.dtype} {pixels.shape}"
+        )
         found: tuple[int, int] | str = pixels.shape[:2]
     except BadImage as error:
         found = str(error)
@@ -123,20 +139,28 @@ def decoded(path: Path) -> tuple[int, int] | str:
 
 
 def check_loader(root: Path, count: int, expected_bad: int) -> None:
-    """One epoch of the real loader: it must see and count exactly the images that cannot be decoded."""
-    data = folder_data(root, workers=2, on_bad_image="skip", max_bad_images=10 * count, batch_size=8)
+    """One epoch of the real loader: it must see and count exactly the images that cannot be
+    decoded.
+    """
+    data = folder_data(
+        root, workers=2, on_bad_image="skip", max_bad_images=10 * count, batch_size=8
+    )
     images, shared = 0, peak_mib(os.getpid(), "VmRSS")
     try:
         for batch in data.train(0, FLOAT_CHANNELS_LAST):
             images += len(batch.images)
             assert batch.images.isfinite().all(), "the loader gave pixels that are not finite"
         skipped = data.bad_images.skipped
-        # A fork shares its parent's pages, which count as its own: what matters is what it took on top of them.
+        # A fork shares its parent's pages, which count as its own: what matters is what it took on
+        # top of them.
         grown = max(peak_mib(process.pid) for process in data.train_loader._pool.processes) - shared
     finally:
         data.close()
-    assert images == data.batch_count() * 8, f"the loader gave {images} images, not {data.batch_count() * 8}"
-    # A bad image is met a second time where it is tried in place of a bad neighbour; the last batch may be dropped.
+    assert images == data.batch_count() * 8, (
+        f"the loader gave {images} images, not {data.batch_count() * 8}"
+    )
+    # A bad image is met a second time where it is tried in place of a bad neighbour; the last batch
+    # may be dropped.
     assert skipped >= expected_bad - 8, f"the loader counted {skipped} of {expected_bad} bad images"
     assert grown <= MAX_MEMORY_MIB, f"a worker took {grown:.0f} MiB"
 
@@ -145,7 +169,12 @@ def bomb_png(side: int) -> bytes:
     """A PNG of side x side white pixels in a few kilobytes."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        return (
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+        )
 
     rows = zlib.compress((b"\0" + b"\xff" * (side // 8)) * side, 9)
     head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
@@ -159,11 +188,16 @@ def claims(data: bytes, side: int) -> bytes:
 
 
 def odd_files() -> dict[str, tuple[bytes | Callable[[Path], object], tuple[int, int] | str]]:
-    """Name -> the file's bytes (or what makes it), and the size it decodes to or a part of the reason against it."""
+    """Name -> the file's bytes (or what makes it), and the size it decodes to or a part of the
+    reason against it.
+    """
     rgb = noise(48, 64)
     whole = encoded(rgb)
     refused = {
-        **{f"{kind} named JPEG": (encoded(rgb, kind), "not a JPEG or PNG") for kind in ("BMP", "WEBP", "TIFF")},
+        **{
+            f"{kind} named JPEG": (encoded(rgb, kind), "not a JPEG or PNG")
+            for kind in ("BMP", "WEBP", "TIFF")
+        },
         "GIF named JPEG": (encoded(rgb.convert("P"), "GIF"), "not a JPEG or PNG"),
         "text named JPEG": (b"<html>404</html>" * 20, "not a JPEG or PNG"),
         "truncated": (whole[: len(whole) // 2], "truncated"),
@@ -177,7 +211,9 @@ def odd_files() -> dict[str, tuple[bytes | Callable[[Path], object], tuple[int, 
         "a FIFO": (os.mkfifo, "a FIFO"),
         "a device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
     }
-    sizes = {str(size): (encoded(Image.new("RGB", size[::-1])), size) for size in (*SIZES, (4000, 5000))}
+    sizes = {
+        str(size): (encoded(Image.new("RGB", size[::-1])), size) for size in (*SIZES, (4000, 5000))
+    }
     return {name: (data, (48, 64)) for name, data in sound_files().items()} | sizes | refused
 
 
@@ -191,14 +227,21 @@ def test_odd_imagenet_files(bench: Bench) -> None:
         path.write_bytes(make) if isinstance(make, bytes) else make(path)
         with bench.attempt():
             found = decoded(path)
-            fits = expected in found if isinstance(expected, str) and isinstance(found, str) else expected == found
+            fits = (
+                expected in found
+                if isinstance(expected, str) and isinstance(found, str)
+                else expected == found
+            )
             assert fits, f"{name}: {found!r} instead of {expected!r}"
     shutil.rmtree(folder)
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
     """None is a folder."""
-    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 def test_hostile_archives(bench: Bench) -> None:
@@ -217,7 +260,9 @@ def test_hostile_archives(bench: Bench) -> None:
 
 
 def test_damaged_shards(bench: Bench) -> None:
-    """One tar shard is damaged: an error, or bad images by name; no other sample is lost or has another label."""
+    """One tar shard is damaged: an error, or bad images by name; no other sample is lost or has
+    another label.
+    """
     for number in range(bench.count(40, 1000)):
         root, kind = bench.new_folder(), list(DAMAGE)[number % len(DAMAGE)]
         damage_one(root, kind, bench.random)
@@ -229,7 +274,9 @@ def test_damaged_shards(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_kill_while_unpacking_imagenet(bench: Bench) -> None:
-    """prepare_imagenet killed on its way: what has its final name is whole; the next command makes the same folder."""
+    """prepare_imagenet killed on its way: what has its final name is whole; the next command makes
+    the same folder.
+    """
     folder = bench.new_folder()
     archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
     kill_preparation(bench, bench.count(3, 20), folder, partial(unpack, **archives))
@@ -240,21 +287,29 @@ def test_kill_while_unpacking_imagenet(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_kill_while_generating_sample(bench: Bench) -> None:
-    """The first thing that a newcomer interrupts: the next command generates the same sample and never hangs."""
+    """The first thing that a newcomer interrupts: the next command generates the same sample and
+    never hangs.
+    """
     spec = SampleSpec(train_per_class=20, val_per_class=4, scale=0.5)
-    kill_preparation(bench, bench.count(1, 30), bench.new_folder(), partial(ensure_sample, spec=spec))
+    kill_preparation(
+        bench, bench.count(1, 30), bench.new_folder(), partial(ensure_sample, spec=spec)
+    )
 
 
 @pytest.mark.slow
 def test_kill_while_resizing_images(bench: Bench) -> None:
-    """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same folder."""
+    """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same
+    folder.
+    """
     folder = bench.new_folder()
     write_images(folder / "images", {"train": 300, "val": 5})
     resize = partial(resize_folder, folder / "images", max_side=24, workers=2)
     kill_preparation(bench, bench.count(1, 30), folder, resize)
 
 
-def kill_preparation(bench: Bench, kills: int, folder: Path, prepare: Callable[[Path], object]) -> None:
+def kill_preparation(
+    bench: Bench, kills: int, folder: Path, prepare: Callable[[Path], object]
+) -> None:
     """Each folder is killed twice on its way, and then finished."""
     started = time.monotonic()
     assert bench.fork(partial(prepare, folder / "out-0")).wait() == 0
@@ -262,7 +317,10 @@ def kill_preparation(bench: Bench, kills: int, folder: Path, prepare: Callable[[
     for number in range(1, kills + 1):
         out = folder / f"out-{number}"
         with bench.attempt():
-            for signum in ((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3], signal.SIGKILL):
+            for signum in (
+                (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3],
+                signal.SIGKILL,
+            ):
                 run = bench.fork(partial(prepare, out))
                 time.sleep(bench.random.uniform(0.0, 0.6 * duration))
                 run.send(signum)
@@ -279,7 +337,9 @@ def kill_preparation(bench: Bench, kills: int, folder: Path, prepare: Callable[[
 
 
 def test_images_seen_per_epoch(bench: Bench) -> None:
-    """An epoch is floor(N / global batch) full batches of distinct images in its order; evaluation counts N images."""
+    """An epoch is floor(N / global batch) full batches of distinct images in its order; evaluation
+    counts N images.
+    """
     for _ in range(bench.count(20, 500)):
         with bench.attempt():
             check_epoch(bench.random)
@@ -288,14 +348,26 @@ def test_images_seen_per_epoch(bench: Bench) -> None:
         for world in (1, 2, 3, 4):
             labels = []
             for rank in range(world):
-                data = data_of(name="folder", root=str(root), image_size=8, rank=rank, world_size=world)
-                labels += [label for batch in data.validation(FLOAT_CHANNELS_LAST) for label in batch.targets.tolist()]
+                data = data_of(
+                    name="folder", root=str(root), image_size=8, rank=rank, world_size=world
+                )
+                labels += [
+                    label
+                    for batch in data.validation(FLOAT_CHANNELS_LAST)
+                    for label in batch.targets.tolist()
+                ]
                 data.close()
-            assert sorted(labels) == [0] * 5 + [1] * 5 + [2] * 5, f"evaluation with {world} ranks: {len(labels)} of 15"
+            assert sorted(labels) == [0] * 5 + [1] * 5 + [2] * 5, (
+                f"evaluation with {world} ranks: {len(labels)} of 15"
+            )
 
 
 def check_epoch(rng: random.Random) -> None:
-    world, images, batch = rng.choice((1, 2, 3, 4)), rng.choice((97, 100, 101)), rng.choice((1, 7, 16))
+    world, images, batch = (
+        rng.choice((1, 2, 3, 4)),
+        rng.choice((97, 100, 101)),
+        rng.choice((1, 7, 16)),
+    )
     seed, epoch = rng.randrange(2**32), rng.randrange(90)
     order, steps = permutation(seed, epoch, images), images // (batch * world)
     resumed_at, other_world = rng.randrange(steps + 1), world
@@ -309,6 +381,8 @@ def check_epoch(rng: random.Random) -> None:
         seen += np.concatenate(shares).tolist()
     said = f"{len(seen)} images, {len(set(seen))} distinct, {steps} steps of {batch} x {world}"
     assert len(set(seen)) == len(seen) == steps * batch * world, said
-    assert seen == order[: len(seen)].tolist(), "another order after resuming with another world size"
+    assert seen == order[: len(seen)].tolist(), (
+        "another order after resuming with another world size"
+    )
     assert sorted(order.tolist()) == list(range(images)), "not a permutation"
     assert (order != permutation(seed, epoch + 1, images)).any(), "two epochs have the same order"

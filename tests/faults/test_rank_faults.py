@@ -29,12 +29,20 @@ WITHOUT_BATCHNORM = {"model": "tests.networks:without_batchnorm", "ema_decay": 0
 
 
 def test_kill_one_of_two_ranks(bench: Bench) -> None:
-    """One of two ranks killed at a random instant. The other names it and ends; both resume exactly."""
-    reference, ms = bench.reference(world=2), 60  # so that most of a run's life is training, not start-up
+    """One of two ranks killed at a random instant.
+
+    The other names it and ends; both resume exactly.
+    """
+    reference, ms = (
+        bench.reference(world=2),
+        60,
+    )  # so that most of a run's life is training, not start-up
     seconds = bench.seconds + 0.001 * ms * tiny.STEPS
     for number in bench.numbers_until(bench.count(1, 20)):
         run, victim = bench.folder / f"killed-rank-{number}", bench.random.choice((0, 1))
-        hook = partial(plants.slow_steps, ms, answer_s=60 if victim == 1 and bench.patience > 1 else 3)
+        hook = partial(
+            plants.slow_steps, ms, answer_s=60 if victim == 1 and bench.patience > 1 else 3
+        )
         ranks = bench.start_ranks(run, 2, hook, rank_timeout_s=RANK_TIMEOUT_S)
         time.sleep(bench.random.uniform(0.2, 1.0) * seconds)
         ranks[victim].send(signal.SIGKILL)
@@ -48,12 +56,17 @@ def test_kill_one_of_two_ranks(bench: Bench) -> None:
             tiny.check_loadable(run)
             assert other is not None, f"{run.name}: the other rank still ran"
             output = ranks[1 - victim].output()
-            assert f"rank {victim} is dead or hangs" in output or not tiny.newest_step(run), output[-600:]
+            assert f"rank {victim} is dead or hangs" in output or not tiny.newest_step(run), output[
+                -600:
+            ]
             bench.check_resumed(run, reference, world=2)
 
 
 def test_hang_one_of_two_ranks(bench: Bench) -> None:
-    """One of two ranks stopped (SIGSTOP). The other names it and ends within the timeout and the roll call."""
+    """One of two ranks stopped (SIGSTOP).
+
+    The other names it and ends within the timeout and the roll call.
+    """
     for number in range(bench.count(1, 3)):
         run, victim = bench.folder / f"hung-rank-{number}", number % 2
         settings = {"epochs": 10_000, "rank_timeout_s": RANK_TIMEOUT_S}
@@ -66,7 +79,9 @@ def test_hang_one_of_two_ranks(bench: Bench) -> None:
         output = ranks[1 - victim].output()
         with bench.attempt():
             assert other == 1, f"{run.name}: exit code {other}"
-            assert f"rank {victim} is dead or hangs" in output, f"{run.name}: not named: {output[-700:]}"
+            assert f"rank {victim} is dead or hangs" in output, (
+                f"{run.name}: not named: {output[-700:]}"
+            )
             tiny.check_loadable(run)
 
 
@@ -80,16 +95,23 @@ def test_resume_with_other_number_of_ranks(bench: Bench) -> None:
                 hook = partial(plants.signal_after_save, 2 * place + 2, signal.SIGTERM)
                 bench.run(run, hook, code=143, world=world, **WITHOUT_BATCHNORM)
             bench.run(run, world=chain[-1], **WITHOUT_BATCHNORM)
-            assert tiny.losses(run) == pytest.approx(tiny.losses(reference), rel=1e-5, abs=0), run.name
+            assert tiny.losses(run) == pytest.approx(tiny.losses(reference), rel=1e-5, abs=0), (
+                run.name
+            )
 
 
-# --- under the real torchrun ------------------------------------------------------------------------------------------
+# --- under the real torchrun ----------------------------------------------------------------------
 
 ONE_NODE = ("--standalone", "--nproc-per-node=2")
 
 
 def torchrun(
-    bench: Bench, run: Path, launcher: Sequence[str] = ONE_NODE, *, is_slow: bool = True, **settings: Any
+    bench: Bench,
+    run: Path,
+    launcher: Sequence[str] = ONE_NODE,
+    *,
+    is_slow: bool = True,
+    **settings: Any,
 ) -> Forked:
     """The agent of `torchrun --standalone --nproc-per-node=2 train.py ...`."""
     words = bench.words(run, **{"rank_timeout_s": TORCHRUN_TIMEOUT_S, "batch_size": 4} | settings)
@@ -126,7 +148,9 @@ def check_completed(bench: Bench, run: Path, agent: Forked) -> None:
 
 
 def test_rank_fails_under_torchrun(bench: Bench) -> None:
-    """A rank killed, stopped or terminated, and restarts by torchrun: bounded, named, resumed exactly."""
+    """A rank killed, stopped or terminated, and restarts by torchrun: bounded, named, resumed
+    exactly.
+    """
     bench.count(None, 1)
     with bench.attempt():  # with resume=auto a killed rank costs a restart and nothing else
         run = bench.folder / "torchrun-restarts"
@@ -151,11 +175,15 @@ def test_rank_fails_under_torchrun(bench: Bench) -> None:
 
 
 def test_kill_torchrun_agent(bench: Bench) -> None:
-    """The agent is killed by SIGKILL or SIGUSR1, also while its ranks start: they end, the run is resumed exactly."""
+    """The agent is killed by SIGKILL or SIGUSR1, also while its ranks start: they end, the run is
+    resumed exactly.
+    """
     for number in range(bench.count(None, 10)):
         with bench.attempt():
             run, starting = bench.folder / f"torchrun-agent-{number}", number % 4 > 1
-            agent = torchrun(bench, run, is_slow=not starting)  # the plants of slow steps import torch first
+            agent = torchrun(
+                bench, run, is_slow=not starting
+            )  # the plants of slow steps import torch first
             wait_until(lambda: len(ranks_of(agent)) == 2)  # noqa: B023
             ranks = ranks_of(agent) if starting else ranks_in_training(agent, run)
             time.sleep(bench.random.uniform(0, 3.0 if starting else 0.5))
@@ -166,10 +194,22 @@ def test_kill_torchrun_agent(bench: Bench) -> None:
 
 
 def test_lose_a_node(bench: Bench) -> None:
-    """The second of two elastic agents is killed: the first continues alone, with two micro-steps instead of one."""
+    """The second of two elastic agents is killed: the first continues alone, with two micro-steps
+    instead of one.
+    """
     bench.count(None, 1)
-    reference, run, [port] = bench.reference(**WITHOUT_BATCHNORM), bench.folder / "elastic", free_ports(1)
-    elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=1")
+    reference, run, [port] = (
+        bench.reference(**WITHOUT_BATCHNORM),
+        bench.folder / "elastic",
+        free_ports(1),
+    )
+    elastic = (
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=1",
+    )
     elastic = (*elastic, f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=10")
 
     def is_listening() -> bool:

@@ -1,6 +1,7 @@
 """What a tiny run leaves in its folder, and how it is compared with an undisturbed one."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from cl_train.system.checkpoints import CheckpointStore, load
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 STEPS = STEPS_PER_EPOCH * EPOCHS
 # What a record says about time (and how many images were timed); everything else must be equal.
-CLOCK_FIELDS = {"images", "time", "seconds", "images_per_s", "step_ms", "data_wait_pct", "warmup", "peak_memory_gib"}
+CLOCK_FIELDS = {
+    "images",
+    "time",
+    "seconds",
+    "images_per_s",
+    "step_ms",
+    "data_wait_pct",
+    "warmup",
+    "peak_memory_gib",
+}
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -39,26 +49,36 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in CLOCK_FIELDS} for line in kept]
 
 
-def check_equal(run: Path, reference: Path) -> None:
-    """The final state and every logged number, bit by bit."""
-    problems = differences(final_state(run), final_state(reference))
+def check_equal(run: Path, reference: Path, resumed_with: Sequence[str] = ()) -> None:
+    """The final state and every logged number, bit by bit; the run was resumed with these changes
+    of its settings.
+    """
+    state, expected = final_state(run), final_state(reference)
+    expected["progress"]["resumed_with"] += resumed_with
+    problems = differences(state, expected)
     assert not problems, f"{run.name}: {problems[:3]}"
     ours, theirs = records(run), records(reference)
     unexpected = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
-    assert ours == theirs, f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {unexpected}"
+    assert ours == theirs, (
+        f"{run.name}: records differ ({len(ours)} and {len(theirs)}), first: {unexpected}"
+    )
 
 
 def differences(ours: Any, theirs: Any) -> list[str]:
     """Where two states differ by as much as a bit."""
     (leaves, structure), (others, other_structure) = map(tree_flatten_with_path, (ours, theirs))
-    assert structure == other_structure
+    assert structure == other_structure, (structure, other_structure)
 
     def is_same(one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             return one.dtype == other.dtype and torch.equal(one, other)
         return type(one) is type(other) and bool(one == other)
 
-    return [keystr(path) for (path, one), (_, other) in zip(leaves, others, strict=True) if not is_same(one, other)]
+    return [
+        keystr(path)
+        for (path, one), (_, other) in zip(leaves, others, strict=True)
+        if not is_same(one, other)
+    ]
 
 
 def losses(run: Path) -> dict[int, float]:

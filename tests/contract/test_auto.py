@@ -1,0 +1,86 @@
+"""`channels_last=auto` trains in the layout that it finds faster, timed with the run's own step."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cl_train.measure import auto, paired, timed_step
+from cl_train.memory_format.layout import classify
+from cl_train.step.make import StepSettings, make_step
+from cl_train.training import build
+from tests.conftest import Run
+
+slow_layout = ""
+seen: list[str] = []
+
+
+class Sleepy(nn.Conv2d):
+    """Takes longer in one layout."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if not images.is_meta:  # of shapes alone, for FLOPs
+            seen.append(classify(images))
+            time.sleep(0.06 if seen[-1] == slow_layout else 0.0)
+        return super().forward(images)
+
+
+def sleepy(num_classes: int) -> nn.Module:
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+    return nn.Sequential(Sleepy(3, 8, 3), nn.BatchNorm2d(8), *head)
+
+
+WORDS = (f"model={__name__}:sleepy", "channels_last=auto", "epochs=1", "evaluate_every=-1")
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"), [("channels_last", "contiguous"), ("contiguous", "channels_last")]
+)
+def test_the_run_trains_in_the_faster_layout(
+    faster: str,
+    slower: str,
+    train: Callable[..., Run],
+    quick_auto: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure = partial(paired.benchmark_layouts, time_limit_s=3.0)  # about ten rounds
+    monkeypatch.setattr(auto, "benchmark_layouts", lambda *a, **k: measure(*a))
+    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
+    monkeypatch.setitem(globals(), "slow_layout", slower)
+    seen.clear()
+    done = train(*WORDS)
+    assert set(seen) == {"channels_last", "contiguous"}, "both were measured"
+    assert done.summary["memory_format"] == faster
+    assert seen[-done.summary["steps"] :] == [faster] * done.summary["steps"], "the run's batches"
+
+
+def test_the_step_that_is_timed_is_the_step_that_trains(
+    train: Callable[..., Run], quick_auto: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, list[tuple[StepSettings, str, int]]] = {"timed": [], "trained": []}
+
+    def recorded(user: str) -> Callable[..., Any]:
+        def make(model: nn.Module, settings: StepSettings, *args: Any, **options: Any) -> Any:
+            parts = make_step(model, settings, *args, **options)
+            optimizer = parts.optimizer
+            made[user].append((settings, type(optimizer).__name__, len(optimizer.param_groups)))
+            return parts
+
+        return make
+
+    monkeypatch.setattr(timed_step, "make_step", recorded("timed"))
+    monkeypatch.setattr(build, "make_step", recorded("trained"))
+    words = ["optim=timm", "optim.name=lamb", "optim.clip_norm=1", "optim.layer_decay=0.5"]
+    words += ["accumulate_steps=2", "batch_size=4", "ema_decay=0.9", "ema_every=2"]
+    words += ["loss=bce", "label_smoothing=0.1", "augment.mixup=0.2", "precision=bf16"]
+    train(*WORDS, *words)
+
+    assert set(made["timed"]) == set(made["trained"]), "the trial step, too"
+    settings, optimizer, groups = made["timed"][0]
+    assert (optimizer, settings.accumulate_steps, settings.ema_every) == ("Lamb", 2, 2)
+    assert (settings.mixup, settings.loss.name, settings.optim.clip_norm) == (0.2, "bce", 1.0)
+    assert groups > 1 and settings.precision.name == "bf16"
