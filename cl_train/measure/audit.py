@@ -27,6 +27,8 @@ def audit(
     """Run one step of `model` on `batch` and report which operator calls kept, lost and restored
     channels_last.
 
+    Weights, buffers, gradients and the random state are restored afterwards.
+
     Args:
         model: any module, in the mode (train or eval) and the memory format to audit.
         batch: the model's input; a tuple, list or dict of its inputs; or a list of images [C,H,W]
@@ -44,9 +46,9 @@ def audit(
         time_limit_s: of all rounds of `time`; at least four are measured.
         name: of the model, for the report.
 
-    Weights, buffers, gradients and the random state are restored afterwards.
-    Raises ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch;
-    no scalar loss.
+    Raises:
+        ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch; no
+            scalar loss.
     """
     report = layout.audit(
         model,

@@ -214,13 +214,15 @@ def alternate(
     target_ci: float = 0.02,
     time_limit_s: float = 60.0,
     min_rounds: int = 8,
+    least_rounds: int = 2,
     counting: Callable[[int], Sequence[int]] | None = None,
 ) -> Alternation:
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or
     time runs out.
 
-    A block runs some steps and returns the seconds per step. At least two rounds are run; with less
-    than `min_rounds` an interval that is narrow by chance would end the measurement too soon.
+    A block runs some steps and returns the seconds per step. At least `least_rounds` are run, also
+    beyond the time limit; with less than `min_rounds` an interval that is narrow by chance would
+    end the measurement too soon.
 
     counting: of a number of rounds, those whose interval counts for the end; None: all.
     """
@@ -236,5 +238,6 @@ def alternate(
             ratio.width <= target_ci for ratio in of_target.speed_ratios()[1:]
         ):
             return done
-        if done.rounds >= 2 and done.seconds * (done.rounds + 1) / done.rounds > time_limit_s:
+        is_enough = done.rounds >= least_rounds
+        if is_enough and done.seconds * (done.rounds + 1) / done.rounds > time_limit_s:
             return Alternation(times, done.seconds, "time_limit")
