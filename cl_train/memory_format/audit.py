@@ -40,29 +40,7 @@ def audit(
     time_operators: Callable[..., Any] | None = None,
     name: str | None = None,
 ) -> LayoutReport:
-    """Run one step of `model` on `batch` and report which operator calls kept, lost and restored
-    channels_last.
-
-    Args:
-        model: any module, in the mode (train or eval) and the memory format to audit.
-        batch: the model's input; a tuple, list or dict of its inputs; or a list of images [C,H,W]
-            (detection).
-        precision: of the step, one of `PRECISIONS` in cl_train/config/schema.py; fp32: the tensors'
-            own dtypes, no autocast.
-        loss: returns a scalar from the model's output; None: mean square of its floating-point
-            tensors, or of `output`.
-        output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a
-            tuple's index.
-        backward: False: forward only, without gradients.
-        measure: also time the step, and one permuting copy, from which each call's milliseconds
-            follow by its bytes.
-        time_operators: `measure.operator_times.time_operators`, called with the step.
-        name: of the model, for the report.
-
-    Weights, buffers, gradients and the random state are restored afterwards.
-    Raises ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch;
-    no scalar loss.
-    """
+    """As `cl_train.audit`, which explains them; `time_operators` is called with the step."""
     refuse_lazy(model)
     images = _first_images(batch)
     device = images.device
@@ -70,21 +48,23 @@ def audit(
         precision = resolve_precision(precision, device)
     scalar_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
     forward = partial(_forward, model, precision, device, scalar_loss if backward else None)
-    described = (
-        f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
-    )
-    where = (precision.name, str(device), torch.__version__)
+    dtype = str(images.dtype).removeprefix("torch.")
+    described = f"{classify(images)} {dtype} {list(images.shape)}"
     report = LayoutReport(
-        name or type(model).__name__, model_memory_format(model), described, *where
+        name or type(model).__name__,
+        model_memory_format(model),
+        described,
+        precision.name,
+        str(device),
+        torch.__version__,
     )
 
     def step() -> None:
         if (scalar := forward(batch)) is not None:
             scalar.backward()
 
-    explained = failure_explained(
-        f"the model failed on {described}", "check the shape, dtype and device of the batch"
-    )
+    remedy = "check the shape, dtype and device of the batch"
+    explained = failure_explained(f"the model failed on {described}", remedy)
     is_contiguous = classify(images) == model_memory_format(model) == "contiguous"
     with explained, state_restored(model, device):
         if backward and (time_operators is not None or not is_contiguous):
@@ -132,9 +112,7 @@ def _forward(
     loss: LossFunction | None,
     batch: Any,
 ) -> torch.Tensor | None:
-    """The scalar loss of a batch; None without a loss (and then without gradients), or if all
-    parameters are frozen.
-    """
+    """The scalar loss; None without `loss` (and gradients), or if all parameters are frozen."""
     with autocast(precision, device), nullcontext() if loss else torch.no_grad():
         result = call_model(model, batch)
         if loss is None:
@@ -158,9 +136,8 @@ def compiled_graphs(
 ) -> list[dict[str, Any]]:
     """Trace `step(model)`, which returns a scalar, and ask inductor for its decision on each graph.
 
-    Graphs run without code generation, so no compiler is needed. The rows have `graph`, `direction`
-    (forward, backward, or inference without gradients, which has rules of its own), `nodes`,
-    `convolutions` and `channels_last`.
+    Graphs run without code generation, so no compiler is needed. Inference without gradients is a
+    direction beside forward and backward, with rules of its own.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -168,19 +145,19 @@ def compiled_graphs(
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
 
-    found: list[dict[str, Any]] = []
+    graphs: list[dict[str, Any]] = []
 
     def traced(direction: str, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         is_laid_out = GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference")
         nodes = [str(node.target) for node in graph.graph.nodes]
-        convolutions = sum(node.startswith("aten.convolution") for node in nodes)
         row = {
-            "graph": len(found),
+            "graph": len(graphs),
             "direction": direction,
             "nodes": len(nodes),
-            "convolutions": convolutions,
+            "convolutions": sum(node.startswith("aten.convolution") for node in nodes),
+            "channels_last": bool(is_laid_out),
         }
-        found.append(row | {"channels_last": bool(is_laid_out)})
+        graphs.append(row)
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
@@ -197,4 +174,4 @@ def compiled_graphs(
                 scalar.backward()
     finally:
         torch._dynamo.reset()
-    return found
+    return graphs

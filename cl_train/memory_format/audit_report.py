@@ -13,9 +13,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 @dataclass
 class Origin:
-    """The location of a call; a backward call has that of the forward call whose autograd node it
-    belongs to.
-    """
+    """The location of a call; that of a backward call is its forward call's."""
 
     direction: Literal["forward", "backward"]
     module: str = ""
@@ -28,15 +26,15 @@ class Origin:
 class Call(Origin):
     """One operator call of a step; equal calls of one line of code are one entry with their number.
 
-    `outcome`: "kept", channels_last in and out; "lost", channels_last in and contiguous out (in
-    backward also: a gradient made contiguous although its activation is channels_last); "restored",
-    contiguous in and channels_last out; "created", a gradient that counts as lost but was made
-    without reading a channels_last tensor, which moves no bytes; "inherited", a loss only because
-    it reads a created gradient; "ambiguous", size-1 dimensions leave both formats possible;
-    "contiguous", in and out.
-    `copy`: "explicit", the call is a copy; "hidden", the kernel permutes its input first;
-    "strided", an element-wise kernel reads one input with large strides; "", no copy.
-    `cause`: the `place` of the call that made one of its inputs contiguous.
+    Outcomes:
+        kept: channels_last in and out.
+        lost: channels_last in and contiguous out; in backward also a gradient made contiguous
+            although its activation is channels_last.
+        restored: contiguous in and channels_last out.
+        created: a contiguous gradient, made without reading a channels_last tensor: no bytes move.
+        inherited: a loss only because it reads a created gradient.
+        ambiguous: size-1 dimensions leave both formats possible.
+        contiguous: in and out.
     """
 
     operator: str
@@ -45,10 +43,12 @@ class Call(Origin):
     strides: tuple[int, ...]
     dtype: str
     inputs: tuple[str, ...] = ()
+    # "explicit": the call is a copy; "hidden": the kernel permutes its input first; "strided": an
+    # element-wise kernel reads one input with large strides
     copy: str = ""
     moved_bytes: int = 0
     copy_ms: float | None = None
-    cause: str = ""
+    cause: str = ""  # the `place` of the call that made one of its inputs contiguous
     count: int = 1
 
     @property
@@ -57,12 +57,10 @@ class Call(Origin):
 
     @property
     def where(self) -> str:
-        """The line of code, for a reader."""
         return f"{self.source} `{self.line}`" if self.source else "no line of Python"
 
     @property
     def place(self) -> str:
-        """The operator, its module and its line."""
         return f"{self.name} of `{self.module or '(top)'}` at {self.source or self.where}"
 
     def advice(self) -> str:
@@ -102,16 +100,13 @@ class LayoutReport:
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
         """The calls with this outcome, sorted by the bytes that they moved."""
-        found = [
-            call
-            for call in self.calls
-            if call.outcome == outcome and direction in (None, call.direction)
-        ]
-        return sorted(found, key=lambda call: -call.moved_bytes * call.count)
+        calls = [call for call in self.calls if call.outcome == outcome]
+        if direction is not None:
+            calls = [call for call in calls if call.direction == direction]
+        return sorted(calls, key=lambda call: -call.moved_bytes * call.count)
 
     @property
     def totals(self) -> dict[str, int]:
-        """Number of calls by outcome."""
         return {outcome: _count(self.of(outcome)) for outcome in OUTCOMES}
 
     @property
@@ -130,7 +125,6 @@ class LayoutReport:
         return None if self.step_ms is None else _total(self.calls, "copy_ms")
 
     def headline(self) -> str:
-        """The result in one line."""
         lost = self.of("lost")
         if not lost and self.model_memory_format == "contiguous" and not self.of("kept"):
             return f"{self.model} and its input are contiguous: convert the model first"
@@ -148,18 +142,17 @@ class LayoutReport:
         for calls in grouped(self.of("lost"), "operator", "direction", "source", "copy"):
             first, causes = calls[0], {call.place for call in calls}
             paying = calls + [call for call in self.of("restored") if call.cause in causes]
-            rows.append(
-                {
-                    "calls": _count(calls),
-                    "operator": f"{first.name} ({first.direction})",
-                    "line": first.where,
-                    "first module": f"{first.module or '(top)'} {list(first.shape)}",
-                    "% of bytes": self._bytes_pct(paying),
-                    "ms": None if self.step_ms is None else _total(paying, "copy_ms"),
-                    "copy": first.copy,
-                    "advice": first.advice(),
-                }
-            )
+            row = {
+                "calls": _count(calls),
+                "operator": f"{first.name} ({first.direction})",
+                "line": first.where,
+                "first module": f"{first.module or '(top)'} {list(first.shape)}",
+                "% of bytes": self._bytes_pct(paying),
+                "ms": None if self.step_ms is None else _total(paying, "copy_ms"),
+                "copy": first.copy,
+                "advice": first.advice(),
+            }
+            rows.append(row)
         return rows
 
     def notes(self) -> list[str]:
@@ -168,9 +161,8 @@ class LayoutReport:
         lost = {call.place for call in self.of("lost")}
         creators = {call.place: call for call in self.of("created")}
         paying = self.of("restored") + self.of("inherited")
-        for calls in sorted(
-            grouped(paying, "cause"), key=lambda calls: -_total(calls, "moved_bytes")
-        ):
+        by_cause = grouped(paying, "cause")
+        for calls in sorted(by_cause, key=lambda calls: -_total(calls, "moved_bytes")):
             cause, number = calls[0].cause, _count(calls)
             pays = f"{number} call pays" if number == 1 else f"{number} calls pay"
             cost = f"{pays} {self._cost(calls)}"
@@ -182,8 +174,8 @@ class LayoutReport:
         return lines
 
     def inherited(self) -> dict[tuple[str, str, str], str]:
-        """By direction, module and operator of a call that pays for a created gradient: the line
-        that creates it.
+        """The lines that create gradients, by direction, module and operator of who pays for
+        them.
         """
         creators = {call.place: call.where for call in self.of("created")}
         return {
@@ -196,16 +188,15 @@ class LayoutReport:
         return 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
 
     def _cost(self, calls: list[Call]) -> str:
-        """Measured if the step was, else in bytes."""
         if self.step_ms:
             ms = _total(calls, "copy_ms")
-            return (
-                f"{100 * ms / self.step_ms:.2g} % of the step ({ms:.2g} of {self.step_ms:.4g} ms)"
-            )
+            pct = 100 * ms / self.step_ms
+            return f"{pct:.2g} % of the step ({ms:.2g} of {self.step_ms:.4g} ms)"
         return f"{self._bytes_pct(calls):.2g} % of the step's bytes"
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain types. "kept" and "contiguous" calls appear in the totals only."""
+        """Plain values. "kept" and "contiguous" calls appear in the totals only."""
+        shown = [outcome for outcome in OUTCOMES if outcome not in ("kept", "contiguous")]
         return {
             "schema_version": 4,
             **vars(self),
@@ -216,21 +207,14 @@ class LayoutReport:
             "moved_pct": round(self.moved_pct, 3),
             "verdict": [self.headline(), *self.notes()],
             "losses": self.losses(),
-            "calls": [
-                asdict(call)
-                for outcome in OUTCOMES
-                if outcome not in ("kept", "contiguous")
-                for call in self.of(outcome)
-            ],
+            "calls": [asdict(call) for outcome in shown for call in self.of(outcome)],
         }
 
     def __str__(self) -> str:
         totals = ", ".join(f"{number} {outcome}" for outcome, number in self.totals.items())
-        moved = (
-            f"; conversions move {self.moved_pct:.1f} % of the step's bytes"
-            if self.moved_bytes
-            else ""
-        )
+        moved = ""
+        if self.moved_bytes:
+            moved = f"; conversions move {self.moved_pct:.1f} % of the step's bytes"
         where = f"{self.precision} on {self.device}, torch {self.torch}"
         parts = [
             *(self.times.conclusions() if self.times else ()),
@@ -246,7 +230,6 @@ class LayoutReport:
 
 
 def _of_creator(call: Call) -> str:
-    """A created gradient, and what its author can do."""
     where = f"`{call.module or '(top)'}` ({call.module_type})"
     if call.source:
         where = f"{call.where} in {where}"

@@ -33,13 +33,7 @@ _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
 
 @dataclass
 class ConversionReport:
-    """The tensors of 4 or 5 dimensions: names of those that `convert` changed, and reasons for
-    those left unchanged.
-
-    `tensors`: number of the parameters, and of the buffers of 4 or 5 dimensions.
-    `moved_bytes`: of tensors whose bytes were reordered; for ambiguous ones only the strides
-    changed.
-    """
+    """Names of the tensors of 4 or 5 dimensions: those changed, and those left with the reason."""
 
     mode: str
     memory_format: torch.memory_format
@@ -48,20 +42,21 @@ class ConversionReport:
     ambiguous: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    tensors: int = 0
-    moved_bytes: int = 0
+    tensors: int = 0  # parameters, and buffers of 4 or 5 dimensions
+    moved_bytes: int = (
+        0  # of tensors that were reordered; of ambiguous ones only the strides change
+    )
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "memory_format": MEMORY_FORMAT_NAMES[self.memory_format]}
 
     def __str__(self) -> str:
         mode = "" if self.mode == "full" else f" (conversion={self.mode})"
-        lines = [
-            f"{MEMORY_FORMAT_NAMES[self.memory_format]}{mode}: {len(self.changed)} of"
-            f" {self.tensors} tensors changed"
-        ]
+        name = MEMORY_FORMAT_NAMES[self.memory_format]
+        first = f"{name}{mode}: {len(self.changed)} of {self.tensors} tensors changed"
         if self.unchanged:
-            lines[0] += f", {len(self.unchanged)} had the format already"
+            first += f", {len(self.unchanged)} had the format already"
+        lines = [first]
         for reason in dict.fromkeys(self.left.values()):
             names = [name for name, why in self.left.items() if why == reason]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -101,23 +96,16 @@ def convert(
     """
     if isinstance(mode, Layout):
         return convert(model, mode.conversion, mode.select, mode.memory_format)
-    if mode == "mixed":
-        raise ConfigError(
-            "conversion=mixed is gone: it gained at small images only; use full, conv or select"
-        )
     if mode not in MODES:
         raise ConfigError(
             f"conversion={mode}: no such mode; use {', '.join(MODES)}{suggest(mode, MODES)}"
         )
     memory_format = MEMORY_FORMATS.get(memory_format, memory_format)  # type: ignore[arg-type]
     if memory_format not in MEMORY_FORMAT_NAMES:
-        known = suggest(str(memory_format), MEMORY_FORMATS)
-        raise ConfigError(
-            f"a model cannot be converted to {memory_format}; use"
-            f" {', '.join(MEMORY_FORMATS)}{known}"
-        )
-    report = ConversionReport(mode, memory_format)
+        known = f"{', '.join(MEMORY_FORMATS)}{suggest(str(memory_format), MEMORY_FORMATS)}"
+        raise ConfigError(f"a model cannot be converted to {memory_format}; use {known}")
     refuse_lazy(model)
+    report = ConversionReport(mode, memory_format)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.DataParallel):
         report.notes.append(
@@ -141,12 +129,9 @@ def convert(
 
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """DDP and FSDP have buckets and shards with the strides that the model had; a wrapper tensor
-    hides its strides.
-    """
-    kinds: list[type] = (
-        [type(module) for module in model.modules()] if isinstance(model, nn.Module) else []
-    )
+    """Buckets of DDP and shards of FSDP have the old strides; a wrapper tensor hides its own."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    kinds: list[type] = [type(module) for module in modules]
     refused = [kind for kind in kinds if _DISTRIBUTED & {base.__name__ for base in kind.__mro__}]
     images = [tensor for tensor in tensors.values() if tensor.dim() in CHANNELS_LAST]
     refused += [type(tensor) for tensor in images if is_traceable_wrapper_subclass(tensor)]
@@ -156,21 +141,18 @@ def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
-    """Names of the convolutions, or the modules that the predicate or a shell pattern takes, these
-    with children.
+    """Names of the convolutions, or of the modules that `select` takes; a pattern's with
+    children.
     """
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))
     if mode == "conv":
         names = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
-        scripted = {
+        return {
             name
             for name, module in modules.items()
-            if getattr(module, "original_name", "") in names
-        }
-        return scripted | {
-            name for name, module in modules.items() if isinstance(module, CONVOLUTIONS)
+            if isinstance(module, CONVOLUTIONS) or getattr(module, "original_name", "") in names
         }
     if callable(select):
         return {name for name, module in modules.items() if select(name, module)}
@@ -179,35 +161,28 @@ def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> 
             f"conversion={mode} needs select=<module names>, for instance select='layer1*,layer2*'"
         )
     heads = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
-    if unknown := [pattern for pattern in patterns if not heads[pattern]]:
-        raise ConfigError(
-            [
-                f"select={name}: the model has no such module{suggest(name, modules)}"
-                for name in unknown
-            ]
-        )
-    prefixes = tuple(f"{head}." for found in heads.values() for head in found)
+    unknown = [pattern for pattern in patterns if not heads[pattern]]
+    if unknown:
+        what = "the model has no such module"
+        raise ConfigError([f"select={name}: {what}{suggest(name, modules)}" for name in unknown])
+    prefixes = tuple(f"{head}." for names in heads.values() for head in names)
     return {name for name in modules if f"{name}.".startswith(prefixes)}
 
 
 def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Strided tensors grouped by overlapping memory; most groups hold one tensor."""
-    strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
+    strided = [item for item in tensors.items() if item[1].layout == torch.strided]
     groups: list[dict[str, torch.Tensor]] = []
     device, end = None, 0
-    for name, tensor in sorted(
-        strided.items(), key=lambda item: (str(item[1].device), item[1].data_ptr())
-    ):
+    for name, tensor in sorted(strided, key=lambda item: (str(item[1].device), item[1].data_ptr())):
         start = tensor.data_ptr()
-        if (
-            tensor.device != device or start >= end or start == 0
-        ):  # meta tensors are all at address 0
+        # Meta tensors are all at address 0.
+        if tensor.device != device or start >= end or start == 0:
             groups.append({})
             device, end = tensor.device, start
         groups[-1][name] = tensor
-        extent = 1 + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in dimensions)
         end = max(end, start + extent * tensor.element_size() if tensor.numel() else start)
     position = {name: index for index, name in enumerate(tensors)}
     return sorted(groups, key=lambda group: min(position[name] for name in group))
@@ -225,21 +200,15 @@ def _convert_group(
     if not candidates:
         return
     first = next(iter(candidates.values()))
-    report.ambiguous += [
-        name for name, tensor in candidates.items() if classify(tensor) == "ambiguous"
-    ]
-    views = {
-        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        for tensor in group.values()
-    }
+    report.ambiguous += [name for name in candidates if classify(candidates[name]) == "ambiguous"]
+    views = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in group.values()}
+    dimensions = zip(first.shape, first.stride(), strict=True)
     reason = ""
     if not selected & candidates.keys():
         reason = "not selected"
     elif len(views) > 1:
         reason = "shares its memory with a tensor of another shape"
-    elif any(
-        size > 1 and stride == 0 for size, stride in zip(first.shape, first.stride(), strict=True)
-    ):
+    elif any(size > 1 and stride == 0 for size, stride in dimensions):
         reason = "expanded (stride 0): converting it would allocate its full size"
     if reason:
         report.left |= dict.fromkeys(candidates, reason)
@@ -252,8 +221,7 @@ def _convert_group(
     if classify(first) != "ambiguous":
         report.moved_bytes += len(candidates) * converted.nbytes
     for tensor in {id(tensor): tensor for tensor in candidates.values()}.values():
-        tensor.data = (
-            converted  # the object must stay: optimizers, hooks and tied modules refer to it
-        )
+        # The object must stay: optimizers, hooks and tied modules refer to it.
+        tensor.data = converted
         if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
             tensor.grad.data = to_memory_format(tensor.grad, memory_format)

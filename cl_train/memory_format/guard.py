@@ -17,8 +17,7 @@ def layout_guard(
     allow: Sequence[str] = (),
     strict: bool = False,
 ) -> Iterator[None]:
-    """Watch every operator of the block, forward and backward, in any training loop; costs as much
-    as a debugger.
+    """Watch every operator of the block, in any training loop; costs as much as a debugger.
 
     Convert the model and its input first: what never was channels_last cannot be lost. The image is
     followed through views and tokens. A loss of tokens is raised by the operator that reads them.
@@ -49,9 +48,8 @@ def layout_guard(
         if on_loss == "raise":
             raise LayoutLost(message)
         file, _, line = call.source.rpartition(":")
-        warnings.warn_explicit(
-            message, UserWarning, file or __file__, int(line or 1), registry=warned
-        )
+        place = (file or __file__, int(line or 1))
+        warnings.warn_explicit(message, UserWarning, *place, registry=warned)
 
     with LayoutRecorder(on_call=check):
         yield

@@ -1,5 +1,4 @@
-"""Which dimensions of a tensor are channels and which are pixels, followed through views by their
-strides.
+"""Which dimensions of a tensor are channels and which are pixels, followed through views.
 
 Memory that an operator has written is described by its axes: the stride at which each dimension of
 the written tensor advances, and the kind of that dimension. A view needs no rule of its own,
@@ -23,11 +22,9 @@ Kinds = tuple[int, ...]  # of the dimensions of a tensor
 
 
 class MergedKind(int):
-    """The kind of a dimension that runs along several axes, and these: sizes and kinds, the fastest
-    first.
-    """
+    """The kind of a dimension that runs along several axes."""
 
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...]  # sizes and kinds of these, the fastest first
 
     def __new__(cls, kind: int, parts: tuple[tuple[int, int], ...]) -> "MergedKind":
         merged = super().__new__(cls, kind)
@@ -110,8 +107,7 @@ def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> M
 
 
 def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
-    """Whether memory goes from channel to channel (channels_last) or from pixel to pixel
-    (contiguous).
+    """Whether memory goes from channel to channel (channels_last) or from pixel to pixel.
 
     "ambiguous": one channel or one pixel only, or no element. "other": expanded.
     """
@@ -129,20 +125,11 @@ def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
     return "channels_last" if nearest[CHANNEL] < nearest[PIXEL] else "contiguous"
 
 
-def product_kinds(left: Kinds | None, right: Kinds | None) -> Kinds | None:
-    """Those of a matrix product.
-
-    A matrix that is no image, as weights are, maps an axis to one of the same kind: channels to
-    features, tokens to tokens. Two images give pairs of pixels or of channels, which are no image.
-    """
-    return None if left and right else left or right
-
-
 def kept_kinds(rank: int, operands: Iterable[Kinds], reduced: Sequence[int] | None) -> Kinds | None:
-    """Those of an output whose dimensions have the places that they have in its operands.
+    """Those of an output whose dimensions have their places in its operands, of which the one
+    that knows most counts; None if none has as many.
 
-    The operand that knows most of them counts. `reduced`: dimensions that the operator removes.
-    Returns None if no operand has as many dimensions.
+    `reduced`: dimensions that the operator removes.
     """
     candidates = []
     for kinds in operands:

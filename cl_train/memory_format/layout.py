@@ -64,8 +64,7 @@ CONTIGUOUS = Layout(torch.contiguous_format)
 
 
 def classify(tensor: torch.Tensor) -> StrideOrder:
-    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], determined by the order of its
-    strides.
+    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], by the order of its strides.
 
     Unlike `is_contiguous(memory_format=...)` this accepts slices: half of the channels of a
     channels_last image is channels_last.
@@ -97,10 +96,9 @@ def _strides_descend(tensor: torch.Tensor, order: Sequence[int]) -> bool:
 
 
 def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """`tensor` with the strides of `memory_format`, also in size-1 dimensions; the same object if
-    it already has them.
+    """`tensor` with the strides of `memory_format`; the same object if it already has them.
 
-    `.contiguous(memory_format=...)` does not change the strides of [N,1,H,W] and [N,C,1,1].
+    Unlike `.contiguous(memory_format=...)` it changes the strides of [N,1,H,W] and [N,C,1,1] too.
     channels_last means channels_last_3d for a tensor [N,C,D,H,W].
     """
     if memory_format != torch.contiguous_format:
@@ -112,9 +110,7 @@ def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -
 
 
 def images_in(memory_format: torch.memory_format, values: Any) -> Any:
-    """Nested values, the tensors of 4 and 5 dimensions in `memory_format`; a list or dict is a new
-    one.
-    """
+    """Nested values, the tensors of 4 and 5 dimensions in `memory_format`; containers are new."""
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         return to_memory_format(tensor, memory_format) if tensor.dim() in CHANNELS_LAST else tensor
@@ -123,20 +119,15 @@ def images_in(memory_format: torch.memory_format, values: Any) -> Any:
 
 
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
-    """The format that all tensors of 4 or 5 dimensions have, or "mixed"; if all are ambiguous,
-    their strides decide.
+    """The format of all tensors of 4 or 5 dimensions, or "mixed"; of ambiguous ones the strides
+    decide.
     """
-    images = [
-        t
-        for t in tensors
-        if not nn.parameter.is_lazy(t) and t.layout == torch.strided and t.dim() in (4, 5)
-    ]
-    found = {classify(tensor) for tensor in images} - {"ambiguous"}
-    if found:
-        return found.pop() if found in ({"channels_last"}, {"contiguous"}) else "mixed"
-    is_marked = any(
-        to_memory_format(tensor, torch.contiguous_format) is not tensor for tensor in images
-    )
+    strided = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided]
+    images = [tensor for tensor in strided if tensor.dim() in CHANNELS_LAST]
+    orders = {classify(tensor) for tensor in images} - {"ambiguous"}
+    if orders:
+        return orders.pop() if orders in ({"channels_last"}, {"contiguous"}) else "mixed"
+    is_marked = any(to_memory_format(t, torch.contiguous_format) is not t for t in images)
     return "channels_last" if is_marked else "contiguous"
 
 
@@ -147,18 +138,12 @@ def model_memory_format(model: Any) -> str:
 
 
 def named_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a module or an exported program; tied tensors appear under each of
-    their names.
-    """
+    """Parameters and buffers of a module or an exported program, tied ones under each name."""
     if isinstance(model, torch.export.ExportedProgram):
         named = {**model.state_dict, **model.constants}
         return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-    return dict(
-        [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-    )
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
 
 
 def refuse_lazy(model: Any) -> None:
@@ -169,6 +154,5 @@ def refuse_lazy(model: Any) -> None:
         )
     for name, tensor in named_tensors(model).items():
         if nn.parameter.is_lazy(tensor):
-            raise ConfigError(
-                f"{name} is lazy and has no shape yet: run one batch through the model first"
-            )
+            what = "is lazy and has no shape yet"
+            raise ConfigError(f"{name} {what}: run one batch through the model first")

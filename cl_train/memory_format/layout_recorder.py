@@ -22,7 +22,6 @@ from cl_train.memory_format.image_axes import (
     is_shared_by_batch,
     kept_kinds,
     kinds_of,
-    product_kinds,
     stride_order,
 )
 from cl_train.memory_format.layout import CHANNELS_LAST, StrideOrder, classify
@@ -66,16 +65,6 @@ def traits_of(function: Any) -> Traits:
     )
 
 
-class Written(NamedTuple):
-    """How memory was written last."""
-
-    function: Any
-    origin: Origin
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(slots=True)
 class Memory:
     """What is known of memory that an operator of the step has allocated, written or viewed."""
@@ -83,7 +72,8 @@ class Memory:
     reference: StorageWeakRef  # as long as it lives, no other memory gets the same id
     axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
     cause: Call | None = None  # the call that made the image there contiguous
-    writer: Written | None = None  # None: no module's operator, or it is as contiguous as the batch
+    # The call that wrote it last, if that was a module's and not as contiguous as the batch.
+    writer: Call | None = None
 
 
 class Operand(NamedTuple):
@@ -93,6 +83,20 @@ class Operand(NamedTuple):
     kinds: Kinds | None  # None: no image
     order: StrideOrder | None
     memory: Memory | None  # None: nothing is known of it
+
+
+class Executed(NamedTuple):
+    """An operator call, with what it read and wrote."""
+
+    function: Any
+    traits: Traits
+    origin: Origin
+    operands: list[Operand]
+    produced: list[Operand]
+
+    @property
+    def is_backward(self) -> bool:
+        return self.origin.direction == "backward"
 
 
 class LayoutRecorder(OriginRecorder):
@@ -121,15 +125,11 @@ class LayoutRecorder(OriginRecorder):
                 self._on_call(call)
 
     def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
-            # there composite operators, such as contiguous, arrive whole
+            # There composite operators, such as contiguous, arrive whole.
             with self:
                 result = function.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -142,21 +142,24 @@ class LayoutRecorder(OriginRecorder):
             result = function(*args, **kwargs)
             self.origin(_getframe(1))
             return result
-        # described before the call, because an in-place operator changes its arguments
+
+        # Described before the call, because an in-place operator changes its arguments.
         operands = [self._operand(tensor, traits) for tensor in _read(traits, inputs)]
         result = function(*args, **kwargs)
         outputs = _strided(result)
         origin = self.origin(_getframe(1))
         reduced = _dims(traits, args, kwargs)
         produced = [self._output(tensor, traits, origin, operands, reduced) for tensor in outputs]
+        executed = Executed(function, traits, origin, operands, produced)
+
         call = None
         if not traits.is_allocation:
             self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
-            self._settle_unread(traits, operands, produced)
-            if origin.direction == "forward":
-                self._note_forward(traits, operands, produced)
-            call = self._judge(function, traits, origin, operands, produced)
-        self._remember(function, traits, origin, operands, produced, call)
+            self._settle_unread(executed)
+            if not executed.is_backward:
+                self._note_forward(executed)
+            call = self._judge(executed)
+        self._remember(executed, call)
         if call and call.outcome == "lost" and traits.is_copy and not _is_image(produced[0]):
             self._unread[_storage(produced[0].tensor)] = call
         elif call:
@@ -181,7 +184,7 @@ class LayoutRecorder(OriginRecorder):
         if not self._has_channels_last or tensor.dim() not in CHANNELS_LAST:
             return
         if _storage(tensor) in self._memory or classify(tensor) != "channels_last":
-            # a contiguous one has nothing to lose, and may be no image: a table of positions
+            # A contiguous one has nothing to lose, and may be no image: a table of positions.
             return
         memory = self._memory_of(tensor)
         if memory:
@@ -218,121 +221,99 @@ class LayoutRecorder(OriginRecorder):
         elif traits.is_of_images and rank > 2:
             kinds = image_kinds(rank)
         elif traits.is_product:
-            kinds = product_kinds(operands[-2].kinds, operands[-1].kinds)
+            left, right = operands[-2].kinds, operands[-1].kinds
+            # A matrix that is no image, as weights are, maps channels to features or tokens to
+            # tokens. Two images give pairs of pixels or of channels, which are no image.
+            kinds = None if left and right else left or right
         else:
-            # beside what is no image, such as an attention map, a parameter or a scale is none
-            # either
+            # Beside what is no image, such as an attention map, a parameter or a scale is none.
             is_mixed = any(each.memory and each.memory.axes is NO_IMAGE for each in operands)
-            known = [
-                each.kinds
-                for each in operands
-                if each.kinds and not (is_mixed and (not each.memory or each.order == "ambiguous"))
-            ]
-            kinds = kept_kinds(rank, known, reduced)
+            if is_mixed:
+                operands = [each for each in operands if each.memory and each.order != "ambiguous"]
+            kinds = kept_kinds(rank, [each.kinds for each in operands if each.kinds], reduced)
         is_activation = origin.direction == "backward" and tuple(tensor.shape) in self._activations
         if is_activation and not {CHANNEL, PIXEL} <= set(kinds or ()):
             kinds = image_kinds(rank)
         order = stride_order(tensor, kinds) if kinds else None
         return Operand(tensor, kinds, order, memory)
 
-    def _note_forward(
-        self, traits: Traits, operands: list[Operand], produced: list[Operand]
-    ) -> None:
+    def _note_forward(self, executed: Executed) -> None:
         """The shapes of channels_last images, and a loss that only its reader shows."""
-        for each in (*operands, *produced):
+        operands = executed.operands
+        for each in (*operands, *executed.produced):
             if each.order == "channels_last" and _is_image(each):
                 self._activations.add(tuple(each.tensor.shape))
-        if not (operands and traits.is_of_images and self._has_channels_last):
+        if not (operands and executed.traits.is_of_images and self._has_channels_last):
             return
         memory = operands[0].memory
         if operands[0].order == "contiguous" and memory and memory.writer and not memory.cause:
-            memory.cause = _call(*memory.writer, "lost")
+            memory.cause = memory.writer
             self._on_call(memory.cause)
 
-    def _remember(
-        self,
-        function: Any,
-        traits: Traits,
-        origin: Origin,
-        operands: list[Operand],
-        produced: list[Operand],
-        call: Call | None,
-    ) -> None:
+    def _remember(self, executed: Executed, call: Call | None) -> None:
         """What the outputs hold from now on."""
-        contiguous = [each for each in operands if each.order == "contiguous"]
-        cause = next((each.memory.cause for each in contiguous if each.memory), None)
-        is_outside = any(
-            not (each.memory and (each.memory.cause or each.memory.writer)) for each in contiguous
-        )
-        is_written = origin.direction == "forward" and len(self.running) > 1 and not is_outside
-        for tensor, kinds, order, memory in produced:
+        traits, operands = executed.traits, executed.operands
+        contiguous = [each.memory for each in operands if each.order == "contiguous"]
+        cause = next((memory.cause for memory in contiguous if memory), None)
+        is_outside = any(not (memory and (memory.cause or memory.writer)) for memory in contiguous)
+        is_written = not (executed.is_backward or is_outside) and len(self.running) > 1
+        is_made_here = call is not None and call.outcome in ("lost", "created")
+        for output in executed.produced:
+            memory = output.memory
             if memory is None:
                 continue
             if not operands or not self._has_channels_last:
                 memory.axes = None
             elif not (traits.is_in_place and memory.axes):
-                memory.axes = axes_of(tensor, kinds) if kinds else NO_IMAGE
-            is_made_here = call is not None and call.outcome in ("lost", "created")
-            memory.cause = None if order != "contiguous" else call if is_made_here else cause
-            memory.writer = Written(function, origin, *_place(tensor)) if is_written else None
+                memory.axes = axes_of(output.tensor, output.kinds) if output.kinds else NO_IMAGE
+            memory.cause = None
+            if output.order == "contiguous":
+                memory.cause = call if is_made_here else cause
+            memory.writer = _call(executed, output.tensor, "lost") if is_written else None
 
     # --- what a call does ---
 
-    def _settle_unread(
-        self, traits: Traits, operands: list[Operand], produced: list[Operand]
-    ) -> None:
+    def _settle_unread(self, executed: Executed) -> None:
         """Copies of tokens that this call reads are losses, unless it makes pairs of them."""
-        for operand in operands if self._unread else ():
+        for operand in executed.operands if self._unread else ():
             call = self._unread.pop(_storage(operand.tensor), None)
             if call:
-                if traits.is_product and produced[0].kinds is None:
+                if executed.traits.is_product and executed.produced[0].kinds is None:
                     call.outcome = "contiguous"
                 self._on_call(call)
 
-    def _judge(
-        self,
-        function: Any,
-        traits: Traits,
-        origin: Origin,
-        operands: list[Operand],
-        produced: list[Operand],
-    ) -> Call | None:
+    def _judge(self, executed: Executed) -> Call | None:
         """The call with its outcome; None without images."""
-        is_backward = origin.direction == "backward"
-        images = [each for each in operands if each.order]
-        results = [each for each in produced if each.order]
-        outcome = _outcome(
-            {each.order for each in images},
-            {each.order for each in results},
-            is_gradient=is_backward
-            and any(
-                each.order == "contiguous" and tuple(each.tensor.shape) in self._activations
-                for each in results
-            ),
+        traits, is_backward = executed.traits, executed.is_backward
+        images = [each for each in executed.operands if each.order]
+        results = [each for each in executed.produced if each.order]
+        is_gradient = is_backward and any(
+            each.order == "contiguous" and tuple(each.tensor.shape) in self._activations
+            for each in results
         )
+        before, after = {each.order for each in images}, {each.order for each in results}
+        outcome = _outcome(before, after, is_gradient=is_gradient)
         if outcome is None:
             return None
+
         contiguous = [each.memory for each in images if each.order == "contiguous"]
-        cause = next((memory.cause for memory in contiguous if memory and memory.cause), None)
+        causes = [memory.cause if memory else None for memory in contiguous]
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         moved_bytes = sum(2 * each.tensor.nbytes for each in images if each.order == permuted)
-        if outcome == "lost" and is_backward and (not moved_bytes or traits.is_product):
-            outcome, moved_bytes = "created", 0
-        elif outcome == "lost" and is_backward and contiguous:
-            causes = [memory.cause if memory else None for memory in contiguous]
-            if all(each and each.outcome == "created" for each in causes):
+        if outcome == "lost" and is_backward:
+            if not moved_bytes or traits.is_product:
+                outcome, moved_bytes = "created", 0
+            elif causes and all(cause and cause.outcome == "created" for cause in causes):
                 outcome = "inherited"
-        call = _call(function, origin, *_place(results[0].tensor), outcome)
+        call = _call(executed, results[0].tensor, outcome)
         call.inputs = tuple(
-            f"{each.order} {_dtype(each.tensor.dtype)} {list(each.tensor.shape)}" for each in images
+            f"{each.order} {_dtype(each.tensor)} {list(each.tensor.shape)}" for each in images
         )
         if moved_bytes:
             call.moved_bytes = moved_bytes
-            call.copy = (
-                "explicit" if traits.is_copy else "strided" if traits.is_pointwise else "hidden"
-            )
-        if cause:
-            call.cause = cause.place
+            other = "strided" if traits.is_pointwise else "hidden"
+            call.copy = "explicit" if traits.is_copy else other
+        call.cause = next((cause.place for cause in causes if cause), "")
         return call
 
 
@@ -355,21 +336,15 @@ def _is_image(operand: Operand) -> bool:
     return operand.kinds == image_kinds(operand.tensor.dim())
 
 
-def _call(
-    function: Any,
-    origin: Origin,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    outcome: Outcome,
-) -> Call:
+def _call(executed: Executed, tensor: torch.Tensor, outcome: Outcome) -> Call:
+    """`tensor`: its first output that counts."""
     return Call(
-        operator=str(function),
+        operator=str(executed.function),
         outcome=outcome,
-        **vars(origin),
-        shape=shape,
-        strides=strides,
-        dtype=_dtype(dtype),
+        **vars(executed.origin),
+        shape=tuple(tensor.shape),
+        strides=tensor.stride(),
+        dtype=_dtype(tensor),
     )
 
 
@@ -390,20 +365,13 @@ def _dims(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequ
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-    ]
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.layout == torch.strided]
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _place(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

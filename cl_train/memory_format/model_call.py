@@ -12,44 +12,40 @@ from cl_train.config.schema import ConfigError
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """`batch`: the model's input, a tuple or list of its inputs, or a dict of its keyword
-    arguments.
+    """`batch`: the model's input, a tuple or list of its inputs, or a dict of its arguments.
 
     A list of images [C,H,W], of different sizes, is the one input of a detection model.
     """
-    if isinstance(batch, list) and all(
-        isinstance(item, torch.Tensor) and item.dim() == 3 for item in batch
-    ):
-        return model(batch)
     if isinstance(batch, dict):
         return model(**batch)
+    is_list = isinstance(batch, list)
+    if is_list and all(isinstance(item, torch.Tensor) and item.dim() == 3 for item in batch):
+        return model(batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tensor]:
     """The floating-point (or complex) tensors of a model's output, at any depth; with `key` those
-    of one entry of it: a dict's key, an attribute's name, or a tuple's index. Raises ConfigError:
-    no such entry, or no such tensor.
+    of one entry of it: a dict's key, an attribute's name, or a tuple's index.
+
+    Raises ConfigError: no such entry, or no such tensor.
     """
-    found = tensors_in(output if key is None else _entry(output, key))
-    tensors = [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
-    if not tensors:
+    tensors = tensors_in(output if key is None else _entry(output, key))
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    if not numbers:
         what = "its output" if key is None else f"its entry {key!r}"
         raise ConfigError(
-            f"the model returned a {type(output).__name__} and {what} holds no floating-point"
-            " tensor to differentiate: select another entry (output=KEY, output_entry=KEY), pass a"
-            " loss, or run forward only (backward=false)"
+            f"the model returned a {type(output).__name__} and {what} holds no floating-point "
+            "tensor to differentiate: select another entry (output=KEY, output_entry=KEY), pass a "
+            "loss, or run forward only (backward=false)"
         )
-    return tensors
+    return numbers
 
 
 def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A loss whose gradient has the output's strides; the gradient of a plain mean is expanded
-    (stride 0).
-    """
-    return torch.stack(
-        [tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]
-    ).sum()
+    """A loss whose gradient has the output's strides; that of a plain mean is expanded."""
+    sums = [tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]
+    return torch.stack(sums).sum()
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -73,11 +69,8 @@ def _entry(output: Any, key: str | int) -> Any:
             return output[int(key)]
         return getattr(output, str(key))
     except (LookupError, AttributeError):
-        known = (
-            ", ".join(map(str, output))
-            if isinstance(output, Mapping)
-            else f"a {type(output).__name__}"
-        )
-        raise ConfigError(
-            f"output={key}: the model's output has no such entry (it is {known})"
-        ) from None
+        known = f"a {type(output).__name__}"
+        if isinstance(output, Mapping):
+            known = ", ".join(map(str, output))
+        problem = f"output={key}: the model's output has no such entry (it is {known})"
+        raise ConfigError(problem) from None

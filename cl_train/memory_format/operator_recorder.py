@@ -15,22 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cl_train.memory_format.audit_report import Origin
 from cl_train.system.failures import TORCH, short_path
 
-COPIES = {
-    "aten::clone",
-    "aten::copy_",
-    "aten::copy",
-    "aten::_to_copy",
-    "aten::_reshape_copy",
-    "aten::view_copy",
-}
+_COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
+COPIES = {f"aten::{name}" for name in _COPIES}
 
 _OWN = f"{Path(__file__).parent}/"
 
 
 class OriginRecorder(TorchDispatchMode):
-    """Knows for each operator, below autograd and autocast, the module and the line of code that it
-    comes from.
-    """
+    """Knows for each operator, below autograd and autocast, its module and its line of code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +50,10 @@ class OriginRecorder(TorchDispatchMode):
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         if len(self.running) == 1 and id(module) not in self._names:
-            self._names |= {
-                id(child): (name, type(child).__name__) for name, child in module.named_modules()
-            }
-            self._parameters |= {
-                id(parameter): name for name, parameter in module.named_parameters()
-            }
+            for name, child in module.named_modules():
+                self._names[id(child)] = name, type(child).__name__
+            for name, parameter in module.named_parameters():
+                self._parameters[id(parameter)] = name
         self.running.append(self._names.get(id(module), ("", type(module).__name__)))
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -79,12 +69,10 @@ class OriginRecorder(TorchDispatchMode):
             if parameter is not None:  # an AccumulateGrad node
                 name = self._parameters.get(id(parameter), "")
                 return Origin("backward", name, "Parameter", "accumulating gradients")
-            origin = replace(
-                self._origins.get(node._sequence_nr(), Origin("backward")), direction="backward"
-            )
-            return (
-                replace(origin, source=source, line=line) if source else origin
-            )  # a custom function's own backward
+            origin = self._origins.get(node._sequence_nr(), Origin("backward"))
+            if source:  # a custom function's own backward
+                origin = replace(origin, source=source, line=line)
+            return replace(origin, direction="backward")
         origin = Origin("forward", *self.running[-1], source, line)
         # Autograd created this call's node just before dispatching it. A call without its own node
         # (inside a custom autograd function) belongs to the previous node.
@@ -95,11 +83,10 @@ class OriginRecorder(TorchDispatchMode):
 
 
 def _calling_line(frame: FrameType | None) -> tuple[str, str]:
-    """file:line and text of the innermost frame of the model's code; empty for calls of autograd
-    and of this package.
+    """file:line and text of the model's code; empty for calls of autograd and of this package.
 
-    That is the code of the function that PyTorch called (a module's forward), and what it calls of
-    the same package: in a model that uses einops, the model's line, not one of einops.
+    That is the innermost line in the package of the function that PyTorch called (a module's
+    forward): in a model that uses einops, the model's line, not one of einops.
     """
     while frame is not None and _package(frame.f_code.co_filename) == "torch":
         if frame.f_code.co_name == "_engine_run_backward":

@@ -212,7 +212,6 @@ def mesh() -> Any:
         ),
         (convolutions, {"memory_format": torch.preserve_format}, "preserve_format"),
         (convolutions, {"memory_format": "channels_lst"}, "did you mean channels_last"),
-        (convolutions, {"mode": "mixed", "select": ["0"]}, "is gone.*use full, conv or select"),
         (
             exported,
             {"mode": "conv"},
