@@ -202,6 +202,20 @@ def test_objects_take_the_place_of_names(
     assert not torch.equal(weight, before) and cl_train.classify(weight) == "channels_last"
 
 
+class Network(torch.nn.Sequential):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, num_classes))
+
+
+def test_a_class_is_a_function_of_the_number_of_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = TINY | {"data.image_size": 32, "data.workers": 0, "model": Network, "max_steps": 1}
+    data = settings.pop("data"), (Colours(64), Colours(16))
+    assert cl_train.train(data=data[1], verbose=False, **settings).top1 is not None
+
+
 @pytest.mark.parametrize("wrong", [{"data": Colours(4)}, {"epochs": print}, {"seed": Colours}])
 def test_objects_where_a_setting_takes_none(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
