@@ -1,19 +1,26 @@
 """Write docs/operators.md: what torch's operators do with channels_last, by dtype and version.
 
     python -m benchmarks.operators_page docs/operators.md results/operators-*.json
+    python -m benchmarks.operators_page confirm results/operators-fp32-cpu-torch2.15.json
 
-Each file is the `out=` of `cl-train audit operators=true against=fake,decompose`.
+Each file is the `out=` of `cl-train audit operators=true against=fake,decompose,compile`. With
+the same torch, `confirm` runs a program of torch alone for each difference of a file, and notes
+in it whether the program shows the same.
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from cl_train.memory_format.operators import differs
+import torch
+
+from cl_train.memory_format.operators import AGAINST, conformance_program, differs
+from cl_train.system.files import write_json
 from cl_train.system.tables import markdown_table
 
-_AGAINST = ("fake", "decompose")
 _HEAD = """# What each operator does with channels_last
 
 Measured on a CPU. The page is made from `results/` by
@@ -75,25 +82,57 @@ def differences(documents: list[dict[str, Any]]) -> str:
     labels: dict[tuple[str, ...], list[str]] = {}
     for document in documents:
         for row in filter(differs, document["operators"]):
-            cells = tuple(row[name] for name in ("operator", "direction", "eager", *_AGAINST))
+            columns = ("operator", "direction", "eager", *AGAINST, "alone")
+            cells = tuple(row.get(name, "-") for name in columns)
             labels.setdefault(cells, []).append(label(document))
     rows = [
         {
             "operator": f"`{operator}`, {direction}",
             "eager": eager,
-            **dict(zip(_AGAINST, others, strict=True)),
+            **dict(zip([*AGAINST, "torch alone"], others, strict=True)),
             "where": places(names, documents),
         }
         for (operator, direction, eager, *others), names in labels.items()
     ]
     return (
         "\n## What differs under the compiler\n\nStrides and values of eager mode, of fake tensors "
-        "(what the compiler plans with), and\nthrough torch's decompositions.\n\n"
+        "(what the compiler plans with),\nthrough torch's decompositions, and compiled by inductor."
+        " `torch alone`: whether a program\nof torch alone, which `repro=FILE` writes, shows the "
+        "same.\n\n"
         f"{markdown_table(rows)}\n"
     )
 
 
+def confirm(file: Path) -> None:
+    """Note for each difference in the file whether its program of torch alone shows the same."""
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert document["torch"] == torch.__version__, f"{file} is of torch {document['torch']}"
+    device, dtype = torch.device(document["device"]), getattr(torch, document["dtype"])
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        for row in filter(differs, document["operators"]):
+            program.write_text(conformance_program(row, device, dtype), encoding="utf-8")
+            done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+            ways = ["eager", *(way for way in AGAINST if row.get(way, "same") != "same")]
+            missing = [way for way in ways if not shows(done.stdout + done.stderr, row, way)]
+            row["alone"] = f"other: {', '.join(missing)}" if missing else "same"
+            print(f"{row['operator']}, {row['direction']}: {row['alone']}", flush=True)
+    write_json(file, document, indent=1)
+
+
+def shows(printed: str, row: dict[str, str], way: str) -> bool:
+    """Whether a line of the program has the strides, deviation or error of the row."""
+    fact = row[way].partition(" of ")[0].partition(" ")[2]
+    start = f"{row['direction']} {way}:"
+    is_error = "Error:" in row[way]
+    return any(fact in line for line in printed.splitlines() if is_error or line.startswith(start))
+
+
 def main(out: str, *files: str) -> None:
+    if out == "confirm":
+        for file in files:
+            confirm(Path(file))
+        return
     documents = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sorted(files)]
     Path(out).write_text(_HEAD + formats(documents) + differences(documents), encoding="utf-8")
 

@@ -9,6 +9,7 @@ costs.
     cl-train audit model=resnext50_32x4d compile=true      also: graphs that inductor converts
     cl-train audit operators=true precision=bf16           what each operator does on this machine
     cl-train audit operators=true against=fake,decompose   where torch's compiler predicts otherwise
+    cl-train audit operators=true against=compile select=*roll* repro=bug.py    and a program of it
 
 Exit codes: 0 done, 1 more than max_lost calls lost the format, or more than max_differences differ,
 2 wrong usage or a model that does not run.
@@ -38,7 +39,9 @@ class AuditSettings:
         "full", "which tensors to convert", choices=(*schema.CONVERSIONS, "none")
     )
     select: list[str] = setting(
-        [], "conversion=select: names of modules to convert (shell patterns)"
+        [],
+        "shell patterns: of modules to convert with conversion=select, of operators to examine "
+        "with operators=true",
     )
     input_channels_last: bool = setting(True, "false: use contiguous input images")
     batch_size: int = setting(2, "images per batch", minimum=1)
@@ -145,6 +148,7 @@ def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         conformance_program,
         differs,
         operator_support,
+        selected,
     )
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
@@ -159,8 +163,9 @@ def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
     }
+    probes = selected(settings.select or ["*"])
     if not settings.against:
-        rows: list[dict[str, Any]] = operator_support(device, dtype)
+        rows: list[dict[str, Any]] = operator_support(device, dtype, probes)
         text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
         return {"schema_version": 1, **where, "operators": rows}, text
     if "compile" in settings.against:
@@ -170,7 +175,7 @@ def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
         program = path and stack.enter_context(
             output_file(path, overwrite=settings.overwrite, key="repro")
         )
-        compared = conformance(device, dtype, settings.against)
+        compared = conformance(device, dtype, settings.against, probes)
         differing = [row for row in compared if differs(row)]
         if program and differing:
             text = conformance_program(differing[0], device, dtype)

@@ -3,8 +3,9 @@ decompositions predict it, and compiled.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -119,14 +120,24 @@ def _image(expression: str, device: torch.device, dtype: torch.dtype) -> torch.T
     return values.to(device, dtype, memory_format=_FORMATS[len(shape)]).requires_grad_()
 
 
-def operator_support(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+def selected(patterns: Sequence[str]) -> list[str]:
+    """The probes that match one of the shell patterns. Raises ConfigError: none does."""
+    probes = [one for one in PROBES if any(fnmatchcase(one, pattern) for pattern in patterns)]
+    if not probes:
+        raise ConfigError(f"select={','.join(patterns)}: no operator matches; docs/operators.md")
+    return probes
+
+
+def operator_support(
+    device: torch.device, dtype: torch.dtype, probes: Iterable[str] = PROBES
+) -> list[dict[str, Any]]:
     """One row per probe: the format of its output, and of its input's gradient when its output's is
     channels_last.
 
     "error": the operator does not support the dtype on the device, or has no backward pass.
     """
     rows = []
-    for expression in PROBES:
+    for expression in probes:
         rows.append(row := {"operator": expression, "forward": "error", "backward": "error"})
         image = _image(expression, device, dtype)
         with suppress(RuntimeError):  # torch's "not implemented for"
@@ -266,7 +277,7 @@ def _difference(expected: torch.Tensor, other: torch.Tensor | None, has_values: 
 
 _PROGRAM = '''"""{operator}, {direction}
 
-Eager: {eager}. {name}: {difference}.
+{facts}
 """
 from collections.abc import Callable
 from functools import partial
@@ -293,25 +304,31 @@ def operator({argument}):
     return {operator}
 
 
-expected, other = differentiated(operator, image), {name}(operator, image)
-for direction, one, two in zip(("forward", "backward"), expected, other):
-    if one is not None:
-        print(f"{{direction:9}} eager {{one.stride()}}, {name} {{two.stride()}}")
-        if type(two) is torch.Tensor:  # a fake one has no values
-            print("          values differ by", (one - two).abs().max().item())
 print("torch", torch.__version__)
+directions = "forward", "backward"
+eager = differentiated(operator, image)
+for direction, expected in zip(directions, eager):
+    print(f"{{direction}} eager:", None if expected is None else f"strides {{expected.stride()}}")
+for way in ({ways},):
+    for direction, expected, other in zip(directions, eager, way(operator, image)):
+        if other is not None:
+            print(f"{{direction}} {{way.__name__}}: strides {{other.stride()}}")
+            if type(other) is torch.Tensor:  # a fake one has no values
+                deviation = (expected.double() - other.double()).abs().max().item()
+                print(f"{{direction}} {{way.__name__}}: values differ by {{deviation:.2g}}")
 '''
 
 
 def conformance_program(row: dict[str, str], device: torch.device, dtype: torch.dtype) -> str:
-    """A program of torch alone that shows the first difference of a row."""
-    name = next(name for name in AGAINST if row.get(name, "same") != "same")
-    functions = (differentiated, AGAINST[name])
+    """A program of torch alone that shows the differences of a row."""
+    ways = [name for name in AGAINST if row.get(name, "same") != "same"]
+    functions = (differentiated, *(AGAINST[name] for name in ways))
     image = _image(row["operator"], device, dtype)
     return _PROGRAM.format(
-        **{key: row[key] for key in ("operator", "direction", "eager")},
-        name=name,
-        difference=row[name],
+        operator=row["operator"],
+        direction=row["direction"],
+        facts="\n".join(f"{name}: {row[name]}" for name in ("eager", *ways)),
+        ways=", ".join(ways),
         functions="\n\n".join(map(inspect.getsource, functions)),
         shape=tuple(image.shape),
         memory_format=_FORMATS[image.dim()],

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch._decomp import core_aten_decompositions
 
+from benchmarks.operators_page import shows
 from cl_train.commands.audit import main
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format import operators
 from cl_train.memory_format.operators import (
     PROBES,
     VIDEO_SHAPE,
@@ -135,16 +135,12 @@ def test_a_difference_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
     path.write_text(text)
     done = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "forward   eager (4, 1), decompose (4, 1)" in done.stdout
-    (line,) = [line for line in done.stdout.splitlines() if "values" in line][:1]
-    assert float(line.split()[-1]) > 0.1
+    assert shows(done.stdout, rows[0], "eager") and shows(done.stdout, rows[0], "decompose")
+    assert not shows(done.stdout, rows[0] | {"decompose": "values, by 0.01 of 1.5"}, "decompose")
 
 
-def test_the_command_counts_differences(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operators.conformance, "__defaults__", (("x.roll(1, 2)", "F.relu(x)"),))
-    words = ["operators=true", "against=fake", "precision=fp32"]
+def test_the_command_counts_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["operators=true", "against=fake", "precision=fp32", "select=x.roll*,F.relu(x)"]
     program = tmp_path / "bug.py"
     assert main([*words, "max_differences=1", f"repro={program}"]) == 1
     assert "2 of 4 outputs and gradients differ" in capsys.readouterr().out
@@ -156,6 +152,7 @@ def test_the_command_counts_differences(
         ["against=fake"],
         ["operators=true", "against=eager"],
         ["operators=true", "repro=a.py"],
+        ["operators=true", "select=no_such"],
     ):
         with pytest.raises(ConfigError):
             main(wrong)
