@@ -2,10 +2,10 @@
 decompositions predict it, and compiled.
 """
 
+import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -89,13 +89,8 @@ PROBES = (
 _RANDOM = ("dropout", "fractional", "randn_like", "empty_like(x)")  # their values differ each time
 
 
-def probe(expression: str, image: torch.Tensor) -> torch.Tensor:
-    """The value of `expression`, of `image` as x, or as v if it has five dimensions."""
-    result: torch.Tensor = _function(expression, image)(image)
-    return result
-
-
-def _function(expression: str, image: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def probe_function(expression: str, image: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`expression` as a function of an image like `image`, or of a video."""
     ones = partial(torch.ones, dtype=image.dtype, device=image.device)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -121,8 +116,8 @@ def _image(expression: str, device: torch.device, dtype: torch.dtype) -> torch.T
 
 
 def selected(patterns: Sequence[str]) -> list[str]:
-    """The probes that match one of the shell patterns. Raises ConfigError: none does."""
-    probes = [one for one in PROBES if any(fnmatchcase(one, pattern) for pattern in patterns)]
+    """The probes that match shell patterns. Raises ConfigError: none does."""
+    probes = [probe for pattern in patterns for probe in fnmatch.filter(PROBES, pattern)]
     if not probes:
         raise ConfigError(f"select={','.join(patterns)}: no operator matches; docs/operators.md")
     return probes
@@ -141,7 +136,7 @@ def operator_support(
         rows.append(row := {"operator": expression, "forward": "error", "backward": "error"})
         image = _image(expression, device, dtype)
         with suppress(RuntimeError):  # torch's "not implemented for"
-            output, gradient = differentiated(_function(expression, image), image)
+            output, gradient = differentiated(probe_function(expression, image), image)
             row["forward"] = classify(output)
             row["backward"] = "none" if gradient is None else classify(gradient)
     return rows
@@ -222,7 +217,7 @@ def conformance(
     rows = []
     for expression in probes:
         image = _image(expression, device, dtype)
-        function = _function(expression, image)
+        function = probe_function(expression, image)
         try:
             eager = differentiated(function, image)
         except RuntimeError:

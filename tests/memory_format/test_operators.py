@@ -24,7 +24,7 @@ from cl_train.memory_format.operators import (
     conformance_program,
     differs,
     operator_support,
-    probe,
+    probe_function,
 )
 from cl_train.memory_format.operators import SHAPE as IMAGE_SHAPE
 
@@ -52,7 +52,7 @@ def test_the_table_agrees_with_direct_strides(dtype: torch.dtype) -> None:
         x = torch.randn(shape).to(dtype, memory_format=memory_format).requires_grad_()
         gradients: list[torch.Tensor] = []
         x.register_hook(gradients.append)
-        output = probe(row["operator"], x)
+        output = probe_function(row["operator"], x)(x)
         if output.dim() == x.dim():
             assert pixel_major(output) == (row["forward"] == "channels_last"), row
             gradient = torch.ones_like(output, memory_format=memory_format)
