@@ -3,13 +3,16 @@ memory.
 
     cl-train benchmark                                    resnet50, this machine's best precision
     cl-train benchmark model=resnet50,mobilenet_v2 mode=train,infer batch_size=64 precision=fp16
+    cl-train benchmark model=resnet18,resnet50 precision=fp32,bf16 time_limit_s=300
     cl-train benchmark compile=false,true out=results/train-fp16.json
     cl-train benchmark model=r3d_18 frames=16 batch_size=4
     cl-train benchmark against=/opt/venv-2.14/bin/python time=true     slower since the upgrade?
     cl-train benchmark against=OMP_NUM_THREADS=4                       faster with this variable?
 
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at
-most target_ci wide or time_limit_s is over. The step is that of training, loss scaling included.
+most target_ci wide or time_limit_s is over. With time_limit_s for several models each ends with its
+verdict, and the time that is left goes to the undecided ones. The step is that of training, loss
+scaling included.
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 """
 
@@ -42,6 +45,14 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
             ratio = "" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)"
             words.append(f"{pair['candidate']} {pair['verdict'].replace('_', ' ')}{ratio}")
         verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
+    results = document["results"]
+    if len(results) > 1:
+        undecided = ("inconclusive", "not_comparable")
+        decided = sum(
+            bool(one["pairs"]) and all(pair["verdict"] not in undecided for pair in one["pairs"])
+            for one in results
+        )
+        verdicts.append(f"{decided} of {len(results)} are decided")
     return document, "; ".join(verdicts)
 
 

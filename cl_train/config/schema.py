@@ -514,8 +514,10 @@ class BenchmarkSettings:
     target_ci: float = setting(
         0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0
     )
-    time_limit_s: float = setting(
-        60.0, "seconds per combination, without warm-up and compilation", above=0
+    time_limit_s: float | None = setting(
+        None,
+        "seconds for all combinations, undecided ones last; null = 60 each, without warm-up",
+        minimum=0,
     )
     parity: bool = setting(True, "first check that the layouts compute the same")
     against: list[str] = setting(

@@ -130,7 +130,8 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
             lambda runner=runner: runner.ask("block_s", steps=steps, clock=clock)
             for runner in runners
         ]
-        done = alternate(blocks, target_ci=settings.target_ci, time_limit_s=settings.time_limit_s)
+        limit_s = 60.0 if settings.time_limit_s is None else settings.time_limit_s
+        done = alternate(blocks, target_ci=settings.target_ci, time_limit_s=limit_s)
         others_pct = load.others_pct()
 
         ratio = done.speed_ratios()[1]

@@ -3,7 +3,7 @@
 The step is the one that training runs (`timed_step.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
@@ -53,6 +53,7 @@ class LayoutSpeed:
     peak_memory_gib: float
     ratio: Interval
     verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
+    block_ms: tuple[float, ...] = ()  # of a step in each block that counts, two blocks per round
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Comparison:
     batch_size_requested: int
     rounds: int
     seconds: float
-    stopped_by: str  # "target_ci" or "time_limit"
+    stopped_by: str  # "target_ci", "verdict" or "time_limit"
     # Share of the cores that other processes used meanwhile; None = unknown.
     others_pct: float | None = None
     # Of the fastest layout, see `step.utilisation`; None if compiled.
@@ -192,13 +193,35 @@ def benchmark_layouts(
     *,
     target_ci: float = 0.02,
     time_limit_s: float = 60.0,
+    until_decided: bool = False,
+    earlier: Comparison | None = None,
 ) -> Comparison:
     """As `compare_layouts`, for a given workload and any layouts.
 
-    The first layout is the baseline of all ratios.
+    The first layout is the baseline of all ratios. `until_decided`: as in `alternate`. `earlier`: a
+    comparison of the same that goes on.
     """
+    if earlier is not None:
+        workload = replace(workload, batch_size=earlier.batch_size)
+    speeds = earlier.speeds if earlier else ()
+    ends = {
+        "target_ci": target_ci,
+        "time_limit_s": time_limit_s,
+        "until_decided": until_decided,
+        "earlier": [[ms / 1000 for ms in speed.block_ms] for speed in speeds],
+    }
+    return _benchmark_what_fits(model, workload, layouts, ends)
+
+
+def _benchmark_what_fits(
+    model: nn.Module,
+    workload: Workload,
+    layouts: Sequence[Layout],
+    ends: Mapping[str, Any],
+) -> Comparison:
+    """`ends`: arguments of `alternate`."""
     try:
-        return _benchmark(model, workload, layouts, target_ci, time_limit_s)
+        return _benchmark(model, workload, layouts, ends)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -208,9 +231,7 @@ def benchmark_layouts(
             f"a batch of {workload.batch_size} does not fit into the memory of {workload.device}"
         )
     smaller = replace(workload, batch_size=workload.batch_size // 2)
-    done = benchmark_layouts(
-        model, smaller, layouts, target_ci=target_ci, time_limit_s=time_limit_s
-    )
+    done = _benchmark_what_fits(model, smaller, layouts, ends)
     return replace(done, batch_size_requested=workload.batch_size)
 
 
@@ -218,8 +239,7 @@ def _benchmark(
     model: nn.Module,
     workload: Workload,
     layouts: Sequence[Layout],
-    target_ci: float,
-    time_limit_s: float,
+    ends: Mapping[str, Any],
 ) -> Comparison:
     """Raises ConfigError: the model fails, but for a lack of memory."""
     remedy = "if it takes another input, give batch or image_size"
@@ -237,7 +257,7 @@ def _benchmark(
         steps = max(1, min(100, round(BLOCK_S / slowest_s)))
 
         load = MachineLoad()
-        done, rounds_left_out = _alternated(timed, steps, target_ci, time_limit_s)
+        done, rounds_left_out = _quiet_rounds(timed, steps, ends)
         others_pct = load.others_pct()
         gpu = gpu_state(workload.device)
 
@@ -251,7 +271,10 @@ def _benchmark(
             rate = workload.images_per_step / step_s
             verdict = "not_comparable" if speeds and is_busy else verdict_of(ratio)
             name = step.layout.name
-            speeds.append(LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict))
+            block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
+            speeds.append(
+                LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms)
+            )
         return Comparison(
             tuple(speeds),
             workload.precision.name,
@@ -273,8 +296,8 @@ def _benchmark(
         )
 
 
-def _alternated(
-    timed: Sequence[TimedStep], steps: int, target_ci: float, time_limit_s: float
+def _quiet_rounds(
+    timed: Sequence[TimedStep], steps: int, ends: Mapping[str, Any]
 ) -> tuple[Alternation, int | None]:
     """Blocks of `steps` steps in turns, and the number of rounds left out.
 
@@ -284,7 +307,7 @@ def _alternated(
     """
     taken = TakenTime()
     is_told = timed[0].workload.device.type == "cpu" and taken.is_known
-    is_quiet: list[bool] = []  # of each block
+    is_quiet = [True for blocks in ends["earlier"] for _ in blocks]
 
     def block_s(step: TimedStep) -> float:
         block = step.block(steps, taken if is_told else None)
@@ -297,8 +320,7 @@ def _alternated(
 
     done = alternate(
         [partial(block_s, step) for step in timed],
-        target_ci=target_ci,
-        time_limit_s=time_limit_s,
+        **ends,
         counting=quiet_rounds if is_told else None,
     )
     quiet = quiet_rounds(done.rounds)

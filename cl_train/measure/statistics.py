@@ -30,6 +30,10 @@ MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 
 ERROR = 0.05  # of an interval, and of all looks at a growing sweep together
 
+# Rounds after which a benchmark that ends with its verdict looks at it; the end of its time is one
+# more look.
+LOOK_ROUNDS = tuple(4 * 2**power for power in range(7))
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -164,6 +168,13 @@ def repeats_to_decide(
     return None
 
 
+def seconds_to_decide(interval: Interval, seconds: float) -> float:
+    """The time in which rounds probably decide what `seconds` of them have not; inf: none does."""
+    difference, half = abs(math.log(interval.ratio)), math.log(interval.high / interval.ratio)
+    margin = max(difference - SMALLEST_DIFFERENCE, NO_DIFFERENCE - difference)
+    return seconds * max(1.0, half / margin) ** 2 if margin > 0 else math.inf
+
+
 @dataclass(frozen=True)
 class Alternation:
     """Timed blocks of variants of the same work, in one process.
@@ -174,7 +185,8 @@ class Alternation:
 
     blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
     seconds: float
-    stopped_by: str  # "target_ci" or "time_limit"
+    stopped_by: str  # "target_ci", "verdict" or "time_limit"
+    looks: int = 1  # at the verdict, see `error_of_look`
 
     @property
     def rounds(self) -> int:
@@ -192,13 +204,17 @@ class Alternation:
         ratios, count = [], self.rounds
         for variant in range(len(self.blocks)):
             logs = list(map(math.log, self.round_ratios(variant)))
-            half = (
-                student_t(count - 1) * statistics.stdev(logs) / math.sqrt(count)
-                if count > 1
-                else math.inf
-            )
+            half = math.inf
+            if count > 1:
+                t = student_t(count - 1, error_of_look(self.looks))
+                half = t * statistics.stdev(logs) / math.sqrt(count)
             ratios.append(_interval(statistics.fmean(logs), half, count))
         return ratios
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether every variant has a verdict."""
+        return all(verdict_of(ratio) != "inconclusive" for ratio in self.speed_ratios()[1:])
 
     def round_ratios(self, variant: int) -> list[float]:
         """Speed of a variant / that of the first one in each round; the median ignores outliers."""
@@ -216,6 +232,8 @@ def alternate(
     min_rounds: int = 8,
     least_rounds: int = 2,
     counting: Callable[[int], Sequence[int]] | None = None,
+    until_decided: bool = False,
+    earlier: Sequence[Sequence[float]] = (),
 ) -> Alternation:
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or
     time runs out.
@@ -224,20 +242,30 @@ def alternate(
     beyond the time limit; with less than `min_rounds` an interval that is narrow by chance would
     end the measurement too soon.
 
-    counting: of a number of rounds, those whose interval counts for the end; None: all.
+    Args:
+        counting: of a number of rounds, those whose interval counts for the end; None: all.
+        until_decided: end after 4, 8, 16 ... rounds instead if every variant has a verdict; the
+            intervals are wider, see `error_of_look`.
+        earlier: blocks of a measurement that goes on, as `Alternation.blocks`.
     """
-    times: list[list[float]] = [[] for _ in blocks]
+    looks = len(LOOK_ROUNDS) + 1 if until_decided else 1
+    times = [list(block) for block in earlier] or [[] for _ in blocks]
+    before = len(times[0]) // 2
     order = [*range(len(blocks)), *reversed(range(len(blocks)))]
     started_at = time.perf_counter()
     while True:
         for variant in order:
             times[variant].append(blocks[variant]())
-        done = Alternation(times, time.perf_counter() - started_at, "target_ci")
-        of_target = done if counting is None else done.of_rounds(counting(done.rounds))
-        if of_target.rounds >= min_rounds and all(
-            ratio.width <= target_ci for ratio in of_target.speed_ratios()[1:]
+        seconds = time.perf_counter() - started_at
+        done = Alternation(times, seconds, "target_ci", looks)
+        counted = done if counting is None else done.of_rounds(counting(done.rounds))
+        if until_decided:
+            if counted.rounds in LOOK_ROUNDS and counted.is_decided:
+                return replace(done, stopped_by="verdict")
+        elif counted.rounds >= min_rounds and all(
+            ratio.width <= target_ci for ratio in counted.speed_ratios()[1:]
         ):
             return done
-        is_enough = done.rounds >= least_rounds
-        if is_enough and done.seconds * (done.rounds + 1) / done.rounds > time_limit_s:
-            return Alternation(times, done.seconds, "time_limit")
+        rounds = done.rounds - before
+        if rounds >= least_rounds and seconds * (rounds + 1) / rounds > time_limit_s:
+            return replace(done, stopped_by="time_limit")

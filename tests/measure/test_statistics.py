@@ -1,5 +1,6 @@
 """Statistics with known answers, and simulated sweeps of equal and of different sides."""
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -7,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cl_train.measure import statistics
 from cl_train.measure.statistics import (
+    LOOK_ROUNDS,
     SMALLEST_SPREAD,
     Alternation,
     Interval,
+    alternate,
     error_of_look,
     interval_of_runs,
     repeats_to_decide,
+    seconds_to_decide,
     student_t,
     verdict_of,
 )
@@ -213,3 +218,38 @@ def test_one_uneven_run_per_side_widens_the_interval() -> None:
         interval_of_runs(uneven, uneven).width
         > 1.3 * interval_of_runs([[100.0] * 8], [[100.0] * 8]).width
     )
+
+
+@pytest.mark.parametrize(
+    ("spread", "ratio", "right", "at_most_wrong"),
+    [
+        (0.005, 1.0, "no_difference", 0),
+        (0.02, 1.0, "no_difference", 5),
+        (0.05, 1.0, "", 5),
+        (0.02, 1.05, "faster", 0),
+        (0.05, 0.8, "slower", 0),
+    ],
+)
+def test_a_benchmark_that_ends_with_its_verdict_errs_in_five_percent(
+    spread: float, ratio: float, right: str, at_most_wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulated: at most 256 rounds, each of one second."""
+    rng, clock = np.random.default_rng(0), itertools.count()
+    monkeypatch.setattr(statistics.time, "perf_counter", lambda: float(next(clock)))
+    found: Counter[str] = Counter()
+    for _ in range(200):
+        logs = rng.normal(math.log(ratio), spread, LOOK_ROUNDS[-1])
+        blocks = [lambda: 1.0, (math.exp(-log) for log in np.repeat(logs, 2)).__next__]
+        done = alternate(blocks, time_limit_s=LOOK_ROUNDS[-1], until_decided=True)
+        found[verdict_of(done.speed_ratios()[1])] += 1
+    wrong = {"faster", "slower", "no_difference"} - {right or "no_difference"}
+    assert 100 * sum(found[name] for name in wrong) / 200 <= at_most_wrong, found
+    assert not right or found[right] >= 190, found
+
+
+def test_the_time_that_decides_follows_from_the_interval() -> None:
+    assert seconds_to_decide(Interval(1.06, 1.06 / 1.10, 1.06 * 1.10, 8), 10.0) == pytest.approx(
+        10 * (math.log(1.10) / (math.log(1.06) - 0.01)) ** 2
+    )
+    assert seconds_to_decide(Interval(1.06, 1.05, 1.07, 8), 10.0) == 10.0
+    assert seconds_to_decide(Interval(1.0, 0.0, math.inf, 1), 10.0) == math.inf

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from benchmarks import peers
-from cl_train.commands import loader_benchmark
+from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
 from cl_train.measure import suite
+from cl_train.measure.paired import Comparison, LayoutSpeed
 from cl_train.measure.parity import ParityReport
+from cl_train.measure.statistics import Alternation, verdict_of
 from cl_train.measure.suite import add_row, open_table, run_suite, verdict, zoo_row
 from tests.data.image_folders import write_folder
 
@@ -69,6 +71,40 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(
     assert "planted" in first["error"] and first["pairs"] == []
     assert second["pairs"][0]["verdict"] == "not_comparable"
     assert "features.0 (Conv2d)" in second["text"] and "not comparable" in second["text"]
+
+
+def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch: Patch, capsys: Output) -> None:
+    """Rounds of planted times: one model is decided at once, the other in its third visit."""
+    clock = [0.0]
+    visits: list[tuple[bool, int]] = []
+    ratios = iter([[1.5] * 4, [1.2, 0.9] * 4, [1.2, 0.9] * 4, [1.2, 1.1] * 16])
+
+    def planted(model: torch.nn.Module, workload: Any, layouts: Any, **ends: Any) -> Comparison:
+        visits.append((ends["until_decided"], round(ends["time_limit_s"])))
+        clock[0] += 20.0
+        earlier = ends["earlier"].speeds if ends["earlier"] else ()
+        blocks = [list(one.block_ms) for one in earlier] or [[], []]
+        for ratio in next(ratios):
+            blocks[0] += [100.0, 100.0]
+            blocks[1] += [100.0 / ratio] * 2
+        done = Alternation(blocks, 15.0, "time_limit", looks=8)
+        speeds = tuple(
+            LayoutSpeed(layout.name, 1.0, 1.0, 0.0, ratio, verdict_of(ratio), tuple(times))
+            for layout, ratio, times in zip(layouts, done.speed_ratios(), blocks, strict=True)
+        )
+        return Comparison(speeds, "fp32", 2, 2, done.rounds, 15.0, "time_limit")
+
+    monkeypatch.setattr(suite, "benchmark_layouts", planted)
+    monkeypatch.setattr(suite.time, "perf_counter", lambda: clock[0])
+    names = ["tests.networks:small", "tests.networks:dropout"]
+    document, text = benchmark.measure(settings(model=names, time_limit_s=120.0))
+    assert [one["pairs"][0]["verdict"] for one in document["results"]] == ["faster", "faster"]
+    assert visits == [(True, 60), (True, 100), (True, 80), (True, 60)]
+    assert len(document["results"][1]["speeds"][0]["block_ms"]) == 2 * (8 + 8 + 32)
+    assert text.endswith("2 of 2 are decided")
+    assert (
+        "to decide it, cl-train benchmark model=tests.networks:dropout" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
