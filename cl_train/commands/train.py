@@ -36,9 +36,10 @@ from cl_train.config.command_line import (
     code_named,
     compose,
     group_choices,
+    quoted,
     refuse_code,
 )
-from cl_train.config.schema import LAYOUT_NAMES, SETTINGS_OF_CODE, Config
+from cl_train.config.schema import HERE, LAYOUT_NAMES, SETTINGS_OF_CODE, Config
 from cl_train.config.validation import command_help
 from cl_train.errors import ConfigError
 from cl_train.system.files import safe_name
@@ -155,15 +156,23 @@ def _without_confirmed_code(words: list[str], runs: list[Composed]) -> list[str]
     from cl_train.sweeps.plan import read_sweep
 
     folder = Path(str(runs[0].cfg.resume_sweep))
-    jobs = {tuple(job.overrides) for job in read_sweep(folder).jobs}  # those of repeats are equal
+    sweep = read_sweep(folder)
+    jobs = {tuple(job.overrides) for job in sweep.jobs}  # those of repeats are equal
     settings = [check_command_line(overrides)[0] for overrides in sorted(jobs)]
     in_jobs = {item for cfg in settings for item in code_named(cfg).items()}
+    environments = {HERE, *(run.cfg.environment for run in runs)}
+    in_jobs |= {
+        ("environment", quoted(job.environment))
+        for job in sweep.jobs
+        if job.environment not in environments
+    }
     typed = {item for run in runs for item in code_named(run.cfg).items()}
     values: dict[str, list[str]] = {}
     for key, value in sorted(in_jobs - typed):
         values.setdefault(key, []).append(value)
     refuse_code(folder, [f"{key}={','.join(named)}" for key, named in values.items()])
-    return [word for word in words if word.partition("=")[0] not in SETTINGS_OF_CODE]
+    confirmed = (*SETTINGS_OF_CODE, "environment")
+    return [word for word in words if word.partition("=")[0] not in confirmed]
 
 
 def _compose(line: CommandLine) -> list[Composed]:

@@ -26,6 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cl_train.config.environment import parse_environment
 from cl_train.config.main_amp import settings_of_main_amp
 from cl_train.config.schema import AUTO_REPEATS, CHOSEN_BY_GROUP, SETTINGS_OF_CODE, Config
 from cl_train.config.validation import (
@@ -42,6 +43,7 @@ from cl_train.errors import ConfigError
 GROUPS = ("data", "augment", "optim", "schedule", "experiment")
 MULTIRUN_KEYS = (
     "nproc",
+    "environment",
     "repeats",
     "max_repeats",
     "max_reruns",
@@ -64,7 +66,7 @@ _UNUSED_OF_HYDRA = (
     "env",
 )
 # Of the run that left a file: how it started, not what it trained.
-_HOW_STARTED = ("config", "resume", "overwrite")
+_HOW_STARTED = ("config", "resume", "overwrite", "environment")
 _FIELDS = setting_fields(Config)
 # What can stand before the `=`.
 TYPED_KEYS = [*GROUPS, *(key for key in _FIELDS if key not in CHOSEN_BY_GROUP)]
@@ -198,6 +200,8 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
         value = getattr(run.cfg, key)
         if value == getattr(Config(), key):
             continue
+        if key == "environment" and parse_environment(key, value.split(",")).is_current():
+            continue  # a job of a sweep
         word = f"{key}={'auto' if (key, value) == ('repeats', AUTO_REPEATS) else value}"
         if key == "launcher":
             word = f"launcher.gpus={','.join(value.gpus)}"

@@ -72,6 +72,7 @@ AUTO_BATCH_SIZE = 0  # batch_size=auto, until `resolve_batch_size` has found the
 _AUTO = {"auto": AUTO_BATCH_SIZE}
 # They take package.module:function, which is imported and called.
 SETTINGS_OF_CODE = ("model", "loss", "metrics", "log_to", "data.dataset")
+HERE = "here"  # environment=here: that of the sweep itself
 
 
 class Limits(TypedDict, total=False):
@@ -443,6 +444,7 @@ class Config:
     nproc: int = neutral_setting(
         1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1
     )
+    environment: str = setting(HERE, "multirun: a Python, or variables A=1, that the jobs run in")
     repeats: int = neutral_setting(
         1,
         "multirun: runs of each setting, interleaved A B B A; auto = until every pair is decided",

@@ -8,20 +8,16 @@ same batch from files. Environments that compute something else are not comparab
 import json
 import math
 import os
-import re
-import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from cl_train.config.schema import BenchmarkSettings
+from cl_train.config.environment import Environment, parse_environment
+from cl_train.config.schema import HERE, BenchmarkSettings
 from cl_train.errors import ConfigError
 from cl_train.measure import environment_runner
 from cl_train.measure.statistics import alternate, verdict_of
@@ -34,34 +30,11 @@ BLOCK_S = 0.3
 # Relative distances above which two environments compute different things. Versions of torch choose
 # other algorithms, so even fp32 differs by rounding; a wrong kernel differs by whole values.
 _TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 3e-2, "fp16_o2": 3e-2, "bf16": 1e-1}
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
 _PROFILED_STEPS = 7
 _SHOWN_OPERATORS = 5
 _LEAST_SHOWN_SHARE = 0.01  # of the step: smaller differences of an operator are noise
 # A script's own folder would come first on the path, and this folder holds a statistics.py.
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-
-
-@dataclass(frozen=True)
-class Environment:
-    """A Python, and variables that are added to the environment of its process."""
-
-    name: str
-    python: str
-    variables: Mapping[str, str]
-
-
-def parse_environment(words: list[str]) -> Environment:
-    """`against=` names a Python, or variables: `A=1,B=2`. Raises ConfigError: neither."""
-    variables = dict(word.split("=", 1) for word in words if _VARIABLE.fullmatch(word))
-    pythons = [word for word in words if word.split("=", 1)[0] not in variables]
-    found = shutil.which(pythons[0]) if pythons else sys.executable
-    if len(pythons) > 1 or found is None or Path(found).is_dir():
-        raise ConfigError(
-            f"against={','.join(words)}: name one Python that can be run "
-            "(/opt/venv/bin/python), or variables (OMP_NUM_THREADS=4), or both"
-        )
-    return Environment(",".join(words), found, variables)
 
 
 class Runner:
@@ -109,8 +82,8 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
     """
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision[0], device).name
-    other = parse_environment(settings.against)
-    here = Environment("this environment", sys.executable, {})
+    other = parse_environment("against", settings.against)
+    here = parse_environment("against", [HERE])
     with ExitStack() as stack:
         request = stack.enter_context(_files(settings, model, layout, device, precision))
         runners = []

@@ -5,11 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cl_train.config.command_line import quoted
+from cl_train.config.environment import parse_environment
+from cl_train.config.schema import HERE
 from cl_train.errors import ConfigError
 from cl_train.sweeps.plan import Job
 from cl_train.sweeps.runs import Run, read_run
@@ -35,6 +36,8 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
     still writes to it.
     """
     words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
+    if job.environment != HERE:
+        words.append(f"environment={quoted(job.environment)}")  # for its config.yaml
     if any(path.is_symlink() for path in (folder, log, folder / JOB_NAME)):
         raise ConfigError(f"{folder} is, or has, a symbolic link")
     if log.exists():
@@ -44,10 +47,12 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
     folder.mkdir(exist_ok=True)
     (folder / JOB_NAME).unlink(missing_ok=True)
 
-    launch = [sys.executable]
+    environment = parse_environment("environment", job.environment.split(","))
+    variables = {**os.environ, **environment.variables}
+    launch = [environment.python]
     if job.nproc > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
-    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), variables.get("PYTHONPATH")]))
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
     with open(log, "ab") as output:
         process = subprocess.Popen(
@@ -55,7 +60,7 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, **devices},
+            env={**variables, "PYTHONPATH": path, **devices},
             process_group=0,  # Ctrl-C in a terminal must reach it once, from the sweep
             preexec_fn=_begin_job,
         )

@@ -10,9 +10,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from cl_train.config.command_line import GROUPS, MULTIRUN_KEYS, CommandLine, Composed, compose
+from cl_train.config.command_line import (
+    GROUPS,
+    MULTIRUN_KEYS,
+    CommandLine,
+    Composed,
+    compose,
+    quoted,
+)
+from cl_train.config.environment import parse_environment
 from cl_train.config.schema import (
     AUTO_REPEATS,
+    HERE,
     LAYOUT_NAMES,
     SAMPLE_TRAIN_IMAGES,
     SETTINGS_OF_CODE,
@@ -24,6 +33,9 @@ from cl_train.errors import ConfigError
 from cl_train.measure.statistics import MIN_WINDOWS
 from cl_train.system.files import safe_name, write_json
 
+# Settings of multirun in which its jobs may differ.
+_OF_JOBS = ("nproc", "environment")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -33,6 +45,7 @@ class Job:
     name: str  # of its folder
     overrides: list[str]
     nproc: int = 1
+    environment: str = HERE  # a Python, or variables, of its process
     repeat: int = 1
     # Jobs of a group are compared with each other: they run one after the other in the same place.
     group: int = 0
@@ -90,10 +103,13 @@ class Sweep:
 
     def resume_command(self, *words: str) -> str:
         """The command that continues the sweep; code that its jobs name must be repeated in it."""
-        named: dict[str, list[str]] = {}
-        for key, _, value in (word.partition("=") for job in self.jobs for word in job.overrides):
-            if key in SETTINGS_OF_CODE and ":" in value and value not in named.setdefault(key, []):
-                named[key].append(value)
+        named: dict[str, dict[str, None]] = {}  # values by key, in order
+        for job in self.jobs:
+            for key, _, value in (word.partition("=") for word in job.overrides):
+                if key in SETTINGS_OF_CODE and ":" in value:
+                    named.setdefault(key, {})[value] = None
+            if job.environment != HERE:
+                named.setdefault("environment", {})[quoted(job.environment)] = None
         code = [f"{key}={','.join(values)}" for key, values in named.items()]
         words = (f"resume_sweep={self.folder}", *words, *code)
         return f"{train_program()} -m {shlex.join(words)}"
@@ -174,6 +190,7 @@ def _wrong_in(sweep: Sweep) -> str | None:
     for job in sweep.jobs:
         numbers = (job.number, job.nproc, job.repeat, job.group)
         is_typed = isinstance(job.name, str) and isinstance(job.overrides, list)
+        is_typed &= isinstance(job.environment, str)
         if not is_typed or not all(isinstance(word, str) for word in job.overrides):
             return f"job {job.number!r:.20} has no name or no settings"
         if not all(isinstance(number, int) for number in numbers) or min(numbers) < 0:
@@ -207,7 +224,7 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     varied = {_key(words[0]) for words in by_place if len(set(words)) > 1}
     for_sweep = [word for word in fixed if _is_own(word)]
     words = [word for word in fixed if word not in for_sweep and not word.startswith("hydra.")]
-    own = sorted(filter(_is_own, varied - {"nproc"}))
+    own = sorted(filter(_is_own, varied - {*_OF_JOBS}))
     problems = [f"{key} belongs to the whole sweep and takes one value" for key in own]
     if twice := [words for words, count in Counter(run.words for run in runs).items() if count > 1]:
         problems.append(
@@ -319,7 +336,7 @@ def _first_jobs(
 ) -> list[Job]:
     """The first repeat: jobs that differ only in the compared key form a group."""
     suffix = "" if runs[0].cfg.repeats == 1 else "_1"
-    groups: dict[tuple[str, ...], list[tuple[str, list[str], int]]] = {}
+    groups: dict[tuple[str, ...], list[Job]] = {}
     for run in runs:
         cfg, chosen = run.cfg, [word for word in run.words if _key(word) in varied]
         others = tuple(word for word in chosen if _setting_of(word) != cfg.compare_by)
@@ -329,12 +346,14 @@ def _first_jobs(
         for key, _, value in (word.partition("=") for word in (*compared, *others)):
             if key not in ("model", "channels_last"):
                 shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
-        overrides = [*fixed, *(word for word in (*compared, *others) if _key(word) != "nproc")]
-        groups.setdefault(others, []).append(("_".join(shown) + suffix, overrides, cfg.nproc))
+        overrides = [*fixed, *(w for w in (*compared, *others) if _key(w) not in _OF_JOBS)]
+        parse_environment("environment", cfg.environment.split(","))
+        job = Job(0, "_".join(shown) + suffix, overrides, cfg.nproc, cfg.environment)
+        groups.setdefault(others, []).append(job)
 
     jobs: list[Job] = []
     for group, sides in enumerate(groups.values()):
-        for text, overrides, nproc in sides:
-            name = _free_name(text, [job.name for job in jobs])
-            jobs.append(Job(len(jobs), name, overrides, nproc, group=group))
+        for side in sides:
+            name = _free_name(side.name, [job.name for job in jobs])
+            jobs.append(replace(side, number=len(jobs), name=name, group=group))
     return jobs

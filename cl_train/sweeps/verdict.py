@@ -41,6 +41,9 @@ _DEPENDENT = {
         "environment.driver",
     ),
     "nproc": ("world_size", "global_batch_size"),
+    "environment": tuple(
+        f"environment.{name}" for name in ("torch", "torchvision", "python", "cuda", "cudnn")
+    ),
     "optim.name": ("optim.library", "optim.decay_norm_and_bias"),
     "batch_size": ("global_batch_size",),
 }
@@ -347,8 +350,11 @@ def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
     changed = _differing([baseline, candidate])
     if loss_only := [key for key in changed if key != by and _affects(key) == "loss"]:
         yield f"the loss gap is not caused by {by} only; also different: {', '.join(loss_only)}"
-    if dependent := [key for key in changed if key in _DEPENDENT.get(by, ())]:
-        yield f"also different, which compare_by={by} allows: {', '.join(dependent)}"
+    allowed = {key: (baseline.fact(key), candidate.fact(key)) for key in _DEPENDENT.get(by, ())}
+    if different := [
+        f"{key} ({show(one)} and {show(two)})" for key, (one, two) in allowed.items() if one != two
+    ]:
+        yield f"also different, which compare_by={by} allows: {', '.join(different)}"
     if by == "channels_last" and baseline.settings.get("compile"):
         yield "compiled: the compiler may use channels_last convolutions on the contiguous side too"
     if any("others_pct" not in run.summary for run in runs):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cl_train.commands.train import main
 from cl_train.config.schema import ConfigError
 from cl_train.sweeps import job as job_module
 from cl_train.sweeps import launch as sweep_module
@@ -56,14 +57,15 @@ busy = here / "busy"  # how many more jobs others disturb
 disturbed = busy.exists() and int(busy.read_text())
 if disturbed:
     busy.write_text(str(disturbed - 1))
-given = ("model", "channels_last", "precision")
-speed = 150 if settings["channels_last"] == "true" else 100
-values = {name: settings[name] for name in given if name in settings}
+given = ("model", "channels_last", "precision", "environment")
+speed = 150 if settings["channels_last"] == "true" else float(os.environ.get("SPEED", 100))
+values = {name: settings[name].strip("'") for name in given if name in settings}
 noise = (here / "noise").read_text().split() if (here / "noise").exists() else []
 if noise:  # of the next jobs, in percent
     speed *= 1 + float(noise[0]) / 100
     (here / "noise").write_text(" ".join(noise[1:]))
-run = folder_of(speed, started_at=time.time(), **values)
+run = folder_of(speed, started_at=time.time(), **{"environment": "here"} | values)
+run.summary["environment"]["torch"] = os.environ.get("TORCH", "2.15.0")
 run.summary["others_pct"] = 60.0 if disturbed else 1.0
 run.write(folder)
 """
@@ -198,6 +200,7 @@ def test_a_sweep_without_a_verdict_is_announced(words: str, expected: str, capsy
         ("channels_last=true,false max_repeats=4", "max_repeats needs repeats=auto"),
         ("resume_sweep={sweep} repeats=1", "has 1 already"),
         ("channels_last=true,false launcher=slurm", "sweep.sbatch"),
+        ("environment=here,/no/python compare_by=environment", "name one Python"),
         ("channels_last=true,false launcher.partition=gpu", "sweep.sbatch"),
         ("channels_last=false,false", "listed twice .channels_last=false"),
         ("channels_last=true,false launcher.gpus=all hydra.sweep.dir={sweep}/new", "launcher.gpus"),
@@ -317,6 +320,30 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
     assert start_job(job(nproc=2), tmp_path / "a", Slot()).wait(LIMIT_S) == 0
     log = (tmp_path / "a" / LOG_NAME).read_text()
     assert "0 of 2;" in log and "1 of 2;" in log
+
+
+def test_jobs_run_in_the_environments_that_are_compared(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "sweep", "environment='SPEED=125,TORCH=2.11.0'"
+    words = ["-m", f"{other},here", "compare_by=environment", f"hydra.sweep.dir={folder}"]
+    words += ["model=resnet18", "channels_last=false", "wait_for_quiet_s=0", "repeats=2"]
+    assert run_sweep(words) == 0
+    (pair,) = compared(folder)
+    assert pair["baseline"] == "environment=SPEED=125,TORCH=2.11.0"
+    assert (pair["candidate"], pair["ratio"]) == ("environment=here", 0.8)
+    assert "environment.torch (2.11.0 and 2.15.0)" in " ".join(pair["notes"])
+
+    # What is read from a folder starts no Python and sets no variable.
+    shutil.rmtree(folder / "resnet18_contiguous_environment=here_1")
+    with pytest.raises(ConfigError, match=re.escape(f"repeat {other}")):
+        main(["-m", f"resume_sweep={folder}"])
+    assert main(["-m", f"resume_sweep={folder}", other]) == 0
+
+    with pytest.raises(ConfigError, match="a setting of multirun"):
+        main(["environment='SPEED=125'", "--cfg", "job"])
+    monkeypatch.setenv("SPEED", "125")
+    assert main(["environment='SPEED=125'", "--cfg", "job"]) == 0
 
 
 @pytest.mark.slow
