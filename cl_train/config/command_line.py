@@ -200,7 +200,7 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
         value = getattr(run.cfg, key)
         if value == getattr(Config(), key):
             continue
-        if key == "environment" and parse_environment(key, value.split(",")).is_current():
+        if key == "environment" and parse_environment(value.split(",")).is_current():
             continue  # a job of a sweep
         word = f"{key}={'auto' if (key, value) == ('repeats', AUTO_REPEATS) else value}"
         if key == "launcher":

@@ -28,7 +28,7 @@ class Environment:
         return self.python == sys.executable and has_variables
 
 
-def parse_environment(key: str, words: Sequence[str]) -> Environment:
+def parse_environment(words: Sequence[str], key: str = "environment") -> Environment:
     """The environment of `key=WORD,...`: a Python, variables (`A=1`), both, or `here`.
 
     Raises ConfigError: neither.

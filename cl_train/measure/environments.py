@@ -82,8 +82,8 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
     """
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision[0], device).name
-    other = parse_environment("against", settings.against)
-    here = parse_environment("against", [HERE])
+    other = parse_environment(settings.against, "against")
+    here = parse_environment([HERE])
     with ExitStack() as stack:
         request = stack.enter_context(_files(settings, model, layout, device, precision))
         runners = []

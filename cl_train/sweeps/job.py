@@ -47,7 +47,7 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
     folder.mkdir(exist_ok=True)
     (folder / JOB_NAME).unlink(missing_ok=True)
 
-    environment = parse_environment("environment", job.environment.split(","))
+    environment = parse_environment(job.environment.split(","))
     variables = {**os.environ, **environment.variables}
     launch = [environment.python]
     if job.nproc > 1:

@@ -347,7 +347,7 @@ def _first_jobs(
             if key not in ("model", "channels_last"):
                 shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
         overrides = [*fixed, *(w for w in (*compared, *others) if _key(w) not in _OF_JOBS)]
-        parse_environment("environment", cfg.environment.split(","))
+        parse_environment(cfg.environment.split(","))
         job = Job(0, "_".join(shown) + suffix, overrides, cfg.nproc, cfg.environment)
         groups.setdefault(others, []).append(job)
 
