@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from cl_train.config.schema import DataConfig
 from cl_train.data.device import RawBatch
@@ -160,4 +161,8 @@ class StreamLoader:
         try:
             yield from batches
         except RuntimeError as error:  # a worker died or hangs
+            if isinstance(batches, _MultiProcessingDataLoaderIter):
+                batches._shutdown_workers()
+                for worker in batches._workers:
+                    worker.kill()  # it ignores SIGTERM, and the program would wait for it
             raise WorkerError(f"data.dataset: {' '.join(str(error).split())}") from error

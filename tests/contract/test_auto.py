@@ -1,15 +1,13 @@
 """`channels_last=auto` trains in the layout that it finds faster, timed with the run's own step."""
 
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from cl_train.measure import auto, paired, timed_step
+from cl_train.measure import paired, timed_step
 from cl_train.memory_format.layout import classify
 from cl_train.step.make import StepSettings, make_step
 from cl_train.training import build
@@ -19,22 +17,39 @@ slow_layout = ""
 seen: list[str] = []
 
 
-class Sleepy(nn.Conv2d):
-    """Takes longer in one layout."""
+class Watched(nn.Conv2d):
+    """Notes the layouts of its images."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if not images.is_meta:  # of shapes alone, for FLOPs
             seen.append(classify(images))
-            time.sleep(0.06 if seen[-1] == slow_layout else 0.0)
         return super().forward(images)
 
 
-def sleepy(num_classes: int) -> nn.Module:
+def watched(num_classes: int) -> nn.Module:
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
-    return nn.Sequential(Sleepy(3, 8, 3), nn.BatchNorm2d(8), *head)
+    return nn.Sequential(Watched(3, 8, 3), nn.BatchNorm2d(8), *head)
 
 
-WORDS = (f"model={__name__}:sleepy", "channels_last=auto", "epochs=1", "evaluate_every=-1")
+def planted_times_s(step: Callable[[], object], steps: int, device: object) -> list[float]:
+    """Runs the steps; those whose images had the slow layout took three times as long."""
+    times_s = []
+    for _ in range(steps):
+        step()
+        times_s.append(0.03 if seen[-1] == slow_layout else 0.01)
+    return times_s
+
+
+class Undisturbed:
+    """No other process takes time from the steps."""
+
+    is_known = True
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+WORDS = (f"model={__name__}:watched", "channels_last=auto", "epochs=1", "evaluate_every=-1")
 
 
 @pytest.mark.parametrize(
@@ -47,9 +62,9 @@ def test_the_run_trains_in_the_faster_layout(
     quick_auto: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measure = partial(paired.benchmark_layouts, time_limit_s=3.0)  # about ten rounds
-    monkeypatch.setattr(auto, "benchmark_layouts", lambda *a, **k: measure(*a))
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
+    monkeypatch.setattr(paired, "TakenTime", Undisturbed)
+    monkeypatch.setattr(timed_step, "step_times_s", planted_times_s)
     monkeypatch.setitem(globals(), "slow_layout", slower)
     seen.clear()
     done = train(*WORDS)

@@ -182,7 +182,11 @@ def test_completion_in_a_terminal(tmp_path: Path, cache_home: Path) -> None:
         "INPUTRC": "/dev/null",
     }
     bash = pexpect.spawn(
-        "bash --norc --noprofile -i", env=environment, timeout=60, encoding="utf-8", cwd=tmp_path
+        "bash --norc --noprofile -i",
+        env=environment,
+        timeout=LIMIT_S,
+        encoding="utf-8",
+        cwd=tmp_path,
     )
     bash.sendline('eval "$(cl-train completion)"; echo rea""dy')
     bash.expect_exact("ready\r\n")

@@ -139,15 +139,23 @@ def test_the_notebook(cache_home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert all("image/png" in cell.outputs[-1].data for cell in code[1:3])
 
 
+outcomes: list[str] = []
+
+
+def until_the_other_ended(record: dict[str, object]) -> None:
+    """A tracker, whose run begins when the other one has an outcome."""
+    wait_until(lambda: outcomes)
+
+
 def test_it_trains_in_another_thread_and_in_one_at_a_time(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
-    started, outcomes = threading.Event(), []
+    outcomes.clear()
+    words = {**settings, "log_to": [f"{__name__}:until_the_other_ended"]}
 
     def work(name: str) -> None:
-        started.wait()
         try:
-            run = cl_train.train(f"hydra.run.dir={tmp_path}/{name}", "data=folder", **settings)
+            run = cl_train.train(f"hydra.run.dir={tmp_path}/{name}", "data=folder", **words)
         except ConfigError as error:
             outcomes.append(str(error))
         else:
@@ -156,7 +164,6 @@ def test_it_trains_in_another_thread_and_in_one_at_a_time(
     threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
     for thread in threads:
         thread.start()
-    started.set()
     for thread in threads:
         thread.join()
     assert sorted(outcomes)[1] == "completed" and "another thread" in sorted(outcomes)[0]

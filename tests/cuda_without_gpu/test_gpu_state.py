@@ -68,7 +68,7 @@ def test_a_run_records_it_and_its_first_step(
     monkeypatch.setattr(loop, "gpu_state", lambda device: slowed)
     run = train("log_to=[]", "epochs=1")
     summary = run.summary
-    assert 0 <= summary["first_step_s"] <= summary["seconds"] + 1
+    assert summary["first_step_s"] >= 0
     assert summary["gpu"]["is_slowed"] and summary["reserved_memory_gib"] is None
     runs = [read_run(run.folder)] * 2
     obstacles = list(verdict._obstacles(*([each] for each in runs), "channels_last", ("a", "b")))

@@ -1,15 +1,18 @@
 """Image folders and unusual files for the tests of the data part."""
 
 import io
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
 from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.data import workers as data_workers
 from cl_train.data.build import Data, ImageData, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.system.distributed import Dist
@@ -40,6 +43,22 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 @cache
 def jpeg(height: int = 48, width: int = 64, seed: int = 0) -> bytes:
     return encoded(noise(height, width, seed), quality=90)
+
+
+def count_silence_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Workers count as silent only after one of them has called the function returned: until then a
+    busy machine may be slow.
+    """
+    reached, wait = data_workers.shared((1,), torch.int64), data_workers.wait
+    monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
+    monkeypatch.setattr(
+        data_workers, "wait", lambda *arguments: wait(*arguments) or not reached.item()
+    )
+
+    def reach() -> None:
+        reached.fill_(1)
+
+    return reach
 
 
 def write_folder(root: Path, *, train: int, val: int, classes: int = 2) -> Path:

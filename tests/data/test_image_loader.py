@@ -22,7 +22,7 @@ from tests.data.image_folders import (
     train_batches,
     write_folder,
 )
-from tests.processes import wait_until
+from tests.processes import LIMIT_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_second_thread_gets_an_error_at_once_and_the_first_goes_on(root, worke
         epoch = iter(batches)
         whole = [next(epoch)[1].tolist()]
         with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError, match="another thread"):
-            pool.submit(next, iter(batches)).result(20)
+            pool.submit(next, iter(batches)).result(LIMIT_S)
         whole += [targets.tolist() for _, targets in epoch]
     assert whole == [targets.tolist() for _, targets in loader(root)]
 

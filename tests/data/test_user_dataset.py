@@ -3,6 +3,7 @@ map-style and streams, with and without workers: each is named, none is trained 
 """
 
 import itertools
+import multiprocessing
 import os
 import random
 import re
@@ -20,7 +21,8 @@ from cl_train.data import workers as data_workers
 from cl_train.errors import BadImageError, WorkerError
 from tests.data import image_folders
 from tests.data import user_datasets as wrong
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, same, val_count
+from tests.data.image_folders import FLOAT_CHANNELS_LAST, count_silence_from, same, val_count
+from tests.processes import LIMIT_S, wait_until
 
 
 def own_data(name, **settings):
@@ -138,7 +140,7 @@ def wrong_data(monkeypatch, train, val=wrong.Samples, **settings):
     monkeypatch.setattr(
         wrong, "built", lambda split, size: {"train": train, "val": val}[split](), raising=False
     )
-    return own_data("built", **{"worker_timeout_s": 20.0, "max_bad_images": 1000, **settings})
+    return own_data("built", **{"worker_timeout_s": LIMIT_S, "max_bad_images": 1000, **settings})
 
 
 @WORKERS
@@ -184,7 +186,7 @@ def test_a_wrong_sample_ends_the_run_by_default_and_an_evaluation_can_leave_it_o
 
 
 FIRST = [
-    (*row, 20.0)
+    (*row, LIMIT_S)
     for row in wrong.BAD_SAMPLES
     if row[1].startswith(("torch.int64", "1.7", "S", "Key", "mode I;"))
 ]
@@ -212,10 +214,10 @@ def test_a_first_sample_that_is_wrong_or_ends_or_stops_its_process(
 )
 def test_a_sample_that_ends_or_stops_its_worker_is_named_within_the_timeout(monkeypatch, case):
     monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
-    samples = {6: {**wrong.FATAL, **wrong.HANGS}[case]}
-    data = wrong_data(monkeypatch, lambda: wrong.Samples(samples), workers=2)
-    # Not for the first samples: a busy machine starts workers slowly.
-    data.train_loader._cfg = replace(data.train_loader._cfg, worker_timeout_s=2.0)
+    reach = count_silence_from(monkeypatch)
+    end = {**wrong.FATAL, **wrong.HANGS}[case]
+    data = wrong_data(monkeypatch, lambda: wrong.Samples({6: lambda: reach() or end()}), workers=2)
+    data.train_loader._cfg = replace(data.train_loader._cfg, worker_timeout_s=1.0)
     reason = "worker_timeout_s" if case in wrong.HANGS else "(exited|was killed)"
     with pytest.raises(WorkerError, match=reason) as caught:
         epoch_of(data)
@@ -227,8 +229,11 @@ def test_a_sample_that_ends_or_stops_its_worker_is_named_within_the_timeout(monk
 def test_a_stream_that_ends_or_stops_its_worker_ends_the_run(monkeypatch, case):
     samples = {6: {**wrong.FATAL, **wrong.HANGS}[case]}
     data = wrong_data(monkeypatch, lambda: wrong.Stream(samples), workers=2, worker_timeout_s=5.0)
+    before = multiprocessing.active_children()
     with pytest.raises(WorkerError, match=r"data\.dataset: .*(exited|timed out)"):
         epoch_of(data)
+    left = [child for child in multiprocessing.active_children() if child not in before]
+    wait_until(lambda: not any(child.is_alive() for child in left))
 
 
 class EndlessStream(wrong.Stream):

@@ -26,6 +26,7 @@ from cl_train.data.transforms import ImageReader
 from cl_train.errors import ConfigError, WorkerError
 from tests.data.image_folders import (
     FLOAT_CHANNELS_LAST,
+    count_silence_from,
     folder_data,
     train_batches,
     val_count,
@@ -79,7 +80,7 @@ def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_anot
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
         (
             lambda: os.kill(os.getpid(), signal.SIGSTOP),
-            r"no loader worker finished an image for 2 s.*0010.jpg",
+            r"no loader worker finished an image for 1 s.*0010.jpg",
         ),
     ],
 )
@@ -90,14 +91,14 @@ def test_a_worker_that_exits_fails_or_stops_at_an_image_is_named(
 
     def read(self, row, index, epoch, random_index):
         if index == 5:
+            reach()
             action()
         return plain(self, row, index, epoch, random_index)
 
     monkeypatch.setattr(ImageReader, "read", read)
     monkeypatch.setattr(data_workers, "_CLOSE_S", 0.1)
-    data = folder_data(
-        root, workers=2, worker_timeout_s=2.0
-    )  # a busy machine starts workers slowly
+    reach = count_silence_from(monkeypatch)
+    data = folder_data(root, workers=2, worker_timeout_s=1.0)
     with contextlib.closing(data), pytest.raises(WorkerError, match=message):
         train_batches(data)
     wait_until(lambda: not workers())

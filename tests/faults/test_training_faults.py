@@ -100,7 +100,7 @@ def test_failing_loader_worker(bench: Bench) -> None:
     for number in range(bench.count(1, 5)):
         for signum, said, timeout_s in (
             (signal.SIGKILL, "signal 9", 300),
-            (signal.SIGSTOP, "worker", 2),
+            (signal.SIGSTOP, "worker", 10),
         ):
             run, settings = (
                 bench.folder / f"worker-{signum}-{number}",

@@ -18,6 +18,7 @@ from torch import nn
 import cl_train
 from cl_train.config.schema import ConfigError
 from cl_train.errors import LayoutLost
+from cl_train.memory_format import audit as audit_module
 from cl_train.memory_format.audit import audit, compiled_graphs
 from cl_train.step.precision import Precision
 
@@ -167,7 +168,13 @@ class GrowingBuffer(nn.Module):
         return x
 
 
-def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was() -> None:
+def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planted times: a step of 10 ms, copies of 1 MB per ms."""
+    assert audit_module.copy_ms_per_byte(torch.device("cpu")) > 0
+    monkeypatch.setattr(audit_module, "copy_ms_per_byte", lambda device: 1e-6)
+    monkeypatch.setattr(audit_module, "timed_s", lambda step, device: step() or 0.01)
     model = model_with("contiguous").append(GrowingBuffer())
     weight = model[0].weight
     weight.grad = kept = torch.ones_like(weight)
@@ -184,11 +191,8 @@ def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was() -> Non
         and model[2].weight.grad is None
     )
     assert not torch.nn.modules.module._global_forward_hooks and not weight._backward_hooks
-    assert (
-        report.step_ms is not None
-        and report.copy_ms is not None
-        and 0 < report.copy_ms < report.step_ms
-    )
+    assert report.step_ms == 10
+    assert report.copy_ms == pytest.approx(1e-6 * report.moved_bytes) and report.copy_ms > 0
     assert (
         0 < report.moved_pct < 100
         and ".contiguous()" in report.losses()[0]["line"]

@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,10 +49,14 @@ if model == "alexnet" and not mended:
     raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 if model == "vgg11" and not mended:
     os.kill(os.getpid(), signal.SIGKILL)
+def end(*_):  # as long as the program saves
+    while not (here / "saved").exists():
+        time.sleep(0.01)
+    os._exit(143)
 if model == "vgg16" and not mended:  # like the program, it locks its folder and needs time to end
     lock = open(folder / ".lock", "a")
     fcntl.lockf(lock, fcntl.LOCK_EX)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(time.sleep(1) or 143))
+    signal.signal(signal.SIGTERM, end)
     (folder / "ready").touch()
     time.sleep(10_000)
 busy = here / "busy"  # how many more jobs others disturb
@@ -352,6 +358,7 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(
     stand_in: Path, tmp_path: Path, signum: int
 ) -> None:
     folder = tmp_path / "sweep"
+    (stand_in.parent / "saved").touch()
     process = launch(stand_in, folder, "resnet18,vgg16,resnet34")
     process.send_signal(signum)
     output, _ = process.communicate(timeout=LIMIT_S)
@@ -368,10 +375,13 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(
 
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
-    stand_in: Path, tmp_path: Path, capsys: Output
+    stand_in: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
     folder = tmp_path / "sweep"
+    saved = stand_in.parent / "saved"  # when the resumed sweep waits for the job
+    waiting = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: saved.touch())
+    monkeypatch.setattr(sweep_module, "time", waiting)
     with launch(stand_in, folder, "vgg16,resnet18") as launcher:
         with pytest.raises(ConfigError, match=str(launcher.pid)):
             run_sweep(["-m", f"resume_sweep={folder}"])

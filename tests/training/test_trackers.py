@@ -68,8 +68,8 @@ def test_trackers_that_raise_or_hang_leave_the_run_unharmed(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received.clear()
-    monkeypatch.setattr(trackers, "LAST_RECORDS_S", 0.2)
-    monkeypatch.setattr(trackers, "START_S", 0.2)
+    monkeypatch.setattr(trackers, "LAST_RECORDS_S", 1.0)
+    monkeypatch.setattr(trackers, "START_S", 1.0)
     reference = train("log_to=[]", "epochs=1")
     done = train(f"log_to=[{HERE}:fail,{HERE}:hang]", "epochs=1")
     released.set()
