@@ -63,8 +63,6 @@ def measure_against(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     from cl_train.system.distributed import choose_device
     from cl_train.system.machine import measured
 
-    if settings.frames:
-        raise ConfigError("against= compares images: leave out frames=")
     several = ("mode", "precision", "batch_size", "compile")
     if many := [name for name in several if len(getattr(settings, name)) != 1]:
         raise ConfigError([f"against= compares one {name}, not several" for name in many])

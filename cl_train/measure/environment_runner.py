@@ -29,7 +29,6 @@ class Measured:
         self.device = torch.device(request["device"])
         self.dtype = _DTYPES.get(request["precision"])
         self.trains = request["mode"] == "train"
-        memory_format = getattr(torch, request["memory_format"])
         if request["precision"] == "tf32":
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
@@ -37,10 +36,13 @@ class Measured:
 
         model = build_model(request["model"], request["options"])
         model.load_state_dict(torch.load(request["weights"], weights_only=True))
-        self.model = model.to(self.device).to(memory_format=memory_format).train(self.trains)
+        self.model = model.to(self.device).train(self.trains)
         batch = torch.load(request["batch"], weights_only=True)
-        self.images = batch["images"].to(self.device).to(memory_format=memory_format)
-        self.targets = batch["targets"].to(self.device)
+        self.images, self.targets = (tensor.to(self.device) for tensor in batch)
+        if request["channels_last"]:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                tensor.data = channels_last(tensor.data)
+            self.images = channels_last(self.images)
         self.forward = (
             torch.compile(self.model, dynamic=False) if request["compile"] else self.model
         )
@@ -112,6 +114,11 @@ class Measured:
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.to(memory_format=formats.get(tensor.dim(), torch.preserve_format))
 
 
 def build_model(name: str, options: dict[str, Any]) -> torch.nn.Module:

@@ -145,18 +145,17 @@ def _files(
     settings: BenchmarkSettings, name: str, layout: str, device: torch.device, precision: str
 ) -> Iterator[dict[str, Any]]:
     """The request that prepares a model, and the files of weights and batch that it names."""
-    size = settings.image_size or models.usual_image_size(name)
-    batch_size = settings.batch_size[0]
+    usual_size = 112 if settings.frames else models.usual_image_size(name)
+    size, batch_size = settings.image_size or usual_size, settings.batch_size[0]
+    shape = (batch_size, 3, *([settings.frames] if settings.frames else []), size, size)
     torch.manual_seed(0)
     model = models.build_model(name, num_classes=1000, image_size=size)
     generator = torch.Generator().manual_seed(0)
-    batch = {
-        "images": torch.randn(batch_size, 3, size, size, generator=generator),
-        "targets": torch.randint(1000, (batch_size,), generator=generator),
-    }
+    images = torch.randn(shape, generator=generator)
+    targets = torch.randint(1000, (batch_size,), generator=generator)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), f"{folder}/weights.pt")
-        torch.save(batch, f"{folder}/batch.pt")
+        torch.save((images, targets), f"{folder}/batch.pt")
         yield {
             "model": name,
             "options": models.size_options(name, size),
@@ -165,7 +164,7 @@ def _files(
             "mode": settings.mode[0],
             "precision": precision,
             "device": str(device),
-            "memory_format": "channels_last" if layout == "channels_last" else "contiguous_format",
+            "channels_last": layout == "channels_last",
             "compile": settings.compile[0],
         }
 
