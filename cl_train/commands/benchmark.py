@@ -66,6 +66,8 @@ def measure_against(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     several = ("mode", "precision", "batch_size", "compile")
     if many := [name for name in several if len(getattr(settings, name)) != 1]:
         raise ConfigError([f"against= compares one {name}, not several" for name in many])
+    if "channels_last_conv" in settings.layouts:
+        raise ConfigError("against= converts all of a model: layouts=contiguous,channels_last")
     for model in settings.model:
         check_model(model)
     pairs = []

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cl_train.commands.benchmark import measure_against
 from cl_train.config.schema import BenchmarkSettings
 from cl_train.errors import ConfigError
-from cl_train.measure.environments import Runner, parse_environment
+from cl_train.measure.environment_runner import Measured
+from cl_train.measure.environments import Runner, _files, parse_environment
 
 # Another operator in each ReLU, in one environment only: a sitecustomize module.
 SLOW_RELU = """
@@ -52,6 +54,22 @@ def test_a_python_or_variables() -> None:
 def test_several_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="against= compares one batch_size"):
         compared(["A=1"], batch_size=[2, 4])
+    with pytest.raises(ConfigError, match="layouts="):
+        compared(["A=1"], layouts=["channels_last_conv"])
+
+
+def test_videos_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # `Measured` sets it
+    settings = BenchmarkSettings(frames=4, image_size=8, batch_size=[2])
+    arguments = (settings, "tests.networks:UNet3d", "channels_last", torch.device("cpu"), "fp32")
+    with _files(*arguments) as request:
+        measured = Measured(request)
+    assert measured.images.shape == (2, 3, 4, 8, 8)
+    for tensor in (measured.images, measured.model.bottom[0].weight):
+        assert tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    before = measured.model.head.weight.clone()
+    measured.step()
+    assert not torch.equal(before, measured.model.head.weight)
 
 
 @pytest.mark.slow
