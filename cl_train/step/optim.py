@@ -2,13 +2,13 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.config.schema import (
     FUSED_OPTIMIZERS,
@@ -122,7 +122,7 @@ def build_optimizer(
     return optimizer
 
 
-class FusedUpdatesInMemoryOrder(TorchFunctionMode):
+class FusedUpdatesInMemoryOrder(TorchDispatchMode):
     """While it is active, torch's fused optimizers update views whose dimensions are in the order
     of memory: for the kernels these are contiguous.
 
@@ -133,22 +133,28 @@ class FusedUpdatesInMemoryOrder(TorchFunctionMode):
     """
 
     _KERNELS = (
-        torch._fused_sgd_,
-        torch._fused_adam_,
-        torch._fused_adamw_,
-        torch._fused_adagrad_,
+        torch.ops.aten._fused_sgd_,
+        torch.ops.aten._fused_adam_,
+        torch.ops.aten._fused_adamw_,
+        torch.ops.aten._fused_adagrad_,
     )
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in self._KERNELS:
-            orders = [_memory_order(weight) for weight in args[0]]
-            weights, gradients, *states = (list(map(_view, lists, orders)) for lists in args)
+        if func.overloadpacket in self._KERNELS:
+            weights, gradients, *states = map(list, args)
+            for index, weight in enumerate(weights):
+                if not weight.is_contiguous():
+                    order = _memory_order(weight)
+                    for tensors in (weights, gradients, *states):
+                        # No step counter, which has no dimensions, and no state that is not kept.
+                        if tensors and tensors[index].dim() > 0:
+                            tensors[index] = tensors[index].permute(order)
             # The kernels read by address: with strides unlike its weight's, it would be a wrong
             # update.
             gradients = [gradient.contiguous() for gradient in gradients]
@@ -156,17 +162,10 @@ class FusedUpdatesInMemoryOrder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _memory_order(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions from the largest to the smallest stride; None: they are in that order."""
-    if tensor.is_contiguous():
-        return None
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions from the largest to the smallest stride."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
-
-
-def _view(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """`tensor` with its dimensions in this order; a step counter, which has none, as it is."""
-    return tensor if order is None or tensor.dim() == 0 else tensor.permute(order)
 
 
 def _parameter_groups(

@@ -304,12 +304,12 @@ def odd_layers() -> nn.Module:
 def updated(
     precision: str, options: dict[str, Any], kernels: FusedKernels
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and optimizer state after 50 updates, one of which overflows, with a checkpoint in
-    the middle.
+    """Weights and optimizer state after twelve updates, one of which overflows, with a checkpoint
+    in the middle.
     """
     parts = parts_of(precision, options)
-    for step in range(50):
-        if step == 25:
+    for step in range(12):
+        if step == 6:
             saved = copy.deepcopy(collect(state_of(parts), {}, {}))
             parts = parts_of(precision, options)
             restore(saved, state_of(parts))
@@ -368,7 +368,9 @@ def test_fused_kernels_get_contiguous_views_and_update_the_same_bits(
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(*results, rtol=0, atol=0)
-    assert len(ours.contiguous) == 50 and all(ours.contiguous) and not any(theirs.contiguous)
+    # Adagrad of torch 2.11 is not called for the overflow: its kernel has no flag for it.
+    assert len(ours.contiguous) == len(theirs.contiguous) >= 11
+    assert all(ours.contiguous) and not any(theirs.contiguous)
 
 
 def test_a_gradient_with_other_strides_than_its_weight_is_used_as_it_is() -> None:
