@@ -1,10 +1,11 @@
-"""The TensorBoard page of a comparison: both sides of each pair in one chart. Without torch, whose
-writer takes seconds to import.
+"""The TensorBoard page of a comparison: a run for each side, so a side has one colour and one name.
+Without torch, whose writer takes seconds to import.
 """
 
+import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,52 +19,62 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from cl_train.sweeps.verdict import Pair
 from cl_train.system.files import safe_name
 
+# Apart from the events of the jobs: TensorBoard has seven colours, and gives them to runs in turn.
+DASHBOARD = "tensorboard"
+
 
 def write_dashboard(
     pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path
 ) -> None:
-    """A run per side with its medians and ranges over repeats, charts, the page; tags sort behind
-    train/ and val/.
+    """Write medians and ranges over the runs of each side, a layout of charts and the page into
+    `folder/tensorboard`; they replace those of an earlier report.
     """
-    for side in dict.fromkeys(name for pair in pairs for name in pair.sides):
-        with _events(folder / safe_name(side)) as writer:
-            for label, pair in zip(labels, pairs, strict=True):
+    dashboard = folder / DASHBOARD
+    for earlier in dashboard.glob("*/events.out.tfevents.*"):
+        earlier.unlink()
+    names = [safe_name(label) for label in labels]
+    for number, side in enumerate(dict.fromkeys(side for pair in pairs for side in pair.sides)):
+        with _events(dashboard / safe_name(side)) as writer:
+            for name, pair in zip(names, pairs, strict=True):
                 runs = pair.sides.get(side, [])
                 speeds = [dict(zip(run.steps, run.images_per_s, strict=True)) for run in runs]
-                _write_range(writer, f"versus/speed/{safe_name(label)}", speeds)
-                _write_range(writer, f"versus/loss/{safe_name(label)}", [r.losses for r in runs])
-    with _events(folder) as writer:
-        text = SummaryMetadata.PluginData(plugin_name="text")
-        _write_text(writer, "comparison/text_summary", text, markdown.encode())
-        if pairs:
-            layout = _layout(pairs, labels).SerializeToString()
-            charts = SummaryMetadata.PluginData(plugin_name="custom_scalars")
-            _write_text(writer, "custom_scalars__config__", charts, layout)
+                training = [run.losses for run in runs]
+                validation = [run.val_losses for run in runs]
+                _write_curve(writer, f"images_per_s/{name}", speeds, statistics.median)
+                _write_curve(writer, f"spread/{name}/low", speeds, min)
+                _write_curve(writer, f"spread/{name}/high", speeds, max)
+                _write_curve(writer, f"loss/{name}/training", training, statistics.median)
+                _write_curve(writer, f"loss/{name}/validation", validation, statistics.median)
+            if number == 0:  # TensorBoard shows them beside all runs
+                layout = _layout(pairs, labels, names).SerializeToString()
+                _write_bytes(writer, "comparison/text_summary", "text", markdown.encode())
+                _write_bytes(writer, "custom_scalars__config__", "custom_scalars", layout)
 
 
-def _layout(pairs: Sequence[Pair], labels: Sequence[str]) -> layout_pb2.Layout:
-    """A chart of speed and one of loss for each pair; TensorBoard shows the last one first."""
+def _layout(
+    pairs: Sequence[Pair], labels: Sequence[str], names: Sequence[str]
+) -> layout_pb2.Layout:
+    """For each pair a chart of speed, with its range, and one of both losses."""
     speeds, losses = [], []
-    for label, pair in reversed(list(zip(labels, pairs, strict=True))):
+    # TensorBoard shows the last chart first.
+    for label, name, pair in reversed(list(zip(labels, names, pairs, strict=True))):
         ratio = ""
         if pair.interval and pair.verdict in ("faster", "slower"):
             ratio = f" {pair.interval.ratio:.2f}x"
+        series = layout_pb2.MarginChartContent.Series(
+            value=f"images_per_s/{name}", lower=f"spread/{name}/low", upper=f"spread/{name}/high"
+        )
         title = f"{label}, images/s: {pair.candidate}{ratio} {pair.words}"
-        speeds.append(_chart(title, f"versus/speed/{safe_name(label)}"))
-        losses.append(_chart(f"{label}, training loss", f"versus/loss/{safe_name(label)}"))
-    return layout_pb2.Layout(
-        category=[
-            layout_pb2.Category(title="speed, images/s", chart=speeds),
-            layout_pb2.Category(title="training loss", chart=losses),
-        ]
-    )
+        margin = layout_pb2.MarginChartContent(series=[series])
+        speeds.append(layout_pb2.Chart(title=title, margin=margin))
 
-
-def _chart(title: str, tag: str) -> layout_pb2.Chart:
-    series = layout_pb2.MarginChartContent.Series(
-        value=f"{tag}/median", lower=f"{tag}/low", upper=f"{tag}/high"
-    )
-    return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series]))
+        tags = [f"loss/{name}/training", f"loss/{name}/validation"]
+        lines = layout_pb2.MultilineChartContent(tag=[f"^{re.escape(tag)}$" for tag in tags])
+        title = f"{label}, loss in training and validation"
+        losses.append(layout_pb2.Chart(title=title, multiline=lines))
+    charts = {"images/s": speeds, "loss": losses}
+    categories = [layout_pb2.Category(title=name, chart=c) for name, c in charts.items()]
+    return layout_pb2.Layout(category=categories)
 
 
 @contextmanager
@@ -75,20 +86,20 @@ def _events(folder: Path) -> Iterator[EventFileWriter]:
         writer.close()
 
 
-def _write_range(writer: EventFileWriter, tag: str, curves: Sequence[dict[int, float]]) -> None:
-    """Median, least and most over the runs, at the steps that all of them have."""
-    for step in sorted(set.intersection(*map(set, curves))) if curves else ():
-        values = [curve[step] for curve in curves]
-        for part, reduce in (("median", statistics.median), ("low", min), ("high", max)):
-            value = Summary.Value(tag=f"{tag}/{part}", simple_value=reduce(values))
-            event = Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))
-            writer.add_event(event)
-
-
-def _write_text(
-    writer: EventFileWriter, tag: str, plugin: SummaryMetadata.PluginData, content: bytes
+def _write_curve(
+    writer: EventFileWriter,
+    tag: str,
+    curves: Sequence[dict[int, float]],
+    reduce: Callable[[Iterable[float]], float],
 ) -> None:
+    """The median, least or most over the runs, at the steps that all of them have."""
+    for step in sorted(set.intersection(*map(set, curves))) if curves else ():
+        value = Summary.Value(tag=tag, simple_value=reduce(curve[step] for curve in curves))
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
+
+
+def _write_bytes(writer: EventFileWriter, tag: str, plugin: str, content: bytes) -> None:
     tensor = TensorProto(dtype=DT_STRING, string_val=[content])
-    metadata = SummaryMetadata(plugin_data=plugin)
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin))
     value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
     writer.add_event(Event(wall_time=time.time(), step=0, summary=Summary(value=[value])))

@@ -14,7 +14,7 @@ from typing import Any
 from cl_train.config.validation import train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.charts import Bar, write_chart
-from cl_train.sweeps.dashboard import write_dashboard
+from cl_train.sweeps.dashboard import DASHBOARD, write_dashboard
 from cl_train.sweeps.job import read_job
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.runs import Run, read_run
@@ -70,7 +70,10 @@ def compare_folders(
     report = Report(pairs, failed, by)
     if out:
         write_report(report, out)
-    where = f"Report: {out / 'comparison.md'}" if out else "For the report as files: out=FOLDER"
+    where = "For the report as files: out=FOLDER"
+    if out:
+        curves = shlex.join(["tensorboard", "--logdir", str(out / DASHBOARD)])
+        where = f"Report: {out / 'comparison.md'}\nCurves: {curves}"
     text = as_markdown(report) + "\n" if show_table else verdict_sentence(report) + " "
     print(text + where, flush=True)
     return report

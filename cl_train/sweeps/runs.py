@@ -39,6 +39,7 @@ class Run:
     summary: dict[str, Any]  # without nulls
     windows: list[Window]
     losses: dict[int, float]  # training loss by step, without NaN and Inf
+    val_losses: dict[int, float]  # the same of the evaluations
     times: tuple[float, float]  # unix time of the first and the last window, seconds
     problems: list[str]  # why this run cannot be compared with any other
     repeat: int | None = None  # number of the repeat in a sweep
@@ -129,6 +130,11 @@ def read_run(folder: Path) -> Run:
         summary=summary,
         windows=counted,
         losses={window.step: window.loss for window in windows if abs(window.loss) < 1e12},
+        val_losses={
+            record["step"]: record["loss"]
+            for record in records
+            if record["kind"] == "val" and record.get("loss") is not None
+        },
         times=(min(times), max(times)),
         problems=[f"{folder.name}: {problem}" for problem in problems],
     )

@@ -87,18 +87,20 @@ def mean(windows: Sequence[Window], name: str) -> float:
 
 
 def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterator[str]:
-    parts = [
-        f"{summary['status']} after {summary['steps']} steps in {duration(summary['seconds'])}"
-    ]
+    """What came out, where it is, and the commands that come next."""
     checkpoints, best = folder / "checkpoints", summary["best"]
+    what = f"{summary['status']} after {summary['steps']} steps"
+    if cfg.evaluate_only:
+        what = f"evaluation {summary['status']}"
+    parts = [f"{what} in {duration(summary['seconds'])}"]
     if end_to_end := summary["images_per_s"]["end_to_end"]:
         how = f"{summary['memory_format']}, {summary['precision']}"
         parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
+        if (summary["others_pct"] or 0) >= BUSY_PCT:
+            share = f"{summary['others_pct']:.0f} % of the CPU cores"
+            parts.append(f"other processes used {share}: do not trust the speed")
     if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")
-    if (summary["others_pct"] or 0) >= BUSY_PCT:
-        share = f"{summary['others_pct']:.0f} % of the CPU cores"
-        parts.append(f"other processes used {share}: do not trust the speed")
     if summary["skipped_images"]:
         parts.append(f"{summary['skipped_images']} bad images were skipped")
     yield f"{', '.join(parts)}. Records: {folder}"

@@ -1,30 +1,22 @@
-"""Exact evaluation: each validation image counts once, for any batch size and any number of ranks;
-its report.
+"""Exact evaluation: each validation image counts once, for any batch size and any number of
+ranks.
 """
 
-import base64
-import csv
-import io
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
-from cl_train.data.build import Data, ImageData
+from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.data.images import BadImage
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.step.train_step import labels_and_top5, logits_of
 from cl_train.system.distributed import (
@@ -35,12 +27,9 @@ from cl_train.system.distributed import (
     sum_over_ranks,
 )
 from cl_train.system.failures import explain_failure
-from cl_train.system.files import write_text
 from cl_train.system.processes import StopRequest
 from cl_train.training.console import progress_bar
 from cl_train.training.state import MAP, TrainingFault
-
-log = logging.getLogger(__name__)
 
 EVALUATED = ("loss", "top1", "top5", "images")
 
@@ -252,107 +241,3 @@ def _until_signal(
                 yield batch
             elif not unfinished:
                 return
-
-
-# --- report=true ----------------------------------------------------------------------------------
-
-_WORST_IMAGES, _THUMBNAIL_PX = 50, 160
-
-
-def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
-    """Rank 0 writes `per_class.csv`, `confusions.csv` and `worst.html`; if it cannot, it warns."""
-    indices = data.validation_indices()
-    if len(indices) != len(
-        predicted
-    ):  # an IterableDataset, or a file that became unreadable during the run
-        indices = [-1] * len(predicted)
-    rows = np.concatenate(gather_objects(np.column_stack((predicted.cpu().numpy(), indices)), dist))
-    labelled = rows[rows[:, 0] >= 0]
-    if not dist.is_main:
-        return
-    labels = range(
-        len(data.classes), int(rows[:, 1].max(initial=0)) + 1
-    )  # of a model with more outputs than classes
-    names = [*data.classes, *(f"output {label}" for label in labels)]
-    classes, confused = per_class(labelled, names)
-    try:
-        folder.mkdir(exist_ok=True)
-        for name, table in (("per_class", classes), ("confusions", confused)):
-            with open(
-                folder / f"{name}.csv", "w", newline="", encoding="utf-8", errors="surrogateescape"
-            ) as file:
-                writer = csv.DictWriter(
-                    file, table[0] if table else ["true", "predicted", "images"]
-                )
-                writer.writeheader()
-                writer.writerows(table)
-        worst = np.argsort(rows[:, 4])[::-1][:_WORST_IMAGES]  # NaN losses come first
-        correct_pct = 100 * (rows[:, 0] == rows[:, 1]).mean()
-        page = (
-            '<!doctype html><meta charset="utf-8">'
-            "<style>figure { display: inline-block; width: 160px }</style>"
-            f"<h1>{correct_pct:.2f} % of {len(rows)} images are correct</h1>"
-            f"<h2>The {len(worst)} images with the largest loss, as the model sees them</h2>"
-            + "".join(_figure(row, data, names) for row in rows[worst])
-        )
-        write_text(folder / "worst.html", page)
-    except (OSError, BadImage) as error:
-        log.warning("the evaluation's report cannot be written: %s", error)
-        return
-    lowest = ", ".join(f"{row['class']} {row['top1']:.1f} %" for row in classes[:3])
-    frequent = (
-        ", ".join(
-            f"{row['true']} as {row['predicted']} {row['images']} times" for row in confused[:3]
-        )
-        or "none"
-    )
-    log.info(
-        "report: lowest accuracy: %s; confusions: %s; %s", lowest, frequent, folder / "worst.html"
-    )
-
-
-def per_class(
-    rows: npt.NDArray[np.float64], names: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Accuracy (percent) per class, the lowest first, and the confusions, the frequent first."""
-    counts = np.zeros((len(names), len(names)), int)  # of images by true and predicted class
-    np.add.at(counts, tuple(rows[:, :2].astype(int).T), 1)
-    table = []
-    for label in np.flatnonzero(counts.sum(1)).tolist():
-        images = int(counts[label].sum())
-        correct = int(counts[label, label])
-        predicted = int(counts[:, label].sum())
-        shares = {
-            "top1": 100 * correct / images,
-            "precision": 100 * correct / predicted if predicted else None,
-        }
-        loss = float(rows[rows[:, 0] == label, 4].mean())
-        table.append(
-            {"class": names[label], "images": images, "correct": correct, **shares, "loss": loss}
-        )
-    np.fill_diagonal(counts, 0)
-    wrong = np.argwhere(counts).tolist()
-    cells = [
-        {"true": names[i], "predicted": names[j], "images": int(counts[i, j])} for i, j in wrong
-    ]
-    return sorted(table, key=lambda row: row["top1"]), sorted(cells, key=lambda row: -row["images"])
-
-
-def _figure(row: npt.NDArray[np.float64], data: Data, names: Sequence[str]) -> str:
-    """The image, its predicted and its true class with their probabilities, and the end of the
-    image's path.
-    """
-    label, predicted, probability, of_label, loss, _, index = row
-    lines = f"<div>predicted: {escape(names[int(predicted)])} {100 * probability:.1f} %</div>"
-    true = f"{escape(names[int(label)])} {100 * of_label:.1f} %" if label >= 0 else "no label"
-    lines += f"<div>true: {true}</div>loss {loss:.3f}"
-    if index < 0:
-        return f"<figure>{lines}</figure>"
-    assert isinstance(data, ImageData)
-    name, buffer = data.validation_name(int(index)), io.BytesIO()
-    picture = Image.fromarray(data.validation_pixels(int(index)))
-    picture.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX))
-    picture.save(buffer, "JPEG", quality=85)
-    image = f'<img src="data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-    end_of_path = escape("/".join(Path(name).parts[-2:]))
-    return f'<figure title="{escape(name)}">{image}{lines}<div>{end_of_path}</div></figure>'

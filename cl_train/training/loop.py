@@ -36,9 +36,9 @@ from cl_train.training.evaluation import (
     Interrupted,
     check_evaluation,
     evaluate_model,
-    write_report,
 )
 from cl_train.training.records import RunLog, profile
+from cl_train.training.report import write_report
 from cl_train.training.setup import set_up
 from cl_train.training.state import TrainingFault, score_of
 

@@ -178,11 +178,12 @@ class Records:
         return max(before_pct, others_pct)
 
 
-def start_record(folder: Path, cfg: Config, step: int) -> Record:
+def start_record(folder: Path, cfg: Config, step: int, classes: int) -> Record:
     """The first record for trackers; they are in the docstring of trackers.py."""
     group = folder.parent.name if (folder.parent / "sweep.json").is_file() else None
     config = dict(flatten(asdict(cfg)))
-    return {"kind": "start", "step": step, "folder": str(folder), "group": group, "config": config}
+    start = {"kind": "start", "step": step, "folder": str(folder), "group": group}
+    return start | {"config": config, "classes": classes}
 
 
 def best_evaluation(records: Sequence[Record], best_by: str | None) -> dict[str, Any] | None:

@@ -115,13 +115,15 @@ def set_up(
         checkpoints.check()
     progress = starting_point(checkpoints, plan, folder)
     check_ranks_agree({"step": progress.step, "epoch": progress.epoch}, dist)
-    hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if handles_signals() else ""
+    saves = handles_signals() and not cfg.evaluate_only
+    hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if saves else ""
     log.info("run folder: %s%s", folder, hint)
 
     # 5. Its records.
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
-    on_main(lambda: trackers.begin(start_record(folder, cfg, progress.step)), dist)
+    start = start_record(folder, cfg, progress.step, data.num_classes)
+    on_main(lambda: trackers.begin(start), dist)
     how = {"command": command, "resumed_with": progress.resumed_with or None}
     records = Records(folder if dist.is_main else None, cfg, trackers, how | description, progress)
     return ActiveRun(

@@ -1,9 +1,9 @@
 """Who else receives the records of a run (`log_to`): TensorBoard, Weights & Biases, MLflow, or the
 user's function.
 
-The first record is `{"kind": "start", "step", "folder", "group", "config"}`: `step` is above 0 if
-the run was resumed, `group` is the name of its sweep or None. Then come those of metrics.jsonl,
-last `{"kind": "end", "step", "summary"}`.
+The first record is `{"kind": "start", "step", "folder", "group", "config", "classes"}`: `step` is
+above 0 if the run was resumed, `group` is the name of its sweep or None, `classes` their number.
+Then come those of metrics.jsonl, last `{"kind": "end", "step", "summary"}`.
 """
 
 import copy
@@ -31,6 +31,10 @@ LAST_RECORDS_S = 30.0  # the end of a run waits this long for trackers that are 
 # TensorBoard sorts the groups of its charts by name: what is looked at first comes first.
 _FIRST = ("train/loss", "train/top1", "train/top5", "train/images_per_s")
 _NO_RESULTS = ("step", "time", "warmup", "world_size", "images")
+_CHARTS = {
+    "loss in training and validation": ["Multiline", ["^train/loss$", "^val/loss$"]],
+    "top-1 in training and validation, %": ["Multiline", ["^train/top1$", "^val/top1$"]],
+}
 _HPARAMS = (
     "model",
     "channels_last",
@@ -40,6 +44,7 @@ _HPARAMS = (
     "seed",
     "data.image_size",
     "optim.name",
+    "optim.lr",
 )
 
 
@@ -147,14 +152,13 @@ def find_tracker(name: str) -> Tracker:
     return call
 
 
-def metrics_of(record: Record) -> dict[str, float]:
+def metrics_of(record: Record, start: Record) -> dict[str, float]:
     """The numbers of a record as `train/loss`, `val/top1` and so on; of the last one, what runs are
-    compared by.
+    compared by. With five classes or fewer every image is in the top 5.
     """
+    unshown = (*_NO_RESULTS, "top5") if start["classes"] <= 5 else _NO_RESULTS
     found = {
-        f"{record['kind']}/{name}": value
-        for name, value in record.items()
-        if name not in _NO_RESULTS
+        f"{record['kind']}/{name}": value for name, value in record.items() if name not in unshown
     }
     if record["kind"] == "end":
         summary = record["summary"]
@@ -171,9 +175,8 @@ def run_id(start: Record, tracker: str, new_id: Callable[[], str]) -> str:
     """The name of this run in the tracker, kept in the run folder: a resumed run continues its run
     in the tracker.
     """
-    path = (
-        Path(start["folder"]) / f"{tracker}.run_id"
-    )  # a file for each: trackers have threads of their own
+    # A file for each: trackers have threads of their own.
+    path = Path(start["folder"]) / f"{tracker}.run_id"
     if not (start["step"] and path.is_file()):
         write_text(path, new_id() + "\n")
     return path.read_text(encoding="utf-8").strip()
@@ -185,24 +188,22 @@ def tensorboard(records: Iterator[Record]) -> None:
     from torch.utils.tensorboard.summary import hparams
 
     start = next(records)
-    writer: Any = SummaryWriter(
-        start["folder"], purge_step=start["step"] + 1
-    )  # drops the events of lost work
-    writer.add_text(
-        "config", "\n".join(f"    {key}: {value}" for key, value in start["config"].items())
-    )
+    # `purge_step` drops the events of lost work.
+    writer: Any = SummaryWriter(start["folder"], purge_step=start["step"] + 1)
+    settings = "\n".join(f"    {key}: {value}" for key, value in start["config"].items())
+    writer.add_text("config", settings)
+    writer.add_custom_scalars({"a run": _CHARTS})
     for record in records:
-        for tag, value in metrics_of(record).items():
+        for tag, value in metrics_of(record, start).items():
             is_vital = tag.startswith("train/") and tag not in _FIRST
-            writer.add_scalar(
-                tag.replace("train/", "vitals/") if is_vital else tag, value, record["step"]
-            )
+            shown_tag = tag.replace("train/", "vitals/") if is_vital else tag
+            writer.add_scalar(shown_tag, value, record["step"])
         if record["kind"] == "end":
-            settings = {key: str(start["config"][key]) for key in (*_HPARAMS, "optim.lr")}
-            settings["memory_format"] = record["summary"]["memory_format"]
+            compared = {key: str(start["config"][key]) for key in _HPARAMS}
+            compared["memory_format"] = record["summary"]["memory_format"]
             # Into the run's own events: add_hparams would create a second run
             # (pytorch/pytorch#32651).
-            for part in hparams(settings, metrics_of(record)):
+            for part in hparams(compared, metrics_of(record, start)):
                 writer.file_writer.add_summary(part)
         writer.flush()
     writer.close()
@@ -223,17 +224,16 @@ def wandb(records: Iterator[Record]) -> None:
         config=start["config"],
         settings=library.Settings(console="off", silent=True),
     )
-    run.define_metric(
-        "*", step_metric="step"
-    )  # a resumed run repeats steps, which wandb's own step refuses
+    # A resumed run repeats steps, which wandb's own step refuses.
+    run.define_metric("*", step_metric="step")
     for record in records:
         if record["kind"] == "end":
-            run.summary.update({**metrics_of(record), "status": record["summary"]["status"]})
+            run.summary.update({**metrics_of(record, start), "status": record["summary"]["status"]})
             run.finish(exit_code=int(record["summary"]["status"] == "failed"))
             if run.offline:
                 log.info("log_to=wandb: offline; to send it: wandb sync %s", run.sync_dir)
         else:
-            run.log({**metrics_of(record), "step": record["step"]})
+            run.log({**metrics_of(record, start), "step": record["step"]})
 
 
 def mlflow(records: Iterator[Record]) -> None:
@@ -248,20 +248,16 @@ def mlflow(records: Iterator[Record]) -> None:
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
         tags = {"group": start["group"]} if start["group"] else {}
-        created = str(
-            client.create_run(
-                experiment, run_name=Path(start["folder"]).name, tags=tags
-            ).info.run_id
-        )
-        library.log_params(
-            {key: str(value)[:500] for key, value in start["config"].items()}, True, created
-        )
-        return created
+        name = Path(start["folder"]).name
+        created = client.create_run(experiment, run_name=name, tags=tags).info.run_id
+        settings = {key: str(value)[:500] for key, value in start["config"].items()}
+        library.log_params(settings, True, created)
+        return str(created)
 
     run = run_id(start, "mlflow", new_run)
     client.update_run(run, status="RUNNING")
     for record in records:
-        library.log_metrics(metrics_of(record), record["step"], synchronous=True, run_id=run)
+        library.log_metrics(metrics_of(record, start), record["step"], synchronous=True, run_id=run)
         if record["kind"] == "end":
             ends = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
             client.set_terminated(run, ends[record["summary"]["status"]])

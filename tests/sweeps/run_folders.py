@@ -85,6 +85,7 @@ def folder_of(speed: float = 100.0, *, started_at: float | None = None, **change
         for number in range(13)
     ]
     records[0] |= {"images_per_s": 10.0, "warmup": True}
+    records += [{"kind": "val", "step": 70, "loss": 2.0}, {"kind": "val", "step": 130, "loss": 1.0}]
     return Folder(config, summary, records)
 
 

@@ -10,6 +10,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.config.schema import ConfigError
+from cl_train.sweeps.dashboard import DASHBOARD
 from cl_train.sweeps.report import (
     Report,
     as_markdown,
@@ -143,22 +144,26 @@ def test_pairs_that_hold_different_things_equal_without_matplotlib(
     assert {"batch_size", "precision"} <= set(header.split(",")) and len(rows) == 2
 
 
-def test_tensorboard_has_one_run_per_side_the_text_and_the_chart(written: Path) -> None:
-    root = EventAccumulator(str(written)).Reload()
-    assert {"custom_scalars__config__", "comparison/text_summary"} <= set(root.Tags()["tensors"])
+def test_tensorboard_has_one_run_per_side_with_both_losses(report: Report, tmp_path: Path) -> None:
+    for _ in range(2):  # the second report replaces the first
+        write_report(report, tmp_path)
+    folder = tmp_path / DASHBOARD
+    assert {path.name for path in folder.iterdir()} == {"contiguous", "channels_last"}
+    layouts = 0
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
-        events = EventAccumulator(str(written / side)).Reload()
-        curves = [
-            events.Scalars(f"versus/speed/resnet18/{part}") for part in ("low", "median", "high")
-        ]
-        assert [[point.step for point in curve] for curve in curves] == [
-            list(range(20, 140, 10))
-        ] * 3
-        assert [curve[0].value for curve in curves] == pytest.approx(
-            [speed, 1.05 * speed, 1.1 * speed], rel=0.01
-        )
-        assert events.Scalars("versus/loss/resnet18/median")
-        assert not any(tag < "train" for tag in events.Tags()["scalars"])
+        assert len(list((folder / side).iterdir())) == 1
+        events = EventAccumulator(str(folder / side)).Reload()
+        tags = ("spread/resnet18/low", "images_per_s/resnet18", "spread/resnet18/high")
+        curves = [events.Scalars(tag) for tag in tags]
+        steps = [[point.step for point in curve] for curve in curves]
+        assert steps == [list(range(20, 140, 10))] * 3
+        first = [curve[0].value for curve in curves]
+        assert first == pytest.approx([speed, 1.05 * speed, 1.1 * speed], rel=0.01)
+        validation = events.Scalars("loss/resnet18/validation")
+        assert [(point.step, point.value) for point in validation] == [(70, 2.0), (130, 1.0)]
+        assert len(events.Scalars("loss/resnet18/training")) == 13
+        layouts += "custom_scalars__config__" in events.Tags()["tensors"]
+    assert layouts == 1, "TensorBoard would merge two"
 
 
 def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +181,10 @@ def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (pair.verdict, pair.notes[0]) == ("not_comparable", "layer1 differs")
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written without out="
     compare_folders([first, second], out=tmp_path / "out")
-    assert capsys.readouterr().out.splitlines()[-1].endswith("comparison.md")
+    printed = capsys.readouterr().out
+    assert printed.endswith(
+        f"comparison.md\nCurves: tensorboard --logdir {tmp_path}/out/tensorboard\n"
+    )
     assert (tmp_path / "out" / "comparison.json").is_file() and len(list(first.iterdir())) == 3
     (folder_of().write(tmp_path / "c") / "metrics.jsonl").write_text("")
     report = compare_folders([tmp_path])

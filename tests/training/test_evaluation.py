@@ -145,13 +145,23 @@ def check_report(run: Run, images: int) -> str:
     assert sum(int(row["images"]) for row in confused) == images - correct
     assert 100 * correct / images == pytest.approx(run.summary["val"]["top1"], abs=1e-3)
     assert [float(row["top1"]) for row in classes] == sorted(float(row["top1"]) for row in classes)
-    page = (folder / "worst.html").read_text()
-    losses = [float(part.split("<")[0]) for part in page.split("loss ")[1:]]
-    assert losses == sorted(losses, reverse=True) and len(losses) == page.count("<figure") == images
-    assert (
-        all(true == folder for true, folder in re.findall(r"true: (\w+) .*?<div>(\w+)/", page))
-        and "http" not in page
-    )
+    page = (folder / "index.html").read_text()
+    figures = re.findall(r"<figure .*</figure>", page)
+    assert len(figures) == images and "http" not in page
+    is_wrong = ['class="wrong"' in figure for figure in figures]
+    losses = [-float(figure.split("loss ")[1].split("<")[0]) for figure in figures]
+    order = [(not wrong, loss) for wrong, loss in zip(is_wrong, losses, strict=True)]
+    assert order == sorted(order) and sum(is_wrong) == images - correct
+    cells = re.findall(r'<td data-true="(\d+)" data-predicted="(\d+)".*?>(\d+)</td>', page)
+    for true, predicted, count in cells:
+        place = f'data-true="{true}" data-predicted="{predicted}"'
+        assert sum(place in figure for figure in figures) == int(count)
+    is_whole = "with the most errors" not in page
+    assert cells and is_whole == (sum(int(count) for _, _, count in cells) == images)
+    for figure in figures:
+        if "<img" in figure:
+            true, folder_name = re.findall(r"true: (\w+) .*>(\w+)/[^/]*</a>", figure)[0]
+            assert true == folder_name and '<a href="file:///' in figure
     return page
 
 

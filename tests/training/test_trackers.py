@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cl_train.errors import ConfigError
 from cl_train.training import trackers
+from cl_train.training.trackers import metrics_of
 from tests.conftest import SHRUNK, Run
 from tests.faults.forkserver import Forked, train_script
 
@@ -54,6 +55,8 @@ def test_a_function_receives_the_config_each_record_and_the_summary(train: Train
     start, *records, end = received
     assert (start["step"], start["folder"], start["group"]) == (0, str(done.folder), None)
     assert (start["config"]["epochs"], start["config"]["optim.lr"]) == (1, 0.4)
+    top5 = [metrics_of(records[0], start | {"classes": n}).get("train/top5") for n in (5, 6)]
+    assert top5 == [None, records[0]["top5"]]
     assert records == [
         json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()
     ]
@@ -142,7 +145,8 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
         "vitals/loss_scale",
     } <= set(tags["scalars"])
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert tags["images"] == [] and "config/text_summary" in tags["tensors"]
+    assert tags["images"] == []
+    assert {"config/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
     assert "_hparams_/session_start_info" in events.summary_metadata
     assert events.Scalars("whole_run/top1")[0].value == pytest.approx(done.summary["val"]["top1"])
 
