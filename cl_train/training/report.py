@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -24,46 +25,6 @@ log = logging.getLogger(__name__)
 _IMAGES, _CLASSES, _THUMBNAIL_PX = 100, 20, 160
 Rows = npt.NDArray[np.float64]  # evaluation.COLUMNS and the image's index, or -1
 Counts = npt.NDArray[np.int64]  # of images [true class, predicted class]
-
-_PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em }}
-table {{ border-collapse: collapse }}
-th {{ font-weight: normal; padding: .2em .5em; text-align: right }}
-thead th {{ vertical-align: bottom; writing-mode: vertical-rl }}
-td {{ border: 1px solid #ddd; min-width: 2.2em; text-align: center }}
-td[data-true] {{ cursor: pointer }}
-figure {{ display: inline-block; font-size: 13px; margin: .5em 1em .5em 0; vertical-align: top;
-  overflow-wrap: anywhere; width: 160px }}
-figure[hidden] {{ display: none }}
-img {{ image-rendering: pixelated; width: 160px }}
-.right {{ color: #1b7837 }} .wrong {{ color: #b2182b }}
-</style>
-<h1>{title}</h1>
-<p>All classes: <a href="per_class.csv">per_class.csv</a>; all confusions:
-<a href="confusions.csv">confusions.csv</a>.</p>
-<h2>Confusion matrix</h2>
-<p>{matrix_caption}</p>
-{matrix}
-<h2>Images</h2>
-<p>{images_caption} Class: <select id="class"><option value="">all</option>{options}</select></p>
-{figures}
-<script>
-const select = document.getElementById("class");
-function show(fits) {{
-  for (const figure of document.querySelectorAll("figure"))
-    figure.hidden = !fits(figure.dataset.true, figure.dataset.predicted);
-}}
-select.onchange = () => show((...pair) => !select.value || pair.includes(select.value));
-for (const cell of document.querySelectorAll("td[data-true]"))
-  cell.onclick = () => {{
-    select.value = "";
-    show((label, predicted) =>
-      label === cell.dataset.true && predicted === cell.dataset.predicted);
-    select.scrollIntoView();
-  }};
-</script>
-"""
 
 
 def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
@@ -146,7 +107,8 @@ def _page(rows: Rows, counts: Counts, data: Data, names: Sequence[str]) -> str:
         caption += f" These are the {len(shown)} classes with the most errors."
     in_figures = sorted({int(label) for label in rows[worst, :2].ravel() if label >= 0})
     options = "".join(f'<option value="{n}">{escape(names[n])}</option>' for n in in_figures)
-    return _PAGE.format(
+    page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    return page.substitute(
         title=f"{100 * is_correct.mean():.2f} % of {len(rows)} images are correct",
         matrix_caption=caption,
         matrix=_matrix(counts, shown.tolist(), names),

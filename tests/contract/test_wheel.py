@@ -73,6 +73,7 @@ def test_the_wheel_holds_configuration_types_and_licence(wheel: Path) -> None:
         "cl_train/conf/config.yaml",
         "cl_train/py.typed",
         "cl_train/imagenet/synsets.txt",
+        "cl_train/training/report.html",
     } <= set(names)
     packed = {name for name in names if name.startswith("cl_train/") and name.endswith(".py")}
     assert packed == {str(path.relative_to(ROOT)) for path in (ROOT / "cl_train").rglob("*.py")}

@@ -40,13 +40,8 @@ def folder_of(speed: float = 100.0, *, started_at: float | None = None, **change
     for a dot.
     """
     data = {"name": "sample", "workers": 2, "image_size": 224}
-    config: dict[str, Any] = {
-        "channels_last": "false",
-        "model": "resnet18",
-        "precision": "auto",
-        "batch_size": 32,
-    }
-    config |= {"compile": False, "seed": 0, "data": data}
+    config: dict[str, Any] = {"channels_last": "false", "model": "resnet18", "precision": "auto"}
+    config |= {"batch_size": 32, "compile": False, "seed": 0, "data": data}
     for key, value in changes.items():
         group, _, name = key.rpartition("__")
         (config.setdefault(group, {}) if group else config)[name] = value
@@ -57,32 +52,17 @@ def folder_of(speed: float = 100.0, *, started_at: float | None = None, **change
         "memory_format": "channels_last" if is_converted else "contiguous",
         "precision": "bf16" if config["precision"] == "auto" else config["precision"],
     }
-    summary |= {
-        "device": "cpu",
-        "device_name": "a processor",
-        "environment": {"torch": "2.15.0"},
-        "world_size": 1,
-    }
-    summary |= {
-        "global_batch_size": config["batch_size"],
-        "peak_memory_gib": 1.0,
-        "others_pct": 1.0,
-    }
-    summary |= {"val": {"top1": 91.0 if is_converted else 90.0}}
+    summary |= {"device": "cpu", "device_name": "a processor", "world_size": 1, "others_pct": 1.0}
+    summary |= {"global_batch_size": config["batch_size"], "peak_memory_gib": 1.0}
+    summary["environment"] = {"torch": "2.15.0"}
+    summary["val"] = {"top1": 91.0 if is_converted else 90.0}
     started_at = started_at or 1.7e9 + (1000 if is_converted else 0)
-    records = [
-        {
-            "kind": "train",
-            "step": 10 * number + 10,
-            "loss": 3.0 / (number + 1),
-            "time": started_at + 60 * number,
-        }
-        | {
-            "images_per_s": speed * (1 + 0.002 * (-1) ** number),
-            "data_wait_pct": 1.0,
-            "warmup": False,
-        }
-        for number in range(13)
+    same = {"kind": "train", "data_wait_pct": 1.0, "warmup": False}
+    records: list[dict[str, Any]] = [
+        {"step": 10 * n + 10, "loss": 3.0 / (n + 1), "time": started_at + 60 * n}
+        | {"images_per_s": speed * (1 + 0.002 * (-1) ** n)}
+        | same
+        for n in range(13)
     ]
     records[0] |= {"images_per_s": 10.0, "warmup": True}
     records += [{"kind": "val", "step": 70, "loss": 2.0}, {"kind": "val", "step": 130, "loss": 1.0}]

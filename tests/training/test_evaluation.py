@@ -70,9 +70,7 @@ def test_logits_are_those_of_the_published_pipeline(
     model = build_model(model_name, num_classes=10, image_size=published["image_size"])
     mean, std = (torch.tensor(published[name]).view(3, 1, 1) for name in ("mean", "std"))
     grey_levels = [255 * (pixels * std + mean) for pixels in (ours, reference)]
-    same_pixels = (
-        grey_levels[1].round() / 255 - mean
-    ).float().double() / std  # in our normalisation
+    same_pixels = (grey_levels[1].round() / 255 - mean).float().double() / std
     with torch.no_grad():
         for _ in range(20):
             model(reference.float())
@@ -80,9 +78,8 @@ def test_logits_are_those_of_the_published_pipeline(
         logits, expected, rounded = model(ours), model(reference), model(same_pixels)
     difference, spread = (grey_levels[0] - grey_levels[1]).abs(), expected.std().item()
     assert difference.max() <= levels + 0.01 and (difference > 0.5).double().mean() < 0.03
-    assert (logits - expected).abs().max() < 0.05 * spread and (
-        rounded - expected
-    ).abs().max() < 1e-4 * spread
+    assert (logits - expected).abs().max() < 0.05 * spread
+    assert (rounded - expected).abs().max() < 1e-4 * spread
     assert logits.argmax(1).equal(expected.argmax(1)) and len(images) == 6
 
 
@@ -119,32 +116,31 @@ def test_evaluation_follows_the_weights_but_not_against_the_user(
         data, model, weights, {"model", "weights", "data.root"}
     )
     assert (followed.image_size, followed.val_size, followed.val_resize) == (224, None, 232)
-    kept = sources.follow_published_preprocessing(
-        data, model, weights, {"data.image_size", "data.std"}
-    )
+    typed = {"data.image_size", "data.std"}
+    kept = sources.follow_published_preprocessing(data, model, weights, typed)
     assert (kept.image_size, kept.val_resize, kept.mean) == (128, None, data.mean)
     assert sources.follow_published_preprocessing(data, model, "weights.pt", set()) == data
     log_preprocessing(followed, model, weights, evaluate_only=True)
     assert not caplog.records
     log_preprocessing(kept, model, weights, evaluate_only=True)
-    assert [record.levelname for record in caplog.records] == [
-        "WARNING"
-    ] and "data.val_resize=232" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "data.val_resize=232" in caplog.text
     assert reads == [(model, weights)], "read once"
 
 
 def check_report(run: Run, images: int) -> str:
     """The tables agree with the summary; returns the page."""
     folder = run.folder / "report"
-    tables = [
-        (folder / f"{name}.csv").read_text().splitlines() for name in ("per_class", "confusions")
-    ]
-    classes, confused = map(list, map(csv.DictReader, tables))
+    names = ("per_class.csv", "confusions.csv")
+    classes, confused = (
+        list(csv.DictReader((folder / name).read_text().splitlines())) for name in names
+    )
     correct = sum(int(row["correct"]) for row in classes)
     assert sum(int(row["images"]) for row in classes) == images
     assert sum(int(row["images"]) for row in confused) == images - correct
     assert 100 * correct / images == pytest.approx(run.summary["val"]["top1"], abs=1e-3)
-    assert [float(row["top1"]) for row in classes] == sorted(float(row["top1"]) for row in classes)
+    accuracies = [float(row["top1"]) for row in classes]
+    assert accuracies == sorted(accuracies)
     page = (folder / "index.html").read_text()
     figures = re.findall(r"<figure .*</figure>", page)
     assert len(figures) == images and "http" not in page
@@ -168,15 +164,8 @@ def check_report(run: Run, images: int) -> str:
 def test_report_leaves_skipped_images_out(train: Callable[..., Run], tmp_path: Path) -> None:
     root = write_folder(tmp_path / "images", train=8, val=9)
     (root / "val" / "class_1" / "0007.jpg").write_bytes(b"\xff\xd8\xff")
-    words = (
-        f"data.root={root}",
-        "data.on_bad_image=skip",
-        "batch_size=4",
-        "max_steps=1",
-        "epochs=1",
-        "optim.lr=0.01",
-    )
-    page = check_report(train("report=true", *words), 8)
+    words = f"data.root={root} data.on_bad_image=skip batch_size=4 max_steps=1 epochs=1".split()
+    page = check_report(train("report=true", *words, "optim.lr=0.01"), 8)
     assert "class_1/0007.jpg" not in page and page.count("data:image/jpeg;base64,") == 8
 
 
@@ -190,14 +179,8 @@ def test_report_of_more_outputs_than_classes(
         return model
 
     monkeypatch.setattr(networks, "more_outputs", more_outputs, raising=False)
-    words = (
-        "data=synthetic",
-        "data.root=null",
-        "data.synthetic_images=64",
-        "report=true",
-        "max_steps=1",
-    )
-    done = train(*words, "model=tests.networks:more_outputs")
+    words = "data=synthetic data.root=null data.synthetic_images=64 report=true max_steps=1"
+    done = train(*words.split(), "model=tests.networks:more_outputs")
     assert "base64" not in check_report(done, 32)
     rows = (done.folder / "report" / "confusions.csv").read_text().splitlines()[1:]
     assert rows and all(row.split(",")[1].startswith("output ") for row in rows)

@@ -44,22 +44,15 @@ def hang(record: dict[str, Any]) -> None:
 def test_a_function_receives_the_config_each_record_and_the_summary(train: Train) -> None:
     received.clear()
     done = train(f"log_to=[{HERE}:receive]", "epochs=1")
-    assert [record["kind"] for record in received] == [
-        "start",
-        "train",
-        "train",
-        "train",
-        "val",
-        "end",
-    ]
+    kinds = " ".join(record["kind"] for record in received)
+    assert kinds == "start train train train val end"
     start, *records, end = received
     assert (start["step"], start["folder"], start["group"]) == (0, str(done.folder), None)
     assert (start["config"]["epochs"], start["config"]["optim.lr"]) == (1, 0.4)
     top5 = [metrics_of(records[0], start | {"classes": n}).get("train/top5") for n in (5, 6)]
     assert top5 == [None, records[0]["top5"]]
-    assert records == [
-        json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (done.folder / "metrics.jsonl").read_text().splitlines()
+    assert records == [json.loads(line) for line in lines]
     assert end["summary"] == done.summary
     assert not list(done.folder.glob("events*")), "TensorBoard was not asked for"
     received.clear()
@@ -122,11 +115,8 @@ def test_trackers_are_checked_before_the_first_step(
 def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(
     train: Train,
 ) -> None:
-    words = (
-        "precision=fp16",
-        "amp.init_scale=1e15",
-        "data.image_size=16",
-    )  # every step overflows, which is faster
+    # Every step overflows, which is faster.
+    words = ("precision=fp16", "amp.init_scale=1e15", "data.image_size=16")
     done = train(*words)
     for path in (done.folder / "checkpoints").glob("*0006*"):
         path.unlink()
@@ -137,13 +127,8 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     tags = events.Tags()
     groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags["scalars"])))
     assert groups == ["train", "val", "vitals", "whole_run"]
-    assert {
-        "train/loss",
-        "train/images_per_s",
-        "val/top1",
-        "vitals/lr",
-        "vitals/loss_scale",
-    } <= set(tags["scalars"])
+    expected = "train/loss train/images_per_s val/top1 vitals/lr vitals/loss_scale"
+    assert set(expected.split()) <= set(tags["scalars"])
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert tags["images"] == []
     assert {"config/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
@@ -158,12 +143,8 @@ def train_in_two_parts(folder: Path, images: Path, tracker: str, **environment: 
     """Two processes, the second resumes the first, in the folder of a sweep."""
     folder.mkdir(parents=True)
     (folder.parent / "sweep.json").write_text("{}")
-    words = [
-        *SHRUNK.split(),
-        f"data.root={images}",
-        f"hydra.run.dir={folder}",
-        f"log_to=[{tracker}]",
-    ]
+    words = [*SHRUNK.split(), f"data.root={images}", f"hydra.run.dir={folder}"]
+    words.append(f"log_to=[{tracker}]")
     for more in (["epochs=1"], ["epochs=2", "resume=auto"]):
         script = partial(train_script, [*words, *more])
         done = Forked(script, folder / f"log-{more[0]}", os.environ | ENVIRONMENT | environment)
@@ -195,9 +176,8 @@ def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> 
     files = sorted(tmp_path.glob("sweep/job/wandb/offline-run-*/run-*.wandb"))
     records = [record for path in files for record in wandb_records(path)]
     runs = [record.run for record in records if record.HasField("run")]
-    assert len(files) == 2 and {(run.run_id, run.run_group) for run in runs} == {
-        (runs[0].run_id, "sweep")
-    }
+    names = {(run.run_id, run.run_group) for run in runs}
+    assert len(files) == 2 and names == {(runs[0].run_id, "sweep")}
     rows = [
         {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
         for record in records
@@ -219,17 +199,8 @@ def test_mlflow_continues_the_run(
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("cl_train")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (
-        run.info.status == "FINISHED"
-        and run.data.tags["group"] == "sweep"
-        and run.data.params["batch_size"] == "32"
-    )
-    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    assert (run.info.status, run.data.tags["group"]) == ("FINISHED", "sweep")
+    assert run.data.params["batch_size"] == "32"
+    losses = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [metric.step for metric in losses] == [1, 2, 3, 4, 5, 6]
     assert run.data.metrics["whole_run/top1"] == run.data.metrics["val/top1"]
