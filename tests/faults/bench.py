@@ -174,6 +174,7 @@ class Bench:
     def hold(self, run: Path, **settings: Any) -> tuple[Forked, Path]:
         """A run in its third step, which waits until the file is deleted."""
         hold = run.with_suffix(".hold")
+        hold.unlink(missing_ok=True)
         running = self.start(run, partial(plants.hold_step, hold), **settings)
         wait_for(hold)
         return running, hold

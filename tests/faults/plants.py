@@ -75,8 +75,8 @@ class Slow(nn.Module):
         return self.body(images)
 
 
-def on_rank_1(hook: Function) -> None:
-    if os.environ["RANK"] == "1":
+def on_rank(rank: int, hook: Function) -> None:
+    if os.environ["RANK"] == str(rank):
         hook()
 
 

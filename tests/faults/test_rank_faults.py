@@ -29,22 +29,26 @@ WITHOUT_BATCHNORM = {"model": "tests.networks:without_batchnorm", "ema_decay": 0
 
 
 def test_kill_one_of_two_ranks(bench: Bench) -> None:
-    """One of two ranks killed at a random instant.
+    """One of two ranks killed at a random instant, without --full in a step.
 
     The other names it and ends; both resume exactly.
     """
-    reference, ms = (
-        bench.reference(world=2),
-        60,
-    )  # so that most of a run's life is training, not start-up
+    reference = bench.reference(world=2)
+    ms = 60 * bench.is_full  # so that most of a run's life is training, not start-up
     seconds = bench.seconds + 0.001 * ms * tiny.STEPS
     for number in bench.numbers_until(bench.count(1, 20)):
         run, victim = bench.folder / f"killed-rank-{number}", bench.random.choice((0, 1))
         hook = partial(
             plants.slow_steps, ms, answer_s=60 if victim == 1 and bench.patience > 1 else 3
         )
-        ranks = bench.start_ranks(run, 2, hook, rank_timeout_s=RANK_TIMEOUT_S)
-        time.sleep(bench.random.uniform(0.2, 1.0) * seconds)
+        hold = run.with_suffix(".hold")
+        hooks = [hook, partial(plants.on_rank, victim, partial(plants.hold_step, hold))]
+        hooks = hooks[:1] if bench.is_full else hooks
+        ranks = bench.start_ranks(run, 2, *hooks, rank_timeout_s=RANK_TIMEOUT_S)
+        if bench.is_full:
+            time.sleep(bench.random.uniform(0.2, 1.0) * seconds)
+        else:
+            wait_for(hold)
         ranks[victim].send(signal.SIGKILL)
         code = ranks[victim].wait()
         other = ranks[1 - victim].wait(bench.patience * (RANK_TIMEOUT_S + ROLL_CALL_S + 5))

@@ -22,7 +22,7 @@ UNSAVED = {"checkpoint__every_steps": 0}
 
 
 def test_kill_training_run(bench: Bench) -> None:
-    """SIGKILL of a whole run at random instants, `resume=auto` until done.
+    """SIGKILL of a whole run at random instants, else in a step; `resume=auto` until done.
 
     A try is one kill of a live process.
     """
@@ -38,13 +38,13 @@ def test_kill_training_run(bench: Bench) -> None:
         reference = bench.reference(**undisturbed)
         run, saved = bench.folder / f"killed-{number}", 0
         for _ in range(choice((1, 2, 3))):
-            # Steps are slowed down so that most of a run's life is training, not start-up.
-            running = bench.start(run, partial(plants.slow_steps, 40), **settings)
-            time.sleep(
-                bench.random.uniform(
-                    0.0, bench.seconds + 0.04 * settings["epochs"] * tiny.STEPS_PER_EPOCH
-                )
-            )
+            if bench.is_full:
+                # Steps are slowed down so that most of a run's life is training, not start-up.
+                running = bench.start(run, partial(plants.slow_steps, 40), **settings)
+                slowed_s = 0.04 * settings["epochs"] * tiny.STEPS_PER_EPOCH
+                time.sleep(bench.random.uniform(0.0, bench.seconds + slowed_s))
+            else:
+                running, _ = bench.hold(run, **settings)
             if bench.random.random() < 0.5:
                 running.kill_group()
             running.send(signal.SIGKILL)
@@ -68,8 +68,8 @@ def test_kill_training_run(bench: Bench) -> None:
 
 
 def test_stop_signal_in_training(bench: Bench) -> None:
-    """SIGTERM and SIGINT at a random instant of training: 143 or 130, saved at that step, resumed
-    exactly.
+    """SIGTERM and SIGINT at a random instant of training, without --full in a step: 143 or 130,
+    saved at that step, resumed exactly.
     """
     reference = bench.reference()
     for number in bench.numbers_until(bench.count(1, 50)):
@@ -78,11 +78,18 @@ def test_stop_signal_in_training(bench: Bench) -> None:
             bench.random.choice((0, 2)),
         )
         run = bench.folder / f"signal-{number}"
-        running = bench.start(run, partial(plants.slow_steps, 15), data__workers=workers, **UNSAVED)
-        wait_for(run / "metrics.jsonl", content="train")
-        time.sleep(bench.random.uniform(0.0, 0.25))
-        sent = time.monotonic()
-        running.send(signum)
+        settings = UNSAVED | {"data__workers": workers}
+        if bench.is_full:
+            running = bench.start(run, partial(plants.slow_steps, 15), **settings)
+            wait_for(run / "metrics.jsonl", content="train")
+            time.sleep(bench.random.uniform(0.0, 0.25))
+            sent = time.monotonic()
+            running.send(signum)
+        else:
+            running, hold = bench.hold(run, **settings)
+            sent = time.monotonic()
+            send_and_wait(running.pid, signum)
+            hold.unlink()
         code, seconds = running.wait(), time.monotonic() - sent
         if tiny.summary(run).get("status") == "completed":  # before the signal
             continue

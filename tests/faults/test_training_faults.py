@@ -48,7 +48,7 @@ def test_nan_in_loss_or_gradient(bench: Bench) -> None:
             assert all(tensor.isfinite().all() for tensor in state["model"].values()), run.name
         with bench.attempt():  # all ranks stop together
             run = bench.folder / f"{name}-rank1"
-            ranks = bench.start_ranks(run, 2, partial(plants.on_rank_1, hook), on_nonfinite="stop")
+            ranks = bench.start_ranks(run, 2, partial(plants.on_rank, 1, hook), on_nonfinite="stop")
             codes, outputs = [rank.wait() for rank in ranks], [rank.output() for rank in ranks]
             assert codes == [1, 1], f"{run.name}: {codes}: {outputs[0][-500:]}"
             for output in outputs:
