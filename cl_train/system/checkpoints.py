@@ -44,8 +44,6 @@ def read_torch_file(path: Path) -> Any:
     has more than tensors and plain types.
     """
     try:
-        if path.exists() and not path.is_file():  # opening a FIFO would block
-            raise ValueError("not a regular file")
         with path.open("rb") as file, warnings.catch_warnings():
             is_archive = file.read(4) == b"PK\x03\x04"
             damaged = zipfile.ZipFile(file).testzip() if is_archive else None

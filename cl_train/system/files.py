@@ -185,9 +185,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     """Lock a run folder; `overwrite` deletes an earlier run, but nothing else. A refused run leaves
     nothing.
 
-    Raises ConfigError: the folder cannot be written to, a record in it is not a regular file,
-    another run is writing to it, or an earlier run's results are in it and `resume` does not
-    continue that run.
+    Raises ConfigError: the folder cannot be written to, another run is writing to it, or an earlier
+    run's results are in it and `resume` does not continue that run.
     """
     if overwrite and continues(resume, folder):
         what = f"resume={resume} continues the run in {folder}, which overwrite=true deletes"
@@ -212,9 +211,6 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
             [path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS)
         )
         for path in results + logs:
-            # A FIFO would block the run, a folder fail it at its end, a link lead elsewhere.
-            if path.is_symlink() or not path.is_file():
-                raise ConfigError(f"{path} is not a regular file: move it away, or {elsewhere}")
             if overwrite:
                 path.unlink()
         is_ours = overwrite or continues(resume, folder)

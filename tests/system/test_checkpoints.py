@@ -87,8 +87,7 @@ BAD: dict[
     str, tuple[Callable[[Path], object], str]
 ] = {  # more damage: tests/faults, test_planted_files.py
     "missing": (lambda path: None, "No such file"),
-    "folder": (Path.mkdir, "regular file"),
-    "fifo": (os.mkfifo, "regular file"),
+    "folder": (Path.mkdir, "Is a directory"),
     "foreign": (save({"model": {}}), "weights="),
     "newer": (lambda path: write(path, small_state() | {"format_version": 99}), "newer version"),
     "a module": (save(torch.nn.Linear(2, 2)), "run code"),
