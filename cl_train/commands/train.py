@@ -31,16 +31,15 @@ from cl_train.config.command_line import (
     GROUPS,
     CommandLine,
     Composed,
-    as_word,
     check_command_line,
     code_named,
     compose,
     group_choices,
-    quoted,
     refuse_code,
 )
 from cl_train.config.schema import HERE, LAYOUT_NAMES, SETTINGS_OF_CODE, Config
 from cl_train.config.validation import command_help
+from cl_train.config.words import as_word, quoted
 from cl_train.errors import ConfigError
 from cl_train.system.files import safe_name
 from cl_train.system.processes import adopt_srun, read_launch

@@ -10,7 +10,6 @@ import argparse
 import copy
 import functools
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,14 +30,31 @@ from cl_train.config.validation import (
     flatten,
     load,
     names_code,
-    setting_fields,
     show,
     suggest,
     train_program,
 )
+from cl_train.config.words import (
+    CONF_DIR,
+    FIELDS,
+    GROUPS,
+    HYDRA_KEYS,
+    TYPED_KEYS,
+    alternatives,
+    choice_problems,
+    chosen_by_group,
+    key_problems,
+    only_folders,
+    parsed,
+    quoted,
+    settings_folders,
+    word_problems,
+)
+from cl_train.config.words import (
+    group_choices as group_choices,
+)
 from cl_train.errors import ConfigError
 
-GROUPS = ("data", "augment", "optim", "schedule", "experiment")
 MULTIRUN_KEYS = (
     "nproc",
     "environment",
@@ -54,7 +68,6 @@ MULTIRUN_KEYS = (
     "compare_by",
     "launcher",
 )
-HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 _UNUSED_OF_HYDRA = (
     "output",
     "launcher",
@@ -67,12 +80,6 @@ _UNUSED_OF_HYDRA = (
 )
 # Of the run that left a file: how it started, not what it trained.
 _HOW_STARTED = ("config", "resume", "overwrite", "environment")
-_FIELDS = setting_fields(Config)
-# What can stand before the `=`.
-TYPED_KEYS = [*GROUPS, *(key for key in _FIELDS if key not in CHOSEN_BY_GROUP)]
-_PACKAGE = Path(__file__).resolve().parents[1]
-# An installed wheel holds conf/ in the package, a checkout beside it.
-CONF_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 
 @dataclass(frozen=True)
@@ -109,14 +116,8 @@ class CommandLine:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where files of settings are searched: --config-dir, `conf/` of the working folder, the
-        project's own.
-        """
-        users = (self.config_dir or CONF_DIR, Path.cwd() / "conf")
-        return (
-            *(folder for folder in users if folder.is_dir() and folder.resolve() != CONF_DIR),
-            CONF_DIR,
-        )
+        """Where files of settings are searched."""
+        return settings_folders(self.config_dir)
 
 
 def _unknown_option(option: str, words: Sequence[str]) -> str:
@@ -168,10 +169,10 @@ def compose(line: CommandLine) -> list[Composed]:
     problems: list[str] = []
     axes: list[list[str]] = []
     for word in line.words:
-        if wrong := _word_problems(word, line.folders, line.multirun):
+        if wrong := word_problems(word, line.folders, line.multirun):
             problems += wrong
         else:
-            axes.append(_alternatives(word, line.folders))
+            axes.append(alternatives(word, line.folders))
 
     runs: list[Composed] = []
     # The runs of a sweep share few choices of groups, and Hydra takes 0.1 s for each.
@@ -194,7 +195,7 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
     problems = []
     if run.cfg.optim.library == "torch":
         problems = [
-            f"{word}: {_chosen_by_group(word)}" for word in run.words if "optim.name=" in word
+            f"{word}: {chosen_by_group(word)}" for word in run.words if "optim.name=" in word
         ]
     for key in () if line.multirun else MULTIRUN_KEYS:
         value = getattr(run.cfg, key)
@@ -212,118 +213,13 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
     return problems
 
 
-# --- words ----------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(word: str) -> Override:
-    if word.startswith("launcher.gpus=") and "[" not in word:
-        word = f"launcher.gpus=[{word.partition('=')[2]}]"  # 0,1,2 is a list here, not a sweep
-    return OverridesParser.create().parse_override(word)
-
-
-def _word_problems(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
-    """What is wrong with key=value, besides the type and the range of the value."""
-    try:
-        override = _parsed(word)
-    except HydraException:
-        example = word if re.fullmatch(r"[\w./-]+", word) else "resnet50"
-        hint = "" if "=" in word else f"; settings are written key=value, such as model={example}"
-        return [f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"]
-    key, value = override.key_or_group, override.value()
-    is_sweep = override.is_sweep_override()
-    is_added = override.is_add() and not override.is_force_add()
-    for is_wrong, problem in (
-        (override.is_delete(), "a setting cannot be removed; give it another value"),
-        (is_sweep and not multirun, f"several values need multirun, {train_program()} -m ..."),
-        (
-            is_sweep and multirun and not _alternatives(word, folders),
-            "the pattern or the range has no value",
-        ),
-        (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
-        (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
-        (re.match(r"hydra\b(?![./]launcher)", key) and key not in HYDRA_KEYS, _only_folders(key)),
-        (
-            key in GROUPS and isinstance(value, dict),
-            f"write {key}=NAME, or {key}.key=value for a single setting",
-        ),
-        (key in CHOSEN_BY_GROUP, _chosen_by_group(word)),
-        (key in _FIELDS and is_added, "the setting exists, so leave out the '+'"),
-        (
-            word == "resume=",
-            "the value is empty: give a checkpoint file, a run folder or auto, or leave it out",
-        ),
-    ):
-        if is_wrong:
-            return [f"{word}: {problem}"]
-    if key not in GROUPS:
-        return _key_problems(key)
-    names = [str(value)]
-    if is_sweep:
-        names = [name.partition("=")[2] for name in _alternatives(word, folders)]
-    return [problem for name in names for problem in _choice_problems(key, name, folders)]
-
-
-def _key_problems(key: str) -> list[str]:
-    if key not in _FIELDS and re.match(r"(hydra[./])?launcher\b", key):
-        advice = "a sweep on Slurm is one allocation: sbatch scripts/slurm/sweep.sbatch FOLDER ..."
-        return [f"{key}: {advice} (docs/clusters.md)"]
-    is_known = key in _FIELDS or key in HYDRA_KEYS
-    return [] if is_known else [f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"]
-
-
-def _choice_problems(group: str, name: str, folders: Sequence[Path]) -> list[str]:
-    choices = group_choices(group, folders)
-    if name in choices:
-        return []
-    of_timm = "; of timm optim=timm optim.name=NAME" if group == "optim" else ""
-    there_are = f"(there are {', '.join(choices)}{of_timm})"
-    return [f"{group}={name}: no such choice{suggest(name, choices)} {there_are}"]
-
-
-def _only_folders(key: str) -> str:
-    return f"of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here, not {key}"
-
-
-def _chosen_by_group(word: str) -> str:
-    group, _, value = word.partition("=")
-    return f"write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
-
-
-def _alternatives(word: str, folders: Sequence[Path]) -> list[str]:
-    """The arguments a word expands to: one, or one per value of `a,b`, `range(...)`, `choice(...)`,
-    `glob(...)`.
-    """
-    override = _parsed(word)
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    key, value = override.get_key_element(), override.value()
-    if isinstance(value, Glob):
-        return [f"{key}={name}" for name in value.filter(group_choices(key.lstrip("+~"), folders))]
-    try:
-        values = list(override.sweep_string_iterator())
-    except HydraException:
-        raise ConfigError(f"{word}: list the values, or use range()") from None
-    as_typed = {"True": "true", "False": "false", "None": "null"}
-    return [f"{key}={as_typed.get(value, value)}" for value in values]
-
-
-def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """The files of `conf/<group>/`, by name."""
-    folders = folders or CommandLine(()).folders
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
-
-
-# --- settings -------------------------------------------------------------------------------------
-
-
 def _composed(
     words: tuple[str, ...], line: CommandLine, files: Callable[[tuple[str, ...]], DictConfig]
 ) -> Composed:
     """The settings of the words: of the files of the groups, then of the file that the run starts
     from, then as typed.
     """
-    overrides = [_parsed(word) for word in words]
+    overrides = [parsed(word) for word in words]
     typed = {override.key_or_group: override.value() for override in overrides}
     path, is_trusted = _start_file(typed)
     start = {} if path is None else _start_settings(path, typed, is_trusted, line.folders)
@@ -425,7 +321,7 @@ def _start_settings(
     ConfigError.
     """
     settings: dict[str, Any] = {}
-    for key, value in sorted(flatten(_read(path), _FIELDS)):  # optim.library before optim.name
+    for key, value in sorted(flatten(_read(path), FIELDS)):  # optim.library before optim.name
         group = key.partition(".")[0]
         if key in _HOW_STARTED or typed.keys() & {key, group} or (key in GROUPS and value is None):
             continue
@@ -440,11 +336,11 @@ def _start_settings(
     problems = []
     for key, value in settings.items():
         if key in GROUPS:
-            problems += _choice_problems(key, str(value), folders)
+            problems += choice_problems(key, str(value), folders)
         elif key.startswith("hydra.") and not (is_trusted and key in HYDRA_KEYS):
-            problems.append(_only_folders(key))
+            problems.append(only_folders(key))
         else:
-            problems += _key_problems(key)
+            problems += key_problems(key)
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return settings
@@ -466,7 +362,7 @@ def _on_one_line(error: Exception) -> str:
 
 def code_named(cfg: Config) -> dict[str, str]:
     """The settings that name code of the user's, and their values as they are typed."""
-    values = dict(flatten(asdict(cfg), _FIELDS))
+    values = dict(flatten(asdict(cfg), FIELDS))
     return {key: show(values[key]) for key in SETTINGS_OF_CODE if names_code(values[key])}
 
 
@@ -477,22 +373,3 @@ def refuse_code(source: Path, words: Sequence[str]) -> None:
             f"{source} names code, and what a run left never runs any: to run it, repeat "
             + " ".join(words)
         )
-
-
-def as_word(value: Any) -> str:
-    """A Python value as it is typed after the `=`."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_word, value))}]"
-    if isinstance(value, float):
-        return repr(float(value))  # NumPy's too
-    return quoted(value) if isinstance(value, str | Path) else show(value)
-
-
-def quoted(path: Path | str) -> str:
-    """A text as the value of a setting, quoted so that commas and equal signs are literal."""
-
-    # Hydra reads a backslash as an escape only before a quote or the end.
-    def doubled(match: re.Match[str]) -> str:
-        return 2 * match[1] + (match[2] and "\\'")
-
-    return "'" + re.sub(r"(\\*)('|\Z)", doubled, str(path)) + "'"

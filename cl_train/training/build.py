@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cl_train.config.combinations import graph_conflict
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
-from cl_train.config.validation import graph_conflict
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.measure.auto import Choice, fastest_layout

@@ -1,0 +1,70 @@
+"""The leaves of a dataclass of settings, and the nearest of their names."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Words of other training programs, and the settings here that mean the same.
+_OF_OTHER_PROGRAMS = {
+    "amp": "precision",
+    "arch": "model",
+    "batch": "batch_size",
+    "data_dir": "root",
+    "data_path": "root",
+    "img_size": "image_size",
+    "learning_rate": "lr",
+    "num_workers": "workers",
+    "pretrained": "weights",
+    "wd": "weight_decay",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One leaf of a dataclass of settings."""
+
+    base_type: type  # bool, int, float or str: of the value, or of the items of a list
+    list_depth: int  # 0: one value, 1: a list, 2: a list of lists
+    optional: bool  # null is allowed
+    default: Any
+    metadata: Mapping[str, Any]  # see `schema.Limits`
+
+
+def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
+    """Every leaf setting of a dataclass by its full key."""
+    leaves: dict[str, Setting] = {}
+    for item in dataclasses.fields(schema):
+        hint: Any = item.type
+        key = prefix + (item.metadata.get("key") or item.name)
+        if dataclasses.is_dataclass(hint):
+            leaves |= setting_fields(hint, f"{key}.")  # type: ignore[arg-type]
+            continue
+        optional, list_depth = isinstance(hint, types.UnionType), 0
+        hint = typing.get_args(hint)[0] if optional else hint
+        while typing.get_origin(hint) is list:
+            hint, list_depth = typing.get_args(hint)[0], list_depth + 1
+        default = (
+            item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        )
+        leaves[key] = Setting(hint, list_depth, optional, default, item.metadata)
+    return leaves
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean a, b?` for the nearest of the `names` (`optim.lr` for `learning_rate`),
+    or an empty string.
+    """
+    names = sorted(names)
+    last = name.rpartition(".")[2]
+    last = _OF_OTHER_PROGRAMS.get(last, last)
+    near = [full for full in names if full == last or full.endswith(f".{last}")][:3]
+    if not near:
+        matches = difflib.get_close_matches(name, names)
+        ratios = [difflib.SequenceMatcher(None, match, name).ratio() for match in matches]
+        near = [
+            match for match, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.15
+        ]
+    return f"; did you mean {', '.join(near)}?" if near else ""
