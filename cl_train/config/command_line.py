@@ -1,9 +1,7 @@
 """From train.py's arguments to checked settings, before torch is imported or a file is created.
 
 Hydra composes the files of `conf/`; a file of `config=` and then the typed settings come on top.
-Files that the user names are trusted like a script. What a run left is data: `_start_settings`.
-Hydra's message for a typo advises `+key`, which would train with the default value; it is never
-shown here.
+Files that the user names are trusted like a script; what a run left is data.
 """
 
 import argparse
@@ -141,10 +139,7 @@ class Composed:
     words: tuple[str, ...]  # the arguments that give this run alone
 
     def folder(self, kind: str) -> Path:
-        """The folder of the "run" or the "sweep".
-
-        Raises ConfigError: its name cannot be resolved.
-        """
+        """The folder of the "run" or the "sweep". ConfigError: its name cannot be resolved."""
         try:
             return Path(str(self.raw.hydra[kind].dir))
         except OmegaConfBaseException as error:
@@ -154,17 +149,13 @@ class Composed:
 
 
 def check_command_line(words: Sequence[str]) -> list[Config]:
-    """Check all of train.py's arguments before torch is imported or a file is created; see
-    `compose`.
-    """
+    """The settings of all of train.py's arguments; see `compose`."""
     return [composed.cfg for composed in compose(CommandLine.parse(words))]
 
 
 def compose(line: CommandLine) -> list[Composed]:
-    """The runs asked for: one, or with --multirun one per combination, of which the last key varies
-    fastest.
-
-    Raises ConfigError: every problem found.
+    """The runs asked for: one, or with --multirun one per combination, the last key varying
+    fastest. Raises ConfigError: every problem found.
     """
     problems: list[str] = []
     axes: list[list[str]] = []
@@ -216,9 +207,7 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
 def _composed(
     words: tuple[str, ...], line: CommandLine, files: Callable[[tuple[str, ...]], DictConfig]
 ) -> Composed:
-    """The settings of the words: of the files of the groups, then of the file that the run starts
-    from, then as typed.
-    """
+    """The settings of the files of the groups, then of the file to start from, then as typed."""
     overrides = [parsed(word) for word in words]
     typed = {override.key_or_group: override.value() for override in overrides}
     path, is_trusted = _start_file(typed)
@@ -261,8 +250,7 @@ def _composed(
 
 def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
     """What Hydra's composition makes of the chosen files, on top of the defaults of the schema."""
-    # Hydra looks for the main file in the first folder and in its store. In the store it is ours:
-    # ./conf/config.yaml may belong to another program.
+    # From Hydra's store, as ./conf/config.yaml may belong to another program.
     ConfigStore.instance().store("cl_train", OmegaConf.load(CONF_DIR / "config.yaml"))
     main, *others = folders
     searched = [quoted(f"file://{folder}") for folder in others]
@@ -285,9 +273,8 @@ def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
 
 
 def _start_file(typed: Mapping[str, Any]) -> tuple[Path | None, bool]:
-    """The file that the run starts from, and whether the user named it: a file of `config=`. The
-    config.yaml of a run is data, of `config=RUN` and of an evaluation, which starts from that of
-    the run.
+    """The file that the run starts from, and whether it is trusted: a file of `config=` is, but not
+    the config.yaml of a run, of `config=RUN` or of an evaluation.
     """
     if typed.get("config") is not None:
         path = Path(str(typed["config"])).expanduser()
@@ -317,8 +304,7 @@ def _start_settings(
 ) -> dict[str, Any]:
     """The settings of a file by full key, without what is typed and how its own run started.
 
-    A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`. Raises
-    ConfigError.
+    A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`.
     """
     settings: dict[str, Any] = {}
     for key, value in sorted(flatten(_read(path), FIELDS)):  # optim.library before optim.name
@@ -367,7 +353,7 @@ def code_named(cfg: Config) -> dict[str, str]:
 
 
 def refuse_code(source: Path, words: Sequence[str]) -> None:
-    """Raises ConfigError if there are `words`: `source`, which is data, names this code."""
+    """Raises ConfigError if `source`, which is data, names code: these `words`."""
     if words:
         raise ConfigError(
             f"{source} names code, and what a run left never runs any: to run it, repeat "

@@ -1,8 +1,6 @@
 """The settings of a run: names, types, defaults, ranges and meaning.
 
-`conf/*.yaml` holds choices of them, `validation.py` turns plain values into a checked `Config`,
-`command_line.py` reads train.py's words. To add a setting, add a line here, read it in `training/`
-and pass the plain value on.
+To add a setting, add a line here, read it in `training/` and pass the plain value on.
 """
 
 import re
@@ -485,11 +483,8 @@ class Config:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
 
-LAYOUTS = [
-    "contiguous",
-    "channels_last",
-    "channels_last_conv",
-]  # of a benchmark; the last converts convolutions only
+# Of a benchmark; the last one converts convolutions only.
+LAYOUTS = ["contiguous", "channels_last", "channels_last_conv"]
 
 
 @dataclass

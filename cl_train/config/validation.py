@@ -1,7 +1,6 @@
-"""From plain values to checked settings, combinations that cannot work, names of code, and
-`--help`.
+"""From plain values to checked settings, names of code, and `--help`; without torch and Hydra.
 
-Every problem is reported at once, one line each. Nothing here imports torch or Hydra.
+Every problem is reported at once, one line each.
 """
 
 import dataclasses
@@ -35,9 +34,9 @@ _LARGEST = 2.0**62  # of numbers without a maximum: whole ones fit into an int64
 def from_mapping(
     schema: type[T], values: Mapping[str, Any], earlier_problems: Sequence[str] = ()
 ) -> T:
-    """Build a dataclass of settings from nested plain values, checking keys, types and ranges.
+    """A dataclass of settings from nested plain values.
 
-    Raises ConfigError: with every problem found, not only the first, after `earlier_problems`.
+    Raises ConfigError: `earlier_problems`, and all of keys, types and ranges.
     """
     fields = setting_fields(schema)
     problems = list(earlier_problems)
@@ -83,9 +82,9 @@ def flatten(
 
 
 def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
-    """`value`, as YAML or Hydra reads it, in the setting's type: text as numbers (YAML reads 1e-3
-    as text), numbers as text. Raises ValueError, OverflowError: it is of another type or out of
-    range.
+    """`value`, as YAML or Hydra reads it, in the setting's type (YAML reads 1e-3 as text).
+
+    Raises ValueError, OverflowError: it is of another type or out of range.
     """
     kind = setting.base_type
     limits = setting.metadata
@@ -139,17 +138,13 @@ def show(value: Any) -> str:
         return f"[{','.join(map(show, value))}]"
     if isinstance(value, float):
         return f"{value:.10g}"
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def load(values: Mapping[str, Any]) -> Config:
-    """Turn nested plain values into a checked `Config`.
-
-    Raises ConfigError: unknown keys, wrong types, values out of range, combinations that cannot
-    work.
-    """
+    """A checked `Config`. Raises ConfigError as `from_mapping`, and for combinations."""
     cfg = from_mapping(Config, values)
     if problems := [*combination_problems(cfg)]:
         raise ConfigError(problems)
@@ -199,9 +194,7 @@ def is_setting(word: str) -> bool:
 
 
 def _value_of(text: str) -> Any:
-    """`text` read as YAML, or unchanged if it is not YAML, such as a shell pattern that begins with
-    a star.
-    """
+    """`text` read as YAML, or unchanged if it is none, such as a shell pattern."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -230,10 +223,7 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
         module = importlib.import_module(module_name)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the import may raise any exception of the user's code
+    except (Exception, SystemExit) as error:  # of the user's code
         what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{setting}={name}: cannot import '{module_name}' from here ({what})"
@@ -271,11 +261,10 @@ def command_help(
     """
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     indent = "\n" + " " * 34  # of the meanings
-    sections = (
-        {"groups of settings (conf/<group>/<choice>.yaml)": [f"  {line}" for line in choices]}
-        if choices
-        else {}
-    )
+    sections: dict[str, list[str]] = {}
+    if choices:
+        title = "groups of settings (conf/<group>/<choice>.yaml)"
+        sections[title] = [f"  {line}" for line in choices]
     for title, schema in settings.items():
         for key, item in setting_fields(schema).items():
             group = key.rpartition(".")[0]

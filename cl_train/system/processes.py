@@ -1,6 +1,4 @@
-"""Processes, without torch: variables of launchers, children, pools, the load of others, runs that
-signals stop.
-"""
+"""Processes, without torch: launchers, children, pools, the load of others, stop signals."""
 
 import atexit
 import ctypes
@@ -46,47 +44,36 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The variables of torchrun; None for a process without a launcher. ConfigError: some are
-    missing or invalid.
-    """
+    """The variables of torchrun, or None. Raises ConfigError: some are missing or invalid."""
     rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
     if (rank, world_size) == (None, None) or (
         (rank, world_size) == ("0", "1") and "MASTER_ADDR" not in environment
     ):
         return None
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    if all(environment.get(name, "").isdecimal() for name in numbers) and environment.get(
-        "MASTER_ADDR"
-    ):
+    are_numbers = all(environment.get(name, "").isdecimal() for name in numbers)
+    if are_numbers and environment.get("MASTER_ADDR"):
         launch = Launch(*(int(environment[name]) for name in numbers[:3]))
         if launch.local_rank <= launch.rank < launch.world_size:
             return launch
-    found = ", ".join(
-        f"{name}={environment.get(name, 'unset')!r}" for name in (*numbers, "MASTER_ADDR")
-    )
-    advice = (
-        "start with torchrun or srun, or unset RANK, WORLD_SIZE and LOCAL_RANK to train in one"
-        " process"
-    )
-    raise ConfigError(f"the environment has {found}: {advice}")
+    names = (*numbers, "MASTER_ADDR")
+    found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in names)
+    alone = "unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
+    raise ConfigError(f"the environment has {found}: start with torchrun or srun, or {alone}")
 
 
 def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether `srun` started this process as one of several tasks."""
-    # Of this `srun`; SLURM_NTASKS is also set where one process is started: in a shell of `salloc`
-    # and by `sbatch`.
-    return (
-        environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-        and "TORCHELASTIC_RUN_ID" not in environment
-    )
+    # SLURM_NTASKS is also set for one process, of `salloc` or `sbatch`.
+    has_tasks = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    return has_tasks and "TORCHELASTIC_RUN_ID" not in environment
 
 
 def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
-    """In one of several tasks of `srun`, set torchrun's variables, which torch.distributed reads,
-    unless they are set.
+    """In one of several tasks of `srun`, set torchrun's variables unless they are set.
 
-    By default rank 0 is on the first node of the step, and the port follows from the job and the
-    step, so that jobs on one node do not collide: 20000-29999, below Linux's ephemeral ports.
+    Rank 0 is on the first node. The port, 20000 to 29999, follows from job and step, so that jobs
+    on one node do not collide.
     """
     if not is_srun_task(environment) or {"RANK", "WORLD_SIZE"} & environment.keys():
         return
@@ -97,19 +84,18 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     counts = re.findall(
         r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)
     )
-    per_node = [
-        count for count, repeats in counts for _ in range(int(repeats or 1))
-    ]  # 2(x3),1 is 2, 2, 2, 1
+    # 2(x3),1 is 2, 2, 2, 1
+    per_node = [count for count, repeats in counts for _ in range(int(repeats or 1))]
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)  # gpu[003-007,010] of gpu[003-007,010],other1
     assert first is not None
+    first_node = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])  # gpu003
     environment.update(
         RANK=environment.get("SLURM_PROCID", ""),
         LOCAL_RANK=environment.get("SLURM_LOCALID", ""),
         WORLD_SIZE=tasks,
         LOCAL_WORLD_SIZE=per_node[min(node, len(per_node) - 1)],
-        MASTER_ADDR=environment.get("MASTER_ADDR")
-        or re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]),  # gpu003
+        MASTER_ADDR=environment.get("MASTER_ADDR") or first_node,
         MASTER_PORT=environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
     )
 
@@ -118,22 +104,20 @@ _is_bound = False  # `bind_to_cores` gave this process its own cores
 
 
 def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The CPU cores for one process: the usable ones, divided by the ranks on this machine unless
-    `bind_to_cores` or `srun` did it.
+    """The usable cores, divided by the ranks on this machine unless `bind_to_cores` or `srun` did
+    it.
     """
     cores = len(_usable_cores()) or os.cpu_count() or 1
-    if _is_bound or (
-        is_srun_task(environment) and "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", "")
-    ):
+    is_bound_by_srun = "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", "")
+    if _is_bound or (is_srun_task(environment) and is_bound_by_srun):
         return cores
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def bind_to_cores(environment: Mapping[str, str] = os.environ) -> None:
-    """Binds this process to its share of the cores of a machine that runs several ranks.
+    """Binds this process to its share of neighbouring cores of a machine that runs several ranks.
 
-    Shares are neighbouring cores, socket by socket: with one rank per socket, threads and memory of
-    a rank stay on its socket. Call it before torch starts threads. `srun` binds its tasks itself.
+    Threads and memory of a rank stay on one socket. Call it before torch starts threads.
     """
     ranks = int(environment.get("LOCAL_WORLD_SIZE", 1))
     cores = sorted(_usable_cores(), key=_position_of_core)
@@ -158,9 +142,8 @@ def _position_of_core(core: int) -> tuple[int, int, int]:
 
 
 def _usable_cores() -> set[int]:
-    return (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    )  # unknown on macOS
+    """Empty on macOS, where they are not known."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 # --- children -------------------------------------------------------------------------------------
@@ -169,8 +152,8 @@ def _usable_cores() -> set[int]:
 def end_with_parent(signum: int = signal.SIGKILL, *, by_kernel: bool = True) -> None:
     """Call in a child: it receives `signum` when its parent has ended.
 
-    Linux sends it, when the thread ends that started the child; elsewhere, and without `by_kernel`
-    (for another thread than the main one), a thread of the child watches the parent.
+    Linux sends it when the thread ends that started the child. Elsewhere, and without `by_kernel`,
+    a thread of the child watches the parent.
     """
     parent_pid = getattr(multiprocessing.parent_process(), "pid", os.getppid())
 
@@ -188,9 +171,7 @@ def end_with_parent(signum: int = signal.SIGKILL, *, by_kernel: bool = True) -> 
 
 
 def end_with_torchrun() -> None:
-    """Call in any process: a rank of torchrun receives SIGTERM when its agent has ended;
-    ConfigError if it has.
-    """
+    """A rank of torchrun receives SIGTERM when its agent ends. ConfigError: it has ended."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host and port.isdecimal():
         end_with_parent(signal.SIGTERM)
@@ -208,34 +189,25 @@ def map_in_processes(
     description: str,
     unit: str,
 ) -> Iterator[Result]:
-    """`function` of each item, in order, in `workers` forked processes (None: as many as cores),
-    with a progress bar.
-
-    One worker is this process. Raises RuntimeError, which names the item, if a process died, as for
-    lack of memory.
+    """`function` of each item, in order, in `workers` forked processes (None: one per core; one is
+    this process), with a progress bar. Raises RuntimeError, which names the item: a process died.
     """
     from tqdm import tqdm
 
-    count, fork = (
-        min(workers or len(_usable_cores()), len(items)),
-        multiprocessing.get_context("fork"),
-    )
+    fork = multiprocessing.get_context("fork")
+    count = min(workers or len(_usable_cores()), len(items))
     pool = ProcessPoolExecutor(count, fork, initializer=_start_worker) if count > 1 else None
-    chunk = min(
-        32, 1 + len(items) // (100 * max(1, count))
-    )  # many small items are sent to a process at once
+    chunk = min(32, 1 + len(items) // (100 * max(1, count)))  # items sent at once
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     with (
         tqdm(desc=description, total=len(items), unit=unit, mininterval=seconds) as bar,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # fork of a threaded process; the workers start no threads
+        # Of the fork of a threaded process, whose workers start no threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        results = pool.map(function, items, chunksize=chunk) if pool else map(function, items)
         try:
-            for result in (
-                pool.map(function, items, chunksize=chunk) if pool else map(function, items)
-            ):
+            for result in results:
                 yield result
                 bar.update()
         except BrokenExecutor:
@@ -248,28 +220,20 @@ def map_in_processes(
 
 def _start_worker() -> None:
     end_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole process group; the parent ends the workers
-    if torch := sys.modules.get(
-        "torch"
-    ):  # importing it takes seconds, and some tasks do not need it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends them
+    if torch := sys.modules.get("torch"):  # some tasks do not need it
         torch.set_num_threads(1)
 
 
 class MachineLoad:
-    """The load on this process's cores, from construction on, except its own and its descendants'
-    work.
-    """
+    """The load on this process's cores from construction on, without its and its descendants'."""
 
     def __init__(self) -> None:
         self._cores = {f"cpu{core}" for core in _usable_cores()}
         self._before = self._clocks()
 
     def others_pct(self) -> float | None:
-        """Percent of the cores' time that other processes and other guests of the hypervisor used;
-        None if unknown.
-        """
+        """Percent of the cores' time that others, also of the hypervisor, used; None: unknown."""
         before, now = self._before, self._clocks()
         if before is None or now is None:
             return None
@@ -277,27 +241,20 @@ class MachineLoad:
         return max(0.0, 100 * (busy_s - own_s) / (max(elapsed_s, 1e-9) * len(self._cores)))
 
     def _clocks(self) -> tuple[float, float, float] | None:
-        """Seconds: now, in which the cores were not idle, and of this process's own work; None
-        except on Linux.
-        """
+        """Seconds: now, of the busy cores, and of this process's own work; None except on Linux."""
         try:
-            rows = [
-                line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()
-            ]
+            lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         except OSError:
             return None
         # columns: name user nice system idle iowait irq softirq steal
-        ticks = sum(
-            sum(map(int, row[1:9])) - int(row[4]) - int(row[5])
-            for row in rows
-            if row[0] in self._cores
-        )
+        rows = [row for row in map(str.split, lines) if row[0] in self._cores]
+        ticks = sum(sum(map(int, row[1:9])) - int(row[4]) - int(row[5]) for row in rows)
         return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own_cpu_s()
 
 
 def own_cpu_s() -> float:
-    """CPU seconds of this process, its descendants and the children it has waited for; under
-    torchrun of all ranks.
+    """CPU seconds of this process, its descendants and waited children; under torchrun of all
+    ranks.
     """
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
@@ -305,9 +262,8 @@ def own_cpu_s() -> float:
         with suppress(OSError):  # it has just ended
             fields = entry.read_text(errors="replace").rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-            ticks[int(entry.parent.name)] = sum(
-                map(int, fields[11:15])
-            )  # own and waited children's utime and stime
+            # own and waited children's utime and stime
+            ticks[int(entry.parent.name)] = sum(map(int, fields[11:15]))
     total, pending = 0, [os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()]
     while pending:
         pid = pending.pop()
@@ -327,13 +283,12 @@ def handles_signals() -> bool:
 
 
 class StopRequest:
-    """Context manager: SIGTERM, SIGINT and SIGHUP set `stop`, SIGUSR1 sets `save_requested`. In
-    another thread than the main one, where Python handles no signals, neither is ever set.
+    """Context manager: SIGTERM, SIGINT and SIGHUP set `stop`, SIGUSR1 sets `save_requested`, in the
+    main thread only.
 
-    The loop reads them between two optimizer steps, where the state is consistent. A second signal
-    n that requests a stop exits at once with 128 + n and saves nothing: SIGINT at any time, SIGTERM
-    and SIGHUP from half a second after the first. Without `ends_process` (a notebook) a second
-    SIGINT raises KeyboardInterrupt instead.
+    The loop reads them between two optimizer steps. A second stop signal n exits at once with
+    128 + n and saves nothing: SIGINT at any time, the others from half a second after the first.
+    Without `ends_process` (a notebook) a second SIGINT raises KeyboardInterrupt instead.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
@@ -354,9 +309,8 @@ class StopRequest:
         if not handles_signals():
             return self
         assert _active is None, "one StopRequest at a time"
-        self._previous = {
-            signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, SAVE_SIGNAL)
-        }
+        signals = (*STOP_SIGNALS, SAVE_SIGNAL)
+        self._previous = {signum: signal.getsignal(signum) for signum in signals}
         for signum, previous in self._previous.items():
             if signum != signal.SIGHUP or previous != signal.SIG_IGN:  # ignored under nohup
                 signal.signal(signum, self._handle)
@@ -389,9 +343,8 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
-        """In a thread: a handler runs only between two bytecodes of the main thread, which may
-        never return from a collective. Python writes the signals that have a handler to the wake-up
-        descriptor.
+        """In a thread: the main one, where handlers run, may never return from a collective. Python
+        writes the signals that have a handler to the wake-up descriptor.
         """
         while received := self._reader.recv(64):
             for signum in received:
@@ -405,11 +358,8 @@ class StopRequest:
         if self.stop is None:
             self.stop, self._stopped_at = signum, now
             if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                os.write(
-                    2,
-                    b"\nstopping: the run is saved after this step; Ctrl-C again exits without"
-                    b" saving\n",
-                )
+                again = "Ctrl-C again exits without saving"
+                os.write(2, f"\nstopping: the run is saved after this step; {again}\n".encode())
         elif self._ends_process and (
             signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S
         ):
@@ -418,9 +368,7 @@ class StopRequest:
 
 
 def _reset_in_child() -> None:
-    """SIGTERM ends a forked child (loader workers ignore it); Ctrl-C and SIGUSR1 are left to the
-    parent.
-    """
+    """SIGTERM ends a forked child; Ctrl-C and SIGUSR1 are left to the parent."""
     global _active
     if _active is not None:
         _active = None
@@ -434,9 +382,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def exit_without_teardown(code: int) -> NoReturn:
-    """Exit after `atexit`'s functions without the interpreter's teardown: freeing torch's modules
-    takes 1-3 seconds.
-    """
+    """Exit after `atexit`'s functions, but without freeing torch's modules, which takes 1-3 s."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     atexit._run_exitfuncs()
