@@ -28,7 +28,8 @@ from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE, RecordingError
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.build import build_train_state, resolve_batch_size, step_settings
+from cl_train.training.batch_size import resolve_batch_size
+from cl_train.training.build import build_train_state, step_settings
 from cl_train.training.evaluation import outputs
 from cl_train.training.state import TrainState, collect, restore
 from tests.conftest import Run

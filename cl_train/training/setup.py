@@ -42,11 +42,11 @@ from cl_train.system.processes import (
 )
 from cl_train.system.run_folder import read_records
 from cl_train.training.active_run import ActiveRun
+from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import (
     build_train_state,
     check_loss,
     check_ranks_agree,
-    resolve_batch_size,
     step_settings,
 )
 from cl_train.training.evaluation import check_best_by

@@ -17,7 +17,8 @@ from cl_train.measure.timed_step import Workload
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
 from cl_train.system.machine import is_out_of_memory
-from cl_train.training.build import BatchSpeed, search, try_model
+from cl_train.training.batch_size import BatchSpeed, search
+from cl_train.training.build import try_model
 from cl_train.training.console import describe_failure
 from cl_train.training.state import TrainingFault
 from tests import networks

@@ -1,0 +1,152 @@
+"""`batch_size=auto`: the smallest of the fastest batch sizes that fit into memory."""
+
+import logging
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
+from cl_train.data.build import build_data, size_schedule
+from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
+from cl_train.memory_format.layout import CONTIGUOUS, Layout
+from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import Dist, on_main
+from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
+from cl_train.training.build import build_model, step_settings
+
+log = logging.getLogger(__name__)
+
+FIRST, SMALLEST = 8, 2  # BatchNorm cannot train on one image if the last feature map is 1 x 1
+LARGEST = {"cuda": 4096, "cpu": 256}
+TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
+MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
+# of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
+AS_FAST = 0.98
+STEPS = 4
+
+
+class BatchSpeed(NamedTuple):
+    batch_size: int
+    images_per_s: float
+    peak_memory_gib: float
+
+
+def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
+    """`cfg` with the number of `batch_size=auto`, and with the micro-steps that `global_batch_size`
+    requires. Rank 0 measures eager steps on images of the largest size.
+
+    Raises ConfigError: not even two images fit, the data has too few, or the global batch cannot be
+    split evenly.
+    """
+    if cfg.batch_size == AUTO_BATCH_SIZE:
+        return replace(cfg, batch_size=on_main(lambda: _fastest_batch_size(cfg, dist), dist))
+    if cfg.global_batch_size is None:
+        return cfg
+    micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
+    asked = (
+        f"global_batch_size={cfg.global_batch_size} with batch_size={cfg.batch_size} x"
+        f" {dist.world_size} processes"
+    )
+    if rest or not micro_steps:
+        raise ConfigError(f"{asked}: it is not a multiple; choose another batch_size")
+    if micro_steps > 1 and cfg.ddp_static_graph:
+        raise ConfigError(
+            f"{asked} needs micro-steps: raise batch_size, or set ddp_static_graph=false"
+        )
+    return replace(cfg, accumulate_steps=micro_steps)
+
+
+def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
+    device, single_process = dist.device, Dist(0, 1, dist.device)
+    augment = replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
+    with closing(
+        build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)
+    ) as data:
+        images, classes = data.train_images, data.num_classes
+    size = size_schedule(cfg.data).image_sizes[-1]
+    largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
+    if largest < SMALLEST:
+        raise ConfigError(
+            f"batch_size=auto: {images} training images are too few for {dist.world_size} processes"
+        )
+    available = available_bytes(device)
+    limit_gib = math.inf if available is None else MARGIN * available / 2**30
+    precision = resolve_precision(cfg.precision, device)
+    settings = replace(
+        step_settings(cfg, precision, single_process, soft=False), compile=False, cuda_graph=False
+    )
+    workload = Workload(SMALLEST, (3, size, size), settings, device)
+    layout = Layout.of(cfg)
+    if layout is None:  # the choice comes later
+        layout = CONTIGUOUS if device.type == "cpu" else Layout()
+    with measurement_state(workload):
+        model = build_model(
+            replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process
+        )
+
+        def measure(batch_size: int) -> BatchSpeed:
+            release_memory()
+            sized = replace(workload, batch_size=batch_size)
+            timed = TimedStep(model, layout, sized)
+            timed.warm_up()
+            peak_gib = timed.peak_memory_gib([timed])
+            step_s = statistics.median(timed.block_times_s(STEPS))
+            return BatchSpeed(batch_size, sized.images_per_step / step_s, peak_gib)
+
+        chosen, measured = search(measure, largest, limit_gib, TIME_LIMIT_S[device.type])
+    release_memory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)
+    log.info("batch_size=auto: %d (images/s by size, in %.1f GiB: %s)", chosen, limit_gib, speeds)
+    return chosen
+
+
+def search(
+    measure: Callable[[int], BatchSpeed], largest: int, limit_gib: float, time_limit_s: float
+) -> tuple[int, list[BatchSpeed]]:
+    """Double the batch size from 8 while it fits: the smallest of the fastest sizes, and all that
+    fit, ascending. ConfigError: not even 2 images fit.
+    """
+    measured: list[BatchSpeed] = []
+    started_at, size = perf_counter(), min(FIRST, largest)
+    while size >= SMALLEST:
+        expected_gib, result = 0.0, None
+        if (
+            len(measured) > 1
+        ):  # running out of memory is slow, and on a CPU the system ends the process
+            first, second = measured[-2:]
+            per_image = (second.peak_memory_gib - first.peak_memory_gib) / (
+                second.batch_size - first.batch_size
+            )
+            expected_gib = second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
+        try:
+            result = measure(size) if expected_gib <= limit_gib else None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if result is not None and result.peak_memory_gib <= limit_gib:
+            measured.append(result)
+            # The next size would take about twice as long as all before it.
+            if size == largest or 3 * (perf_counter() - started_at) > time_limit_s:
+                break
+            size = min(2 * size, largest)
+        elif measured:
+            break
+        else:
+            size = largest = size // 2
+    if not measured:
+        raise ConfigError(
+            f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB"
+        )
+    best = max(item.images_per_s for item in measured)
+    return (
+        next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best),
+        measured,
+    )
