@@ -108,8 +108,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.data.images import EXTENSIONS
     from cl_train.data.loader_report import first_reasons
     from cl_train.errors import BadImageError
+    from cl_train.models.card import Preprocessing
     from cl_train.models.convert_file import load_saved
-    from cl_train.models.files import Preprocessing
     from cl_train.step.precision import kernel_selection, resolve_precision
     from cl_train.step.train_step import labels_and_top5
     from cl_train.system.distributed import Dist, choose_device

@@ -23,9 +23,8 @@ from cl_train.memory_format.layout import (
 )
 from cl_train.memory_format.model_call import output_tensors
 from cl_train.models import sources as models
+from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.files import (
-    ModelCard,
-    Preprocessing,
     SavedModel,
     module_versions,
     read_weights,

@@ -17,7 +17,8 @@ import cl_train
 from cl_train.cli import main
 from cl_train.config.command_line import CommandLine, check_command_line, compose
 from cl_train.errors import ConfigError
-from cl_train.models.files import ModelCard, SavedModel, write_weights
+from cl_train.models.card import ModelCard
+from cl_train.models.files import SavedModel, write_weights
 from cl_train.sweeps.plan import Job
 from cl_train.system import checkpoints
 

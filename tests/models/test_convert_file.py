@@ -26,8 +26,9 @@ from cl_train.memory_format.layout import (
     model_memory_format,
     to_memory_format,
 )
+from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.convert_file import NotConverted, convert_file, load_model
-from cl_train.models.files import ModelCard, Preprocessing, read_weights
+from cl_train.models.files import read_weights
 from cl_train.models.sources import build_model
 from cl_train.system import checkpoints
 from tests import networks

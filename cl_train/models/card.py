@@ -1,0 +1,136 @@
+"""What a file says of its model besides the weights, with the same keys in files of every kind."""
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, ConfigError, DataConfig
+from cl_train.config.validation import from_mapping
+from cl_train.data.device import DeviceFormat, Normalise
+from cl_train.data.images import Pixels
+from cl_train.data.transforms import ImageTransform, default_val_resize
+
+_TEXTS = ("memory_format", "model", "precision")
+_SETTINGS = {
+    "crop": "image_size",
+    "resize": "val_resize",
+    "interpolation": "val_interpolation",
+}  # of `data`
+_PREPROCESSING = (*_SETTINGS, "mean", "std")
+_LISTS = ("classes", "extensions")
+KEYS = (*_TEXTS, *_LISTS, "input_size", *_PREPROCESSING)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """From an image to the input of a model: resize of the short side, centre crop, scale to 0-1,
+    normalise.
+
+    resize, crop: pixels. interpolation: bilinear or bicubic, antialiased. mean, std: per channel,
+    on the 0-1 scale.
+    """
+
+    resize: int
+    crop: int
+    interpolation: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "Preprocessing":
+        """That of an evaluation with the settings `data`."""
+        crop = data.val_size or data.image_size
+        resize = data.val_resize or default_val_resize(crop)
+        return cls(resize, crop, data.val_interpolation, tuple(data.mean), tuple(data.std))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of `data` with which an evaluation has this preprocessing."""
+        return {
+            _SETTINGS.get(name, name): list(v) if isinstance(v, tuple) else v
+            for name, v in vars(self).items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"input_size": [3, self.crop, self.crop], **asdict(self)}
+
+    def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
+        """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], with the pixels of an
+        evaluation.
+        """
+        pixels = np.array(image.convert("RGB")) if isinstance(image, Image.Image) else image
+        rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        ImageTransform(DataConfig(**self.settings()), AugmentConfig(), 0, training=False)(
+            rows[0], pixels, 0, 0
+        )
+        form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
+        return Normalise(self.mean, self.std, form)(rows)[0]
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a file says of its model; None, or empty, is unknown."""
+
+    memory_format: str | None = None  # of the model when it is loaded
+    model: str | None = None
+    precision: str | None = None  # of the run's evaluation
+    classes: tuple[str, ...] = ()
+    preprocessing: Preprocessing | None = None
+    extensions: tuple[str, ...] = ()  # of the image files that it was trained with
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values without the unknown ones."""
+        values = {name: getattr(self, name) for name in (*_TEXTS, *_LISTS)}
+        values |= self.preprocessing.to_dict() if self.preprocessing else {}
+        return {
+            name: [*value] if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value
+        }
+
+    @classmethod
+    def read(cls, metadata: object) -> "ModelCard":
+        """From a file's metadata, which may hold anything: what is not as `to_dict` writes it is
+        unknown.
+        """
+        values = (
+            {key: _parsed(metadata.get(key)) for key in KEYS} if isinstance(metadata, dict) else {}
+        )
+        texts = {
+            name: value for name in _TEXTS if isinstance(value := values.get(name), str) and value
+        }
+        lists = {
+            name: [str(item) for item in value]
+            for name in _LISTS
+            if isinstance(value := values.get(name), list)
+        }
+        readable = [name for name in lists.get("extensions", ()) if name.lower() in IMAGE_FORMATS]
+        preprocessing = None
+        with contextlib.suppress(ConfigError):
+            data = {_SETTINGS.get(name, name): values.get(name) for name in _PREPROCESSING}
+            found = Preprocessing.of(from_mapping(DataConfig, data))
+            if (
+                len(found.mean) == len(found.std) == 3
+                and min(found.std) > 0
+                and found.resize >= found.crop
+            ):
+                preprocessing = found
+        return cls(
+            classes=tuple(lists.get("classes", ())),
+            preprocessing=preprocessing,
+            extensions=tuple(readable),
+            **texts,
+        )
+
+
+def _parsed(value: object) -> Any:
+    """A list or number, its JSON, or a text."""
+    value = value.decode(errors="replace") if isinstance(value, bytes) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
