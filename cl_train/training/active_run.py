@@ -35,12 +35,9 @@ ADVICE = (
     "Lower optim.lr, add schedule.warmup_epochs or optim.clip_norm, or try precision=fp32 "
     "(instead of fp16 also precision=bf16) or on_nonfinite=skip"
 )
-READ_AT_ONCE = (
-    "cpu",
-)  # devices; the host would wait for another one by reading a log line at once
+READ_AT_ONCE = ("cpu",)  # devices whose log lines are read without waiting
 BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
-# that the device may be behind the host: enough to keep it busy; each holds a batch in memory
-LEAD_STEPS = 2
+LEAD_STEPS = 2  # that the device may be behind the host: each holds a batch in memory
 
 
 @dataclass
@@ -111,10 +108,9 @@ class ThroughputMeter:
         return closed
 
     def measured(self, window: OpenWindow) -> dict[str, Any]:
-        """A closed window as fields of `Window`, for all ranks, without pauses; the host
-        waits for its end.
-        `data_wait_pct`: 0-100, the share of the time in which this process had no batch for an idle
-        device."""
+        """A closed window as fields of `Window`, for all ranks, without pauses; the host waits for
+        its end. `data_wait_pct`: the share of the time in which an idle device had no batch.
+        """
         self.clock.wait(window.end)
         paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
         waited_s = sum(
@@ -148,9 +144,7 @@ class ActiveRun:
     progress: Progress
     stop_signal: int = 0  # ends the run
     epoch_windows: list[Window] = field(default_factory=list)
-    submitted: tuple[Any, ...] | None = (
-        None  # a window whose sums are on their way from the device to the host
-    )
+    submitted: tuple[Any, ...] | None = None  # a window whose sums are on the way to the host
     first_step_s: float | None = None  # since the process began its work
     is_loader_checked: bool = False  # once per run, after the first epoch
 
@@ -181,9 +175,8 @@ class ActiveRun:
         progress.good_buffers = {}
 
     def _bad_steps(self, rows: list[list[float]], last_step: int) -> list[BadStep]:
-        """Those of all ranks among the steps `rows`, of which `last_step` is the last one.
-
-        With loss scaling, overflowing gradients are expected, because they determine the scale.
+        """Those of all ranks among the steps `rows`, of which `last_step` is the last one. With
+        loss scaling, gradients are expected to overflow: that determines the scale.
         """
         has_scale = self.state.parts.scaler.is_enabled()
         bad = [
@@ -280,19 +273,16 @@ class ActiveRun:
     def warn_if_loader_bound(self) -> None:
         """If the first epoch waited for data, name the bottleneck and the setting to change."""
         images = sum(window.images for window in self.epoch_windows if not window.warmup)
-        if (
-            self.is_loader_checked or images < 20 * self.plan.global_batch_size
-        ):  # mostly the loader's start
+        is_start_of_loader = images < 20 * self.plan.global_batch_size
+        if self.is_loader_checked or is_start_of_loader:
             return
         self.is_loader_checked = True
-        wait_pct = mean(after_warmup(self.epoch_windows), "data_wait_pct")
-        seconds, cores = (
-            sum(window.seconds for window in self.epoch_windows),
-            cores_of_process(self.dist.world_size),
-        )
-        times, workers = self.data.times, self.data.workers
         advice = bottleneck_advice(
-            times, workers=workers, cores=cores, seconds=seconds, data_wait_pct=wait_pct
+            self.data.times,
+            workers=self.data.workers,
+            cores=cores_of_process(self.dist.world_size),
+            seconds=sum(window.seconds for window in self.epoch_windows),
+            data_wait_pct=mean(after_warmup(self.epoch_windows), "data_wait_pct"),
         )
         if advice is not None and self.dist.is_main:
             log.warning("%s (a slow loader can mask the gain of channels_last)", advice)

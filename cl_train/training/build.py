@@ -21,7 +21,7 @@ from cl_train.config.combinations import graph_conflict
 from cl_train.config.schema import Config, ConfigError
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.measure.auto import Choice, fastest_layout
+from cl_train.measure.auto import fastest_layout
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.audit import recording
 from cl_train.memory_format.audit_report import LayoutReport
@@ -72,18 +72,13 @@ def build_train_state(
         refuse_nonfinite(model, f"weights={cfg.weights}")
     head = models.head_parameters(model)
     if cfg.optim.head_lr_ratio != 1 and not head:
-        raise ConfigError(
-            f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear, which would be its"
-            " classifier"
-        )
+        raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear as classifier")
     freeze(model, cfg.freeze, head)
     model = cast_model(model.to(dist.device), precision)
     batch_format = convert_layout(cfg, model, settings, dist)
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
-        log.warning(
-            "cuda_graph=true: a CPU has no CUDA graphs; the step runs eagerly on static buffers"
-        )
+        log.warning("cuda_graph=true: a CPU has no CUDA graphs, the steps run eagerly")
     on_stream = nullcontext if recorder is None else recorder.on_stream
     # On a CPU, shapes were tried when the model was built, but for a model of the user's.
     is_untried = dist.device.type == "cuda" or ":" in cfg.model
@@ -107,9 +102,7 @@ def build_train_state(
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:
-    """Raises ConfigError: a trained parameter holds NaN or Inf; constants may (a mask holds
-    -Inf).
-    """
+    """Raises ConfigError: a trained parameter holds NaN or Inf."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.isfinite().all():
             value = "NaN" if parameter.isnan().any() else "Inf"
@@ -137,66 +130,53 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) 
 
 
 def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool) -> None:
-    """Raises ConfigError: a loss of the user's fails on two images, or returns no number. soft:
-    targets are float.
-    """
+    """Raises ConfigError: a loss of the user's fails on two images, or returns no number."""
     if loss.function is None:
         return
     logits = torch.zeros(2, num_classes, device=device, requires_grad=True)
     targets = torch.zeros_like(logits) if soft else torch.zeros(2, dtype=torch.int64, device=device)
-    what = (
-        f"loss={loss.name} on logits {list(logits.shape)} and targets {targets.dtype}"
-        f" {list(targets.shape)}"
-    )
+    shapes = f"logits {list(logits.shape)} and targets {targets.dtype} {list(targets.shape)}"
+    what = f"loss={loss.name} on {shapes}"
     with failure_explained(what, "it must return their mean loss, a tensor of one number"):
         loss(logits, targets).reshape(()).backward()
 
 
 def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
-    sizes = size_schedule(cfg.data).image_sizes
-    weights = None if cfg.evaluate_only and cfg.resume else cfg.weights
-    build = partial(
-        models.build_model,
+    model = models.build_model(
         cfg.model,
         num_classes=num_classes,
-        weights=weights,
+        weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
+        image_size=size_schedule(cfg.data).image_sizes[-1],
         drop_path=cfg.drop_path,
+        keep_classifier=cfg.evaluate_only and cfg.resume is None,
         entry=cfg.entry,
     )
-    model = build(image_size=sizes[-1], keep_classifier=cfg.evaluate_only and cfg.resume is None)
     if cfg.drop_path is not None and cfg.drop_path_constant:
         models.set_drop_path(model, cfg.drop_path)
     if cfg.layer_scale is not None:
         models.set_layer_scale(model, cfg.layer_scale)
     refuse_lazy(model)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta:
-            raise ConfigError(
-                f"{name} is on the meta device and has no values: build the model on the CPU"
-            )
-        if isinstance(tensor, nn.Parameter) and tensor.layout != torch.strided:
-            raise ConfigError(
-                f"{name} is a sparse parameter, which the optimizers do not update: make it dense"
-            )
-    val_size = cfg.data.val_size or cfg.data.image_size
-    trained = () if cfg.evaluate_only else sizes
-    for size in (
-        sorted({val_size, *trained}) if ":" not in cfg.model else ()
-    ):  # a user's own may not run on "meta"
-        task = (
-            f"{'train on' if size in trained else 'evaluate'} {cfg.batch_size} images of {size} px"
-        )
-        advice = "change data.image_size, data.size_schedule or batch_size"
-        with failure_explained(f"model={cfg.model} cannot {task}", advice):
-            images = torch.empty(cfg.batch_size, 3, size, size, device="meta")
-            models.copy_model(model, "meta").train(size in trained)(images)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"{name} is on the meta device: build the model on the CPU")
+    if ":" not in cfg.model:  # a user's own may not run on "meta"
+        check_image_sizes(cfg, model)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
-            raise ConfigError(
-                "sync_batchnorm=true needs CUDA: PyTorch has no SyncBatchNorm for CPUs"
-            )
+            raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
+
+
+def check_image_sizes(cfg: Config, model: nn.Module) -> None:
+    """Raises ConfigError: `model` cannot take images of a size of training or evaluation."""
+    trained = () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes
+    for size in {cfg.data.val_size or cfg.data.image_size, *trained}:
+        task = f"{'train on' if size in trained else 'evaluate'} {cfg.batch_size} images"
+        advice = "change data.image_size, data.size_schedule or batch_size"
+        with failure_explained(f"model={cfg.model} cannot {task} of {size} px", advice):
+            images = torch.empty(cfg.batch_size, 3, size, size, device="meta")
+            models.copy_model(model, "meta").train(size in trained)(images)
 
 
 def try_run(
@@ -208,15 +188,14 @@ def try_run(
 ) -> None:
     """Try a step of the largest images, and tell whether the model loses channels_last in it.
 
-    On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and if the model
-    will be compiled, which takes less memory than this eager step. Kernels for two images would
-    never be used, so none are searched.
+    On a GPU the whole batch, so that memory runs out now; two images on a CPU, and if the model
+    will be compiled, which takes less memory than this eager step.
     """
     size = size_schedule(cfg.data).image_sizes[-1]
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
-    searches = torch.backends.cudnn.benchmark and is_whole
-    with kernel_selection(autotune=searches):
-        shape = (cfg.batch_size if is_whole else 2, 3, size, size)
+    shape = (cfg.batch_size if is_whole else 2, 3, size, size)
+    # Kernels for two images would never be used again.
+    with kernel_selection(autotune=torch.backends.cudnn.benchmark and is_whole):
         facts = (settings.precision.name, str(batch_format.device), torch.__version__)
         report = LayoutReport(cfg.model, model_memory_format(model), str(shape), *facts)
         try:
@@ -234,33 +213,29 @@ def convert_layout(
 ) -> DeviceFormat:
     """Convert `model` in place as the settings say; returns the format of its input.
 
-    Raises ConfigError: channels_last=true, and torch is known to crash on the model in it.
+    `channels_last=auto` is the faster layout of the run's own step on its largest images, measured
+    by rank 0. Raises ConfigError: channels_last=true, and torch is known to crash on the model.
     """
     layout = Layout.of(cfg)
-    if layout is None:
-        choice = choose_layout(cfg, model, settings, dist)
-        log.info("channels_last=auto: %s", choice.reason)
-        layout = choice.layout
-    elif layout.is_channels_last and not cfg.evaluate_only:
+    if layout is None or (layout.is_channels_last and not cfg.evaluate_only):
         try:
             refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
         except ConfigError as error:
-            raise ConfigError(f"model={cfg.model}: {error}, or with channels_last=auto") from None
+            if layout is not None:
+                advice = "or with channels_last=auto"
+                raise ConfigError(f"model={cfg.model}: {error}, {advice}") from None
+            log.info("channels_last=auto: contiguous: %s", error)
+            layout = CONTIGUOUS
+    if layout is None:
+        size = size_schedule(cfg.data).image_sizes[-1]
+        workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device)
+        choice = on_main(lambda: fastest_layout(model, workload), dist)
+        log.info("channels_last=auto: %s", choice.reason)
+        layout = choice.layout
     report = convert(model, layout)
     if layout.is_channels_last:
         log.info("%s", report)
     return DeviceFormat(dist.device, settings.precision.input_dtype, layout.memory_format)
-
-
-def choose_layout(cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist) -> Choice:
-    """The faster layout of the run's own step on its largest images, measured by rank 0."""
-    size = size_schedule(cfg.data).image_sizes[-1]
-    workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device)
-    try:
-        refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
-    except ConfigError as error:
-        return Choice(CONTIGUOUS, f"contiguous: {error}", 0.0)
-    return on_main(lambda: fastest_layout(model, workload), dist)
 
 
 def refuse_crash_of_sizes(
@@ -298,8 +273,6 @@ def try_model(
                 f"outputs {list(logits.shape)}, not [N, classes] for {num_classes} classes"
             )
 
-    if any(getattr(module, "sparse", False) is True for module in model.modules()):
-        raise ConfigError("sparse gradients, which the optimizers do not take: use sparse=False")
     try:
         copied = models.copy_model(model)
     except ConfigError as error:
@@ -319,22 +292,15 @@ def try_model(
             train_step(parts, [Batch(images, targets)])
     except Exception as error:
         if is_out_of_memory(error):
-            advice = (
-                "Use a smaller batch_size or batch_size=auto; accumulate_steps keeps the global "
-                "batch"
-            )
-            raise TrainingFault(
-                f"batch_size={shape[0]}: {describe_out_of_memory(error)}. {advice}"
-            ) from None
-        raise ConfigError(
-            f"the model cannot train on {shape[-1]} px images: {explain_failure(error)}"
-        ) from error
+            what = f"batch_size={shape[0]}: {describe_out_of_memory(error)}"
+            advice = "Use a smaller batch_size (accumulate_steps keeps the global batch), or auto"
+            raise TrainingFault(f"{what}. {advice}") from None
+        what = f"the model cannot train on {shape[-1]} px images"
+        raise ConfigError(f"{what}: {explain_failure(error)}") from error
 
 
 def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
-    """Whether steps are recorded; with `auto` only on a GPU, in one process, and if no other
-    setting conflicts.
-    """
+    """`auto`: only on a GPU, in one process, and if no other setting conflicts."""
     if cfg.cuda_graph == "auto":
         return dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
     return cfg.cuda_graph == "true"
@@ -348,20 +314,14 @@ def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
     ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
     for rank, other in enumerate(ranks):
         for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
-            differ = (
-                f"{name} is {ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
-            )
-            raise ConfigError(
-                f"the ranks disagree: {differ}; start every node with the same command, code and"
-                " data"
-            )
+            values = f"{ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
+            advice = "start every node with the same command, code and data"
+            raise ConfigError(f"the ranks disagree: {name} is {values}; {advice}")
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """DDP if there are several ranks.
-
-    Gradients are views of its buckets, in each parameter's strides: channels_last weights have
-    channels_last gradients without a copy.
+    """DDP if there are several ranks. Gradients are views of its buckets, in each parameter's
+    strides: channels_last weights have channels_last gradients without a copy.
     """
     if dist.world_size == 1:
         return model
@@ -370,41 +330,32 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
         strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
         layouts[f"layout of {name}"] = (tuple(tensor.shape), strides)
     check_ranks_agree(layouts, dist)
-    ddp, options = nn.parallel.DistributedDataParallel, dict[str, Any]()
+    ddp = nn.parallel.DistributedDataParallel
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": static_graph}
+    if dist.device.type == "cuda":
+        options["device_ids"] = [dist.device]
     owners = [module for module in model.modules() if list(module.buffers(recurse=False))]
-    has_only_statistics = all(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners
-    )
-    if (
-        has_only_statistics and "forward_sync_buffers" in signature(ddp).parameters
-    ):  # since torch 2.15
-        # Else rank 0's are broadcast in each forward pass; evaluation and checkpoints take rank 0's
-        # anyway.
+    is_batch_norm = [isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners]
+    if all(is_batch_norm) and "forward_sync_buffers" in signature(ddp).parameters:
+        # Since torch 2.15. Else rank 0's statistics are broadcast in each forward pass; evaluation
+        # and checkpoints take rank 0's anyway.
         options["forward_sync_buffers"] = False
-    device_ids = [dist.device] if dist.device.type == "cuda" else None
-    return ddp(
-        model,
-        device_ids=device_ids,
-        gradient_as_bucket_view=True,
-        static_graph=static_graph,
-        **options,
-    )
+    return ddp(model, **options)
 
 
 def utilisation_of(state: TrainState, dist: Dist, speed: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns FLOPs and shares of the device's peak (`step.utilisation`).
-
-    None for a model that cannot run on shapes alone.
-    """
+    """FLOPs and shares of the device's peak; None for a model that cannot run on shapes alone."""
     size = speed["image_size"]
     images_per_s = speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
     try:
         shapes = models.copy_model(state.model, "meta").train()
         images = torch.empty(2, 3, size, size, device="meta", dtype=next(shapes.parameters()).dtype)
         forward = flops_of(lambda: shapes(images))
-        step = flops_of(
-            lambda: mean_square(output_tensors(shapes(images))).backward(), gradients=True
-        )
+
+        def train() -> None:
+            mean_square(output_tensors(shapes(images))).backward()
+
+        step = flops_of(train, gradients=True)
     except Exception:  # a user's model may raise any exception
         return None
     gflop = 1e-9 / len(images)

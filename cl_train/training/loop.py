@@ -5,7 +5,8 @@ this order.
 import logging
 import shlex
 import sys
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -47,102 +48,110 @@ log = logging.getLogger(__name__)
 
 def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     """Run `cfg` with its records in `folder` (rank 0's). A program that goes on after the run gives
-    its own `command`.
+    its own `command`, and gets a KeyboardInterrupt at the second Ctrl-C.
 
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the
     checkpoint. TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the
-    run cannot continue."""
-    signals = StopRequest(
-        ends_process=command is None
-    )  # at the second Ctrl-C; a program gets a KeyboardInterrupt
+    run cannot continue.
+    """
+    signals = StopRequest(ends_process=command is None)
     with ExitStack() as last, ExitStack() as stack:
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
         folder = on_main(folder.absolute, dist)  # ranks would generate different timestamps
-        if cfg.evaluate_only and continues(
-            cfg.resume, folder
-        ):  # beside the records of the run, which stay as they are
+        if cfg.evaluate_only and continues(cfg.resume, folder):  # the run's records stay
             source = str(folder) if cfg.resume == "auto" else cfg.resume
             cfg, folder = replace(cfg, resume=source, overwrite=True), folder / "evaluation"
         if dist.is_main:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
         run_log.open_file(folder if dist.is_main else None)
+
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
         stack.push(partial(record_failure, run))
-        profiling = (
-            profile(folder, dist.device)
-            if cfg.profile and dist.is_main
-            else nullcontext(lambda: None)
-        )
-        profile_step = stack.enter_context(profiling)
+        cfg, plan, progress = run.plan.cfg, run.plan, run.progress
         # Until here a signal ends the process at once; from now on it does not interrupt the
         # closing of data and files.
         last.enter_context(signals)
-        cfg, plan, state, progress, meter = (
-            run.plan.cfg,
-            run.plan,
-            run.state,
-            run.progress,
-            run.meter,
-        )
-        bar = progress_bar("training", plan.last_step, progress.step, shown=dist.is_main)
 
         if cfg.evaluate_only:
             record_evaluation(run, evaluate_model_and_ema(run))
-        while not (cfg.evaluate_only or run.stop_signal or plan.is_done(progress)):
-            first_batch, save_due = progress.step_in_epoch * cfg.accumulate_steps, 0
-            batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
-            run.epoch_windows = []
-            meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
-            while not plan.is_epoch_end(progress):
-                with meter.waiting():
-                    micro_batches = list(islice(batches, cfg.accumulate_steps))
-                lr = plan.lr_at(progress)
-                set_lr(state.parts.optimizer, lr)
-                progress.window.append(state.train_step(micro_batches))
-                progress.advance(plan.global_batch_size)
-                state.parts.update_average(progress.step)
-                meter.tick(plan.global_batch_size)
-                run.note_first_step()
-                profile_step()
-                bar.update(progress.step - bar.n)
+        else:
+            with step_observers(run) as after_step:
+                while not (run.stop_signal or plan.is_done(progress)):
+                    save_due = train_epoch(run, after_step)
+                    if not run.stop_signal:
+                        end_epoch(run, save_due=save_due)
+            has_checkpoint = run.checkpoints.saved_step >= 0 or continues(cfg.resume, folder)
+            if cfg.resume is not None and not has_checkpoint:  # the other run left nothing to train
+                run.save()
 
-                if progress.step % cfg.log_every == 0 or plan.is_epoch_end(progress):
-                    run.log_steps(lr)
-
-                save_due = signals.save_requested or run.checkpoints.is_due(
-                    cfg.checkpoint, progress.step
-                )
-                # All ranks must stop or save at the same step. The cost: one all-reduce on the host
-                # per step.
-                run.stop_signal, save_due = max_over_ranks([signals.stop or 0, save_due], dist)
-                if run.stop_signal or (save_due and not plan.is_epoch_end(progress)):
-                    run.save()
-                    meter.exclude_pause()
-                if run.stop_signal:
-                    break
-            batches.close()  # batches prepared ahead would count as the evaluation's
-            if not run.stop_signal:
-                end_epoch(run, save_due=bool(save_due))
-        bar.close()
-        from_other_run = cfg.resume is not None and not continues(cfg.resume, folder)
-        if (
-            from_other_run and not cfg.evaluate_only and run.checkpoints.saved_step < 0
-        ):  # nothing was left to train
-            run.save()
-        if isinstance(state.train_step, GraphedStep):
-            state.train_step.release(None)  # nothing else can use its memory
+        if isinstance(run.state.train_step, GraphedStep):
+            run.state.train_step.release(None)  # nothing else can use its memory
         summary = finish(run)
         return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
+
+
+def train_epoch(run: ActiveRun, after_step: Callable[[], None]) -> bool:
+    """Train to the end of the epoch, or to a signal; whether a checkpoint is due now."""
+    cfg, plan, state, progress, meter = run.plan.cfg, run.plan, run.state, run.progress, run.meter
+    first_batch = progress.step_in_epoch * cfg.accumulate_steps
+    batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
+    run.epoch_windows = []
+    meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
+    is_epoch_end, save_due = plan.is_epoch_end(progress), 0
+    while not (is_epoch_end or run.stop_signal):
+        with meter.waiting():
+            micro_batches = list(islice(batches, cfg.accumulate_steps))
+
+        lr = plan.lr_at(progress)
+        set_lr(state.parts.optimizer, lr)
+        progress.window.append(state.train_step(micro_batches))
+        progress.advance(plan.global_batch_size)
+        state.parts.update_average(progress.step)
+
+        meter.tick(plan.global_batch_size)
+        run.note_first_step()
+        after_step()
+        is_epoch_end = plan.is_epoch_end(progress)
+        if progress.step % cfg.log_every == 0 or is_epoch_end:
+            run.log_steps(lr)
+
+        # All ranks must stop or save at the same step: one all-reduce on the host per step.
+        save_due = run.signals.save_requested or run.checkpoints.is_due(
+            cfg.checkpoint, progress.step
+        )
+        run.stop_signal, save_due = max_over_ranks([run.signals.stop or 0, save_due], run.dist)
+        if run.stop_signal or (save_due and not is_epoch_end):
+            run.save()
+            meter.exclude_pause()
+    batches.close()  # batches prepared ahead would count as the evaluation's
+    return bool(save_due)
+
+
+@contextmanager
+def step_observers(run: ActiveRun) -> Iterator[Callable[[], None]]:
+    """What follows each step on rank 0: the progress bar and the profile."""
+    is_main, progress = run.dist.is_main, run.progress
+    with ExitStack() as stack:
+        steps = run.plan.last_step
+        bar = stack.enter_context(progress_bar("training", steps, progress.step, shown=is_main))
+        if not (run.plan.cfg.profile and is_main):
+            yield lambda: bar.update(progress.step - bar.n)
+            return
+        profile_step = stack.enter_context(profile(run.folder, run.dist.device))
+
+        def after_step() -> None:
+            profile_step()
+            bar.update(progress.step - bar.n)
+
+        yield after_step
 
 
 def record_failure(
     run: ActiveRun, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """At the end: a run that failed still writes its summary. Other errors do not replace the first
-    one.
-    """
+    """A run that failed still writes its summary; other errors do not replace the first one."""
     if error is None:
         return
     if run.dist.world_size == 1:  # the other ranks may not take part
@@ -150,9 +159,7 @@ def record_failure(
             run.log_submitted()
     with suppress(OSError):
         run.records.finish("failed", why=str(error).partition("\n")[0])
-    if isinstance(
-        error, Exception
-    ):  # a second Ctrl-C does not wait; the process may end without joining threads
+    if isinstance(error, Exception):  # a second Ctrl-C does not wait
         with suppress(Exception):
             run.checkpoints.store.wait()
 
@@ -218,13 +225,10 @@ def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> N
     """`val` comes last: its record marks the evaluation as complete for a resumed run."""
     for kind, result in reversed(evaluated.items()):
         run.records.write_evaluation(kind, result)
-        line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images".format(
-            **result
-        )
-        line += "".join(
-            f" {name} {value:.4g}" for name, value in result.items() if name not in EVALUATED
-        )
-        log.info("%s%s", line, "" if kind == "val" else " (EMA)")
+        line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images"
+        more = {name: value for name, value in result.items() if name not in EVALUATED}
+        numbers = "".join(f" {name} {value:.4g}" for name, value in more.items())
+        log.info("%s%s%s", line.format(**result), numbers, "" if kind == "val" else " (EMA)")
 
 
 def finish(run: ActiveRun) -> dict[str, Any]:
@@ -232,17 +236,12 @@ def finish(run: ActiveRun) -> dict[str, Any]:
 
     Raises TrainingFault: the run did not train, or evaluates to NaN.
     """
-    dist, records, steps, skipped = (
-        run.dist,
-        run.records,
-        run.progress.step,
-        run.progress.skipped_steps,
-    )
+    dist, records, steps = run.dist, run.records, run.progress.step
     run.checkpoints.store.finish()
+    skipped = run.progress.skipped_steps
     if steps >= 20 and skipped > steps / 2:
-        raise TrainingFault(
-            f"{skipped} of {steps} updates were skipped because gradients overflowed. {ADVICE}"
-        )
+        what = f"{skipped} of {steps} updates were skipped because gradients overflowed"
+        raise TrainingFault(f"{what}. {ADVICE}")
     for evaluation in records.of_kind("val")[-1:]:
         check_evaluation(evaluation["loss"])
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,9 +109,7 @@ class Records:
         why: str | None = None,
     ) -> dict[str, Any]:
         """Write `summary.json`, and return its content. Results are those of this process, unless
-        it had nothing left to train.
-
-        Raises OSError: the disk is full, still after a minute (see `retry`) unless the run failed.
+        it had nothing left to train. Raises OSError: the disk is full, and stays so (see `retry`).
         """
         everything, progress = self._earlier + self._new, self._progress
         records = self._new if status == "failed" or self.of_kind("train") else everything
@@ -121,47 +118,45 @@ class Records:
         if self.description["data"] == "synthetic":  # no loader
             measured["images_per_s"]["compute"] = measured["images_per_s"]["end_to_end"]
         last = windows[-1] if windows else None
-        peaks_gib = [window.peak_memory_gib for window in windows]
-        peaks_gib.append(peak_memory_gib(torch.device(self.description["device"])))
+        scale = last.loss_scale if last else None
+        device = torch.device(self.description["device"])
+        peaks_gib = [peak_memory_gib(device), *(window.peak_memory_gib for window in windows)]
         ended = datetime.now().astimezone()
         since = datetime.fromisoformat(self.description["started"])
-
-        summary = finite_or_null(
-            asdict(
-                Summary(
-                    status=status,
-                    **(self.description | measured),
-                    steps=progress.step,
-                    images_seen=progress.images_seen,
-                    utilisation=utilisation(measured) if utilisation and windows else None,
-                    peak_memory_gib=round(max(peaks_gib), 4),
-                    train={"loss": last.loss if last else None},
-                    val=last_evaluation(records, "val"),
-                    val_average=last_evaluation(records, "val_average"),
-                    amp={
-                        "scale": last.loss_scale if last else None,
-                        "skipped_steps": progress.skipped_steps,
-                    },
-                    others_pct=self._of_all_processes(others_pct),
-                    skipped_images=skipped_images,
-                    best=best_evaluation(everything, self._best_by),
-                    ended=ended.isoformat(timespec="seconds"),
-                    seconds=round((ended - since).total_seconds(), 1),
-                    why=why,
-                    reserved_memory_gib=reserved_memory_gib(),
-                    first_step_s=first_step_s,
-                    gpu=gpu,
-                )
-            )
+        summary = Summary(
+            status=status,
+            **(self.description | measured),
+            steps=progress.step,
+            images_seen=progress.images_seen,
+            utilisation=utilisation(measured) if utilisation and windows else None,
+            peak_memory_gib=round(max(peaks_gib), 4),
+            train={"loss": last.loss if last else None},
+            val=last_evaluation(records, "val"),
+            val_average=last_evaluation(records, "val_average"),
+            amp={"scale": scale, "skipped_steps": progress.skipped_steps},
+            others_pct=self._of_all_processes(others_pct),
+            skipped_images=skipped_images,
+            best=best_evaluation(everything, self._best_by),
+            ended=ended.isoformat(timespec="seconds"),
+            seconds=round((ended - since).total_seconds(), 1),
+            why=why,
+            reserved_memory_gib=reserved_memory_gib(),
+            first_step_s=first_step_s,
+            gpu=gpu,
         )
+        return self._write_summary(finite_or_null(asdict(summary)))
 
-        def write(folder: Path) -> None:
+    def _write_summary(self, summary: dict[str, Any]) -> dict[str, Any]:
+        if self._folder is None:
+            return summary
+        path = self._folder / SUMMARY
+        self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
+
+        def write() -> None:
             self._metrics.flush()
-            write_json(folder / SUMMARY, summary, indent=2)
+            write_json(path, summary, indent=2)
 
-        if self._folder is not None:
-            self._trackers.send({"kind": "end", "step": progress.step, "summary": summary})
-            write(self._folder) if status == "failed" else retry(partial(write, self._folder))
+        write() if summary["status"] == "failed" else retry(write)
         return summary
 
     def _of_all_processes(self, others_pct: float | None) -> float | None:
@@ -256,9 +251,8 @@ class RunLog(logging.Handler):
             self._file.append(f"{line}\n".encode(errors="surrogateescape"))
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        is_tensorboard = type(args.thread).__module__.startswith(
-            "tensorboard."
-        )  # whose next call raises it again
+        # Whose next call raises it again.
+        is_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
         if not (is_tensorboard and isinstance(args.exc_value, OSError)):
             self._before[1](args)
 
@@ -282,15 +276,13 @@ def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]
 
     def write(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(trace))
-        (folder / "operators.txt").write_text(
-            profiler.key_averages().table(sort_by=key, row_limit=40), "utf-8"
-        )
+        operators = profiler.key_averages().table(sort_by=key, row_limit=40)
+        (folder / "operators.txt").write_text(operators, "utf-8")
         log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
 
     schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
-    with torch.profiler.profile(
-        schedule=schedule, on_trace_ready=write, record_shapes=True
-    ) as profiler:
+    options = {"schedule": schedule, "on_trace_ready": write, "record_shapes": True}
+    with torch.profiler.profile(**options) as profiler:
         yield profiler.step
     if not trace.is_file():
         log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")

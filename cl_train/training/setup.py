@@ -22,7 +22,7 @@ from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.transforms import image_augment
 from cl_train.memory_format.layout import model_memory_format
-from cl_train.models.files import Preprocessing
+from cl_train.models.card import Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
@@ -88,8 +88,6 @@ def set_up(
     cfg = prepare_process(cfg, dist)
     machine_load = MachineLoad()  # it measures from here on
     precision = resolve_precision(cfg.precision, dist.device)
-    # Autotuning is worthwhile because shapes rarely change: the loader drops the last, smaller
-    # batch.
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     announce(cfg, precision, dist)
 
@@ -108,7 +106,8 @@ def set_up(
     announce_work(data, plan, state.model)
 
     # 4. Where the run begins.
-    description, facts = describe_run(state, data, plan, dist)
+    description = describe_run(state, data, plan, dist)
+    facts = facts_of_run(description, data, cfg)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
     checkpoints = Checkpoints(store, state, facts, dist)
     if not cfg.evaluate_only:
@@ -132,8 +131,8 @@ def set_up(
 
 
 def prepare_process(cfg: Config, dist: Dist) -> Config:
-    """Set switches of the whole process, which are never restored; returns `cfg` with the number
-    that `batch_size=auto` found.
+    """Set switches of the whole process, for good; returns `cfg` with a number for
+    `batch_size=auto`.
     """
     torch.use_deterministic_algorithms(cfg.deterministic)
     if cfg.deterministic:  # cuBLAS reads its variable once, before any work
@@ -160,14 +159,9 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
     )
     stack.callback(data.close)
     if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
-        raise ConfigError(
-            "there are no validation images: give some, or train without evaluation, "
-            "evaluate_every=-1"
-        )
+        raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
     if data.label_shape and cfg.loss == "cross_entropy":
-        raise ConfigError(
-            "the labels of data.dataset are vectors: use loss=bce, or a loss of your own"
-        )
+        raise ConfigError("the labels of data.dataset are vectors: use loss=bce, or your own")
     of_machine = ("data.root", "data.workers", "data.prefetch", "data.dataset")
     settings = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
     check_ranks_agree(settings | {"data": data.fingerprint}, dist)
@@ -194,11 +188,10 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
     if progress is None:
         if cfg.resume and records and checkpoints.dist.is_main:
             log.warning(
-                "%s has no checkpoint to resume: the run begins anew and replaces its records",
-                folder,
+                "%s has no checkpoint: the run begins anew and replaces its records", folder
             )
         return Progress()
-    # The checkpoint was written before the evaluation of its epoch; the records say whether that
+    # The checkpoint was written before the evaluation of its epoch: the records say whether that
     # took place.
     evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}
     is_closed = plan.is_epoch_end(progress) and (
@@ -211,19 +204,14 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
     return progress
 
 
-def describe_run(
-    state: TrainState, data: Data, plan: Plan, dist: Dist
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The part of `summary.json` that is known before the first step (the rest: `Records.finish`),
-    and what identifies the run of a checkpoint (see `check_compatible`), with the keys of a
-    `ModelCard`.
+def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
+    """The part of `summary.json` that is known before the first step; `Records.finish` adds the
+    rest.
     """
     cfg = plan.cfg
-    description: dict[str, Any] = {
-        **{
-            name: getattr(cfg, name)
-            for name in ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")
-        },
+    settings = ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")
+    return {
+        **{name: getattr(cfg, name) for name in settings},
         "memory_format": model_memory_format(state.model),
         "precision": state.parts.precision.name,
         "world_size": dist.world_size,
@@ -239,19 +227,24 @@ def describe_run(
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(),
     }
-    of_both = ("model", "memory_format", "precision", "world_size", "workers", "global_batch_size")
-    facts = {name: description[name] for name in of_both} | {
+
+
+def facts_of_run(description: dict[str, Any], data: Data, cfg: Config) -> dict[str, Any]:
+    """What identifies the run of a checkpoint (see `check_compatible`), with the keys of a
+    `ModelCard`.
+    """
+    shared = ("model", "memory_format", "precision", "world_size", "workers", "global_batch_size")
+    packages = ("torch", "torchvision", "python")
+    return {
+        **{name: description[name] for name in shared},
         "num_classes": data.num_classes,
         "classes": list(data.classes),
         "extensions": cfg.data.extensions,
         **Preprocessing.of(cfg.data).to_dict(),
         "data_fingerprint": data.fingerprint,
-        "versions": {
-            name: description["environment"][name] for name in ("torch", "torchvision", "python")
-        },
+        "versions": {name: description["environment"][name] for name in packages},
         "config": asdict(cfg),
     }
-    return description, facts
 
 
 def seed_generators(seed: int) -> None:
@@ -279,10 +272,7 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
         only = cfg.evaluate_only
         log_preprocessing(cfg.data, cfg.model, cfg.weights, cfg.entry, evaluate_only=only)
     if cfg.data.val_split == "train" and not cfg.evaluate_only:
-        log.warning(
-            "data.val_split=train: the accuracy is that on the training images; on others it is "
-            "lower"
-        )
+        log.warning("data.val_split=train: the accuracy on other images is lower")
 
 
 def announce_work(data: Data, plan: Plan, model: nn.Module) -> None:
@@ -300,17 +290,9 @@ def announce_work(data: Data, plan: Plan, model: nn.Module) -> None:
     if cfg.evaluate_only:
         return
     if data.num_classes == 1:
-        log.warning(
-            "there is one class only: every answer is right; is data.root one level too high or "
-            "too low?"
-        )
+        log.warning("there is one class only: is data.root one level too high or too low?")
     left_out = data.train_images - plan.steps_per_epoch * plan.global_batch_size
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
     epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
-    log.info(
-        "%s of %d steps, %d images per step%s",
-        epochs,
-        plan.steps_per_epoch,
-        plan.global_batch_size,
-        dropped,
-    )
+    steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
+    log.info("%s of %d steps, %d images per step%s", epochs, steps, images_per_step, dropped)

@@ -84,7 +84,6 @@ REMEDIES = {
     "audited lazy": "one batch",
     "audited meta": "meta",
     "compared view": "reshape",
-    "compared sparse gradients": "sparse=False",
 }
 
 # The classifiers among them.
