@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,8 @@ from cl_train.data.images import Pixels
 from cl_train.data.transforms import ImageTransform, default_val_resize
 
 _TEXTS = ("memory_format", "model", "precision")
-_SETTINGS = {
-    "crop": "image_size",
-    "resize": "val_resize",
-    "interpolation": "val_interpolation",
-}  # of `data`
+# The settings of `data` that are called otherwise there.
+_SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}
 _PREPROCESSING = (*_SETTINGS, "mean", "std")
 _LISTS = ("classes", "extensions")
 KEYS = (*_TEXTS, *_LISTS, "input_size", *_PREPROCESSING)
@@ -50,13 +47,12 @@ class Preprocessing:
 
     def settings(self) -> dict[str, Any]:
         """The settings of `data` with which an evaluation has this preprocessing."""
-        return {
-            _SETTINGS.get(name, name): list(v) if isinstance(v, tuple) else v
-            for name, v in vars(self).items()
-        }
+        card = self.to_dict()
+        return {_SETTINGS.get(name, name): card[name] for name in _PREPROCESSING}
 
     def to_dict(self) -> dict[str, Any]:
-        return {"input_size": [3, self.crop, self.crop], **asdict(self)}
+        lists = {"mean": list(self.mean), "std": list(self.std)}
+        return {"input_size": [3, self.crop, self.crop], **vars(self), **lists}
 
     def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
         """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], with the pixels of an
@@ -64,9 +60,9 @@ class Preprocessing:
         """
         pixels = np.array(image.convert("RGB")) if isinstance(image, Image.Image) else image
         rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        ImageTransform(DataConfig(**self.settings()), AugmentConfig(), 0, training=False)(
-            rows[0], pixels, 0, 0
-        )
+        settings = DataConfig(**self.settings())
+        transform = ImageTransform(settings, AugmentConfig(), 0, training=False)
+        transform(rows[0], pixels, 0, 0)
         form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
         return Normalise(self.mean, self.std, form)(rows)[0]
 
@@ -84,47 +80,30 @@ class ModelCard:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values without the unknown ones."""
-        values = {name: getattr(self, name) for name in (*_TEXTS, *_LISTS)}
-        values |= self.preprocessing.to_dict() if self.preprocessing else {}
-        return {
-            name: [*value] if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value
-        }
+        values = {name: getattr(self, name) for name in _TEXTS}
+        values |= {name: list(getattr(self, name)) for name in _LISTS}
+        known = {name: value for name, value in values.items() if value}
+        return known | (self.preprocessing.to_dict() if self.preprocessing else {})
 
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":
-        """From a file's metadata, which may hold anything: what is not as `to_dict` writes it is
-        unknown.
-        """
-        values = (
-            {key: _parsed(metadata.get(key)) for key in KEYS} if isinstance(metadata, dict) else {}
-        )
-        texts = {
-            name: value for name in _TEXTS if isinstance(value := values.get(name), str) and value
-        }
-        lists = {
-            name: [str(item) for item in value]
+        """From a file's metadata: what is not as `to_dict` writes it is unknown."""
+        entries = metadata if isinstance(metadata, dict) else {}
+        values = {key: _parsed(entries.get(key)) for key in KEYS}
+        texts = {name: values[name] or None for name in _TEXTS if isinstance(values[name], str)}
+        classes, extensions = (
+            tuple(map(str, values[name])) if isinstance(values[name], list) else ()
             for name in _LISTS
-            if isinstance(value := values.get(name), list)
-        }
-        readable = [name for name in lists.get("extensions", ()) if name.lower() in IMAGE_FORMATS]
+        )
+        readable = tuple(name for name in extensions if name.lower() in IMAGE_FORMATS)
         preprocessing = None
         with contextlib.suppress(ConfigError):
-            data = {_SETTINGS.get(name, name): values.get(name) for name in _PREPROCESSING}
-            found = Preprocessing.of(from_mapping(DataConfig, data))
-            if (
-                len(found.mean) == len(found.std) == 3
-                and min(found.std) > 0
-                and found.resize >= found.crop
-            ):
-                preprocessing = found
-        return cls(
-            classes=tuple(lists.get("classes", ())),
-            preprocessing=preprocessing,
-            extensions=tuple(readable),
-            **texts,
-        )
+            data = {_SETTINGS.get(name, name): values[name] for name in _PREPROCESSING}
+            read = Preprocessing.of(from_mapping(DataConfig, data))
+            has_three_channels = len(read.mean) == len(read.std) == 3
+            if has_three_channels and min(read.std) > 0 and read.resize >= read.crop:
+                preprocessing = read
+        return cls(classes=classes, preprocessing=preprocessing, extensions=readable, **texts)
 
 
 def _parsed(value: object) -> Any:

@@ -5,6 +5,7 @@ with the original.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,8 @@ from cl_train.models.files import (
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import output_file
 
-_TOLERANCES = {
-    torch.float32: 1e-4,
-    torch.float64: 1e-9,
-}  # of the largest output, else 2e-2: another order of sums
+# Of the largest output, else 2e-2: another order of sums.
+_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named
 _SUFFIXES = (".pth", ".pt", ".safetensors", ".pt2", ".onnx")
 _SUFFIXES_OF = {
@@ -107,15 +106,13 @@ def convert_file(
     a batch in one memory format, and compare it with the original in the other one.
 
     The arguments are the settings of `cl-train convert`; `reading`: model, weights, entry, prefix,
-    trust. Returns what was done, and whether the outputs are equal, or could not be compared; the
-    values are equal. Raises NotConverted; ConfigError: see `read_weights`; `out` exists or has
-    another suffix; the weights do not fit the model.
+    trust. Returns what was done, and whether the outputs are equal; false: not compared. Raises
+    NotConverted; ConfigError: see `read_weights`; `out` exists or has another suffix; the weights
+    do not fit the model.
     """
     path, target = weights_path(source), Path(out)
     if path is not None and target.resolve() == path.resolve():
-        raise ConfigError(
-            f"out={target}: the converted file must have another name than the original"
-        )
+        raise ConfigError(f"out={target}: give another name than that of the original")
     if target.suffix not in _SUFFIXES:
         raise ConfigError(f"out={target}: use one of the suffixes {', '.join(_SUFFIXES)}")
     for module in ("onnx", "onnxscript", "onnxruntime") if target.suffix == ".onnx" else ():
@@ -153,9 +150,7 @@ def _read(
         card = ModelCard(model=name, classes=classes, preprocessing=preprocessing)
         return SavedModel("zoo", state, card, versions=module_versions(state))
     if path is None and (":" in name or name.startswith("timm/") or name in models.model_names()):
-        raise ConfigError(
-            f"{name} is the name of a model: add weights=DEFAULT, or other weights by name or file"
-        )
+        raise ConfigError(f"{name} is a model: add weights=DEFAULT, another name, or a file")
     saved = read_weights(path or Path(source), **reading)
     recorded = saved.card.model
     code = recorded if ":" in (recorded or "") else None
@@ -173,21 +168,16 @@ def _needed_model(saved: SavedModel) -> str:
 def _runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:
     """The model of a file, in eval mode; None if only its weights are known."""
     if saved.program is not None:
-        return (
-            saved.program.module()
-            if saved.kind == "exported program"
-            else copy.deepcopy(saved.program).eval()
-        )
+        is_exported = saved.kind == "exported program"
+        return saved.program.module() if is_exported else copy.deepcopy(saved.program).eval()
     if (name := saved.card.model) is None:
         return None
-    model = models.build_model(
-        name, num_classes=len(saved.card.classes) or 1000, image_size=image_size
-    )
+    build = partial(models.build_model, name, image_size=image_size)
+    model = build(num_classes=len(saved.card.classes) or 1000)
     other = [saved.tensors[key] for key in saved.names_of_other_shape(model)]
-    if (
-        other and other[0].dim() > 0
-    ):  # the classifier's, whose first dimension is the number of classes
-        model = models.build_model(name, num_classes=len(other[0]), image_size=image_size)
+    # The classifier's, whose first dimension is the number of classes.
+    if other and other[0].dim() > 0:
+        model = build(num_classes=len(other[0]))
     models.load_weights(model, saved, f"model={name} does not fit the file")
     return model.eval()
 

@@ -59,18 +59,14 @@ class SavedModel:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            name: value for name, value in self.state.items() if isinstance(value, torch.Tensor)
-        }
+        state = self.state.items()
+        return {name: value for name, value in state if isinstance(value, torch.Tensor)}
 
     def names_of_other_shape(self, model: nn.Module) -> list[str]:
         """The tensors that `model` has in another shape."""
-        current = model.state_dict()
-        return [
-            name
-            for name, value in self.tensors.items()
-            if name in current and current[name].shape != value.shape
-        ]
+        shapes = {name: value.shape for name, value in model.state_dict().items()}
+        tensors = self.tensors.items()
+        return [name for name, value in tensors if shapes.get(name, value.shape) != value.shape]
 
     def with_card(self, **known: Any) -> "SavedModel":
         return replace(self, card=replace(self.card, **known))
@@ -78,9 +74,8 @@ class SavedModel:
     @property
     def stored(self) -> str:
         """The memory format of the tensors in the file."""
-        return memory_format_of(
-            value for value in self.tensors.values() if value.is_floating_point()
-        )
+        tensors = self.tensors.values()
+        return memory_format_of(value for value in tensors if value.is_floating_point())
 
 
 def weights_path(weights: str | Path) -> Path | None:
@@ -89,24 +84,17 @@ def weights_path(weights: str | Path) -> Path | None:
     """
     path = Path(weights).expanduser()
     if not path.is_dir():
-        return (
-            path
-            if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors") or path.is_file()
-            else None
-        )
+        is_file_name = path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+        return path if is_file_name or path.is_file() else None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = [*sorted(folder.glob("step-*.pt")), *folder.glob("best.pt")]
-    if not found:
-        raise ConfigError(
-            f"{path}: a folder without a checkpoint (checkpoints/best.pt or step-*.pt)"
-        )
-    return found[-1]
+    checkpoints = [*sorted(folder.glob("step-*.pt")), *folder.glob("best.pt")]
+    if not checkpoints:
+        raise ConfigError(f"{path}: no checkpoint in it (checkpoints/best.pt or step-*.pt)")
+    return checkpoints[-1]
 
 
 def _kind_of(path: Path) -> Kind:
-    """From its suffix and members (a checkpoint: a state dict); executes nothing. Raises
-    ConfigError: no file, ONNX.
-    """
+    """From suffix and members; a checkpoint is a state dict. Raises ConfigError: no file, ONNX."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".onnx":
@@ -131,12 +119,11 @@ def _kind_of(path: Path) -> Kind:
 def read_weights(
     path: Path, *, entry: str | None = None, prefix: str | None = None, trust: bool = False
 ) -> SavedModel:
-    """Read a file to the CPU. No code in it runs; with `trust`
-    it may be a program.
+    """Read a file to the CPU. No code in it runs; with `trust` it may be a program.
 
     `entry` holds the weights, by default the first of `ENTRIES`. Only names with `prefix` are
-    taken, and it is removed. Raises ConfigError: no such file, a program without `trust`, more than
-    tensors and plain types, a damaged file, no such entry.
+    taken, and it is removed. Raises ConfigError: no such file or entry, a damaged file, a program
+    without `trust`, more than tensors and plain types.
     """
     try:
         kind = _kind_of(path)
@@ -153,10 +140,8 @@ def read_weights(
             content: Any = safetensors.load_file(path)
         else:
             content = read_torch_file(path)
-            metadata, kind = (
-                _mapping(content).get("facts"),
-                "checkpoint" if is_checkpoint(content) else kind,
-            )
+            metadata = _mapping(content).get("facts")
+            kind = "checkpoint" if is_checkpoint(content) else kind
     except ConfigError:
         raise
     except CheckpointError as error:
@@ -181,11 +166,8 @@ def read_weights(
 
 
 def write_weights(saved: SavedModel, path: Path) -> None:
-    """Write weights and card, as safetensors for that suffix, else with torch.save; or the program,
-    if there is one.
-
-    A file of torch.save is a plain state dict of contiguous tensors: equal weights are equal bytes.
-    A program keeps its strides.
+    """Write weights and card as safetensors or a plain state dict of contiguous tensors, by the
+    suffix; or the program, if there is one, which keeps its strides.
     """
     values, is_safetensors = saved.card.to_dict(), path.suffix == ".safetensors"
     texts = {
@@ -204,9 +186,7 @@ def write_weights(saved: SavedModel, path: Path) -> None:
                 state[name] = copies[place]
     if is_safetensors:
         if len(saved.tensors) < len(saved.state):
-            raise ConfigError(
-                f"{path.suffix} cannot hold the extra state of a module; write a .pth file"
-            )
+            raise ConfigError("safetensors cannot hold extra state of a module: write a .pth file")
         safetensors = optional_module("safetensors.torch", f"out=*{path.suffix}")
         safetensors.save_file(state, path, metadata={"format": "pt", **texts})
     elif saved.program is None:
@@ -246,12 +226,9 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[str, Any], str]:
-    """Returns the state dict inside a checkpoint, at most three entries deep, and which entries
-    were taken.
-    """
+    """The state dict in a checkpoint, at most three entries deep, and which entries were taken."""
     state = _mapping(content)
-    names: list[str] = []
-    others: list[str] = []
+    names, others = list[str](), list[str]()
     if entry is not None:
         entries = [str(name) for name, value in state.items() if isinstance(value, dict)]
         if entry not in entries:
@@ -285,9 +262,8 @@ def _renaming(names: list[str], path: Path, prefix: str | None) -> tuple[Rename,
     if prefix is not None:
         selected = sum(name.startswith(prefix) for name in names)
         if not selected:
-            raise ConfigError(
-                f"{path}: no name begins with prefix={prefix} (the first is {names[0]})"
-            )
+            what = f"no name begins with prefix={prefix} (the first is {names[0]})"
+            raise ConfigError(f"{path}: {what}")
 
         def below_prefix(name: str) -> str | None:
             return name.removeprefix(prefix) if name.startswith(prefix) else None
@@ -314,7 +290,7 @@ def _renaming(names: list[str], path: Path, prefix: str | None) -> tuple[Rename,
 
 
 def module_versions(state: object) -> dict[str, int]:
-    """Returns the version of each module that a state dict records, by the path of the module."""
+    """The version of each module that a state dict records, by the path of the module."""
     recorded = _mapping(getattr(state, "_metadata", None))
     versions = {path: _mapping(entry).get("version") for path, entry in recorded.items()}
     return {
@@ -368,12 +344,9 @@ def load_state(
 def _read_program(path: Path, kind: Kind) -> SavedModel:
     with zipfile.ZipFile(path) as archive:
         members = archive.namelist()
-    if executed := [
-        name for name in members if re.search("custom_obj|opaque_obj|aotinductor", name)
-    ]:
-        raise ConfigError(
-            f"{path}: torch would unpickle or execute its member {executed[0]}, so it is not loaded"
-        )
+    executed = [name for name in members if re.search("custom_obj|opaque_obj|aotinductor", name)]
+    if executed:
+        raise ConfigError(f"{path}: torch would unpickle or execute its member {executed[0]}")
     extra: dict[str, Any] = dict.fromkeys(KEYS, "")
     with _careful_loading():
         if kind == "TorchScript":

@@ -34,11 +34,8 @@ from cl_train.system.failures import explain_failure
 log = logging.getLogger(__name__)
 
 _NETWORK = ("httpx", "huggingface_hub", "requests")  # modules of errors that are no OSError
-_TOGETHER = (
-    ("image_size", "val_size", "val_resize"),
-    ("val_interpolation",),
-    ("mean", "std"),
-)  # settings of `data`
+# Settings of `data`.
+_TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), ("mean", "std"))
 
 
 def model_names() -> list[str]:
@@ -67,16 +64,13 @@ def check_model(name: str, weights: str | None = None) -> None:
             raise ConfigError(f"model={name}: timm has no such model{near}")
     elif name not in (*model_names(), *video_model_names()):
         others = "timm's are model=timm/<name>, your own model=package.module:function"
-        raise ConfigError(
-            f"model={name}: torchvision has no such model{suggest(name, model_names())} ({others})"
-        )
+        near = suggest(name, model_names())
+        raise ConfigError(f"model={name}: torchvision has no such model{near} ({others})")
     if path := weights and weights_path(weights):
         if not path.is_file():
             raise ConfigError(f"weights={weights}: no such file")
     elif weights and ":" in name:
-        raise ConfigError(
-            f"weights={weights}: a model of your own has no named weights; give a file"
-        )
+        raise ConfigError(f"weights={weights}: your own model has no named weights; give a file")
     elif weights and not name.startswith("timm/"):
         torchvision_weights(name, weights)
 
@@ -115,16 +109,14 @@ def build_model(
         what += f" for images of {image_size} px" if image_size else ""
         raise ConfigError(f"{what}: {explain_failure(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model={name} returned a {type(model).__name__}; it must return a torch.nn.Module"
-        )
+        what = f"model={name} returned a {type(model).__name__}"
+        raise ConfigError(f"{what}; it must return a torch.nn.Module")
     is_new = zoo_weights is not None and num_classes != zoo_classes(name, zoo_weights)[0]
     if file is not None:
         is_new = load_weights_file(model, file, entry)
     if is_new and keep_classifier:
-        raise ConfigError(
-            f"weights={weights} have another number of classes than the data ({num_classes})"
-        )
+        what = f"another number of classes than the data ({num_classes})"
+        raise ConfigError(f"weights={weights} have {what}")
     return model
 
 
@@ -175,35 +167,25 @@ def _built(
     image_size: int | None,
     drop_path: float | None,
 ) -> Any:
-    option = (
-        "drop_path"
-        if ":" in name
-        else "drop_path_rate"
-        if name.startswith("timm/")
-        else "stochastic_depth_prob"
-    )
-    options: dict[str, Any] = {} if drop_path is None else {option: drop_path}
+    def depth(option: str) -> dict[str, Any]:
+        return {} if drop_path is None else {option: drop_path}
+
     if ":" in name:
-        return user_function("model", name)(num_classes=num_classes, **options)
+        return user_function("model", name)(num_classes=num_classes, **depth("drop_path"))
+    options = size_options(name, image_size) | {"num_classes": num_classes}
     if name.startswith("timm/"):
         timm, own_name = optional_module("timm", f"model={name}"), name.removeprefix("timm/")
-        options |= size_options(name, image_size)
-        return timm.create_model(
-            own_name, pretrained=weights is not None, num_classes=num_classes, **options
-        )
+        options |= depth("drop_path_rate")
+        return timm.create_model(own_name, pretrained=weights is not None, **options)
+    of_depth = depth("stochastic_depth_prob")
     if weights is not None:
-        model = torchvision.models.get_model(
-            name, weights=torchvision_weights(name, weights), **options
-        )
+        published = torchvision_weights(name, weights)
+        model = torchvision.models.get_model(name, weights=published, **of_depth)
         replace_classifier(model, num_classes)
         return model
-    if name in ("inception_v3", "googlenet"):
-        options |= {
-            "init_weights": True,
-            "aux_logits": True,
-        }  # torchvision warns if init_weights is not given
-    options |= size_options(name, image_size)
-    return torchvision.models.get_model(name, num_classes=num_classes, **options)
+    if name in ("inception_v3", "googlenet"):  # torchvision warns without init_weights
+        options |= {"init_weights": True, "aux_logits": True}
+    return torchvision.models.get_model(name, **options, **of_depth)
 
 
 def size_options(name: str, image_size: int | None) -> dict[str, int]:
@@ -233,9 +215,8 @@ def torchvision_weights(name: str, weights: str) -> Any:
     choices = torchvision.models.get_model_weights(name).__members__  # DEFAULT is one
     if weights not in choices:
         near, known = suggest(weights, choices), ", ".join(sorted(choices))
-        raise ConfigError(
-            f"weights={weights}: not a file, nor weights of {name}{near} (there are {known})"
-        )
+        what = f"not a file, nor weights of {name}{near}"
+        raise ConfigError(f"weights={weights}: {what} (there are {known})")
     return choices[weights]
 
 
@@ -245,9 +226,8 @@ def replace_classifier(model: nn.Module, num_classes: int) -> None:
     """
     for path, layer in _classifiers(model).items():
         if isinstance(layer, nn.Linear) and len(layer.weight) != num_classes:
-            model.set_submodule(
-                path, nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None)
-            )
+            has_bias = layer.bias is not None
+            model.set_submodule(path, nn.Linear(layer.in_features, num_classes, bias=has_bias))
         elif isinstance(layer, nn.Conv2d) and len(layer.weight) != num_classes:
             model.set_submodule(path, nn.Conv2d(layer.in_channels, num_classes, kernel_size=1))
     if hasattr(model, "num_classes"):
@@ -268,11 +248,8 @@ def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
 def head_parameters(model: nn.Module) -> set[str]:
     """The names of the parameters of `_classifiers`."""
     layers = _classifiers(model).items()
-    return {
-        f"{prefix}.{name}".removeprefix(".")
-        for prefix, layer in layers
-        for name in layer.state_dict()
-    }
+    names = (f"{path}.{name}" for path, layer in layers for name in layer.state_dict())
+    return {name.removeprefix(".") for name in names}
 
 
 def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) -> bool:
@@ -287,11 +264,8 @@ def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) ->
     new_head = set(other_shape) if head_parameters(model).issuperset(other_shape) else set[str]()
     load_weights(model, weights, f"weights={path} do not fit the model", without=new_head)
     if new_head:
-        log.info(
-            "weights=%s: new classifier, the number of classes differs (%s)",
-            path,
-            ", ".join(sorted(new_head)),
-        )
+        names = ", ".join(sorted(new_head))
+        log.info("weights=%s: new classifier, the number of classes differs (%s)", path, names)
     return bool(new_head)
 
 
@@ -341,20 +315,16 @@ def published_preprocessing(
         )
     timm = optional_module("timm", f"model={model}")
     cfg = timm.get_pretrained_cfg(model.removeprefix("timm/"))
-    found = timm.data.resolve_data_config(
-        pretrained_cfg=cfg.to_dict() if cfg else {}, use_test_size=True
-    )
-    _, size, width = found["input_size"]
-    if (
-        size != width
-        or found["crop_mode"] != "center"
-        or found["interpolation"] not in ("bilinear", "bicubic")
-    ):
+    pretrained = cfg.to_dict() if cfg else {}
+    published = timm.data.resolve_data_config(pretrained_cfg=pretrained, use_test_size=True)
+    _, size, width = published["input_size"]
+    interpolation = published["interpolation"]
+    is_centre_crop = size == width and published["crop_mode"] == "center"
+    if not is_centre_crop or interpolation not in ("bilinear", "bicubic"):
         return None
-    resize = math.floor(size / found["crop_pct"])
-    return Preprocessing(
-        resize, size, found["interpolation"], tuple(found["mean"]), tuple(found["std"])
-    )
+    resize = math.floor(size / published["crop_pct"])
+    mean, std = tuple(published["mean"]), tuple(published["std"])
+    return Preprocessing(resize, size, interpolation, mean, std)
 
 
 def follow_published_preprocessing(
@@ -366,30 +336,25 @@ def follow_published_preprocessing(
     """
     published = published_preprocessing(model, weights, entry)
     settings = {**published.settings(), "val_size": None} if published else {}
-    kept = {
-        name
-        for names in _TOGETHER
-        if any(f"data.{name}" in given for name in names)
-        for name in names
-    }
-    return replace(data, **{name: value for name, value in settings.items() if name not in kept})
+    for names in _TOGETHER:
+        if any(f"data.{name}" in given for name in names):
+            settings = {name: settings[name] for name in settings.keys() - {*names}}
+    return replace(data, **settings)
 
 
 def log_preprocessing(
     data: DataConfig, model: str, weights: str, entry: str | None = None, *, evaluate_only: bool
 ) -> None:
-    """Log a warning if the settings (of training: mean and std) are not those that the weights were
-    published with.
-    """
+    """Warn if the settings (of training: mean and std) are not those of the published weights."""
     published = published_preprocessing(model, weights, entry)
     used = Preprocessing.of(data).settings()
     settings = published.settings() if published else used
-    names = used if evaluate_only else ("mean", "std")
-    words = " ".join(
+    names = [name for name in used if evaluate_only or name in ("mean", "std")]
+    other = [
         f"data.{name}={show(settings[name])}" for name in names if settings[name] != used[name]
-    )
-    if words:
-        log.warning("weights=%s were published with other settings: %s", weights, words)
+    ]
+    if other:
+        log.warning("weights=%s were published with other settings: %s", weights, " ".join(other))
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -410,28 +375,27 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 if id(module) not in memo:
-                    # By a file: `copy.deepcopy` returns parameters with an autograd graph. There is
-                    # no meta device.
-                    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-                        torch.jit.save(module, buffer := io.BytesIO())
-                        buffer.seek(0)
-                        memo[id(module)] = torch.jit.load(
-                            buffer, None if str(device) == "meta" else device
-                        )
+                    memo[id(module)] = _copy_of_script(module, device)
                 continue
-            for value in [
-                *module.parameters(recurse=False),
-                *module.buffers(recurse=False),
-                *vars(module).values(),
-            ]:
+            tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            for value in (*tensors, *vars(module).values()):
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
                     copied = value.detach().to(device or value.device, copy=True)
-                    copied = (
-                        nn.Parameter(copied, False) if isinstance(value, nn.Parameter) else copied
-                    )
+                    if isinstance(value, nn.Parameter):
+                        copied = nn.Parameter(copied, False)
                     memo[id(value)] = copied.requires_grad_(value.requires_grad and value.is_leaf)
         return copy.deepcopy(model, memo)
     except Exception as error:  # the attributes of a user's module may raise any exception
-        raise ConfigError(
-            f"the model cannot be copied ({type(error).__name__}: {str(error)[:200]})"
-        ) from error
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"the model cannot be copied ({what})") from error
+
+
+def _copy_of_script(module: torch.jit.ScriptModule, device: torch.device | str | None) -> Any:
+    """By a file: `copy.deepcopy` returns parameters with an autograd graph. There is no meta
+    device.
+    """
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        torch.jit.save(module, buffer)
+        buffer.seek(0)
+        return torch.jit.load(buffer, None if str(device) == "meta" else device)
