@@ -92,7 +92,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
         return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
 
 
-def train_epoch(run: ActiveRun, after_step: Callable[[], None]) -> bool:
+def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
     """Train to the end of the epoch, or to a signal; whether a checkpoint is due now."""
     cfg, plan, state, progress, meter = run.plan.cfg, run.plan, run.state, run.progress, run.meter
     first_batch = progress.step_in_epoch * cfg.accumulate_steps
@@ -130,7 +130,7 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], None]) -> bool:
 
 
 @contextmanager
-def step_observers(run: ActiveRun) -> Iterator[Callable[[], None]]:
+def step_observers(run: ActiveRun) -> Iterator[Callable[[], object]]:
     """What follows each step on rank 0: the progress bar and the profile."""
     is_main, progress = run.dist.is_main, run.progress
     with ExitStack() as stack:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -281,8 +282,8 @@ def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]
         log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
 
     schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
-    options = {"schedule": schedule, "on_trace_ready": write, "record_shapes": True}
-    with torch.profiler.profile(**options) as profiler:
+    tracing = partial(torch.profiler.profile, schedule=schedule, record_shapes=True)
+    with tracing(on_trace_ready=write) as profiler:
         yield profiler.step
     if not trace.is_file():
         log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")
