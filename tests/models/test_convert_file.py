@@ -172,7 +172,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Pa
             {"weights": "DEFAULTS"},
             r"mean DEFAULT\? \(there are DEFAULT, IMAGENET1K_V1\)",
         ),
-        (tmp_path, "out.pth", {}, "folder without a checkpoint"),
+        (tmp_path, "out.pth", {}, "no checkpoint in it"),
     ]
     for source, target, options, problem in cases:
         with pytest.raises(ConfigError, match=problem):

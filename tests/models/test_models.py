@@ -29,7 +29,7 @@ REFUSED: list[tuple[str, str | None, str]] = [
     ("tests.networks:smal", None, "did you mean small"),
     ("builtins:dict", None, "must return a torch"),
     ("resnet50", "IMAGENET1K_V3", "IMAGENET1K_V2"),
-    (SMALL, "DEFAULT", "a model of your own has no named weights"),
+    (SMALL, "DEFAULT", "your own model has no named weights"),
     (SMALL, "no.pth", "no such file"),
 ]
 

@@ -89,21 +89,10 @@ REMEDIES = {
 # The classifiers among them.
 TRAINS = {
     f"compared {name}"
-    for name in (
-        "attribute that cannot be copied",
-        "dataclass",
-        "dict with attributes",
-        "dropout",
-        "logits",
-        "named tuple",
-        "reads strides",
-        "recurrent",
-        "scripted inside",
-        "spectral_norm",
-        "weight_norm, new",
-        "weight_norm, old",
-    )
-}
+    for name in ("attribute that cannot be copied", "dataclass", "dict with attributes", "dropout",
+                 "logits", "named tuple", "reads strides", "recurrent", "scripted inside",
+                 "spectral_norm", "weight_norm, new", "weight_norm, old")
+}  # fmt: skip
 
 chosen: Callable[[], nn.Module] = nn.Identity
 
@@ -127,18 +116,14 @@ def test_it_trains_or_is_refused(
     name: str, train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "chosen", MODELS[name])
-    words = ("data=synthetic", "data.root=null", "data.image_size=16", "data.synthetic_images=16")
-    words += (
-        "data.synthetic_classes=5",
-        "batch_size=4",
-        "max_steps=2",
-        "log_to=[]",
-        "channels_last=true",
+    words = (
+        "data=synthetic data.root=null data.image_size=16 data.synthetic_images=16"
+        " data.synthetic_classes=5 batch_size=4 max_steps=2 log_to=[] channels_last=true"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about sparse, quantised and complex tensors
         try:
-            train(f"model={__name__}:chosen_model", *words)
+            train(f"model={__name__}:chosen_model", *words.split())
             assert name in TRAINS
         except ConfigError as error:
             assert name not in TRAINS and "AssertionError" not in str(error)
