@@ -64,9 +64,9 @@ class SavedModel:
 
     def names_of_other_shape(self, model: nn.Module) -> list[str]:
         """The tensors that `model` has in another shape."""
-        shapes = {name: value.shape for name, value in model.state_dict().items()}
-        tensors = self.tensors.items()
-        return [name for name, value in tensors if shapes.get(name, value.shape) != value.shape]
+        own = model.state_dict()
+        both = [(name, value) for name, value in self.tensors.items() if name in own]
+        return [name for name, value in both if own[name].shape != value.shape]
 
     def with_card(self, **known: Any) -> "SavedModel":
         return replace(self, card=replace(self.card, **known))

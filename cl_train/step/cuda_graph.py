@@ -23,18 +23,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 3
-WARM_UP_STEPS_DDP = (
-    11  # DDP times some of its first iterations with CUDA events that cannot be recorded
-)
+WARM_UP_STEPS_DDP = 11  # DDP times some of its first steps with events that cannot be recorded
 
 # Before 2.15, a recording that failed leaves torch's allocator recording: memory that streams share
 # is never reused, and `empty_cache` fails.
 CAN_GO_ON_AFTER_FAILURE = torch.__version__ >= "2.15"  # compares versions
 
-# with the device of each
-_recorded: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, torch.device] = (
-    weakref.WeakKeyDictionary()
-)
+# With the device of each.
+_recorded = weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, torch.device]()
 
 
 @cache
@@ -93,14 +89,11 @@ class Recorder:
             generator = torch.cuda.default_generators[self.stream.device_index]
             generator.graphsafe_set_state(generator.clone_state())
             cause: BaseException = error
-            while (
-                cause.__context__ is not None
-            ):  # the last error only says that there was one before
+            while cause.__context__ is not None:  # the last error only says that there was one
                 cause = cause.__context__
             reason = (str(cause).splitlines() or [type(cause).__name__])[0]
-            raise RecordingError(
-                f"the work cannot be recorded as a CUDA graph: {reason}"
-            ) from error
+            what = "the work cannot be recorded as a CUDA graph"
+            raise RecordingError(f"{what}: {reason}") from error
         _recorded[graph] = self.device
 
         def replay() -> T:
@@ -118,9 +111,7 @@ class GraphedCall(Generic[T]):
     def __init__(
         self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS
     ) -> None:
-        assert warm_up >= 1, (
-            "cuDNN, the optimizer and the allocator must run once before a recording"
-        )
+        assert warm_up >= 1, "cuDNN, the optimizer and the allocator must have run once"
         self._work, self._recorder, self._eager_calls_left = work, recorder, warm_up
         self.replay: Callable[[], T] | None = None
 
@@ -150,12 +141,10 @@ class GraphedStep:
         warm_up: int = WARM_UP_STEPS,
         fall_back: bool = False,
     ) -> None:
-        self._parts, self._recorder, self._warm_up, self._fall_back = (
-            parts,
-            recorder,
-            warm_up,
-            fall_back,
-        )
+        self._parts = parts
+        self._recorder = recorder
+        self._warm_up = warm_up
+        self._fall_back = fall_back
         make_capturable(parts.optimizer, parts.device)
         self._static: list[Batch] = []
         self._layouts: list[Any] = []  # of the static batches
@@ -166,17 +155,12 @@ class GraphedStep:
         """As `train_step`; the counts are float32, exact below 2**24 images."""
         if self._is_eager:
             return self._recorder.run(partial(train_step, self._parts, micro_batches))
-        layouts = [
-            (t.shape, t.stride(), t.dtype)
-            for batch in micro_batches
-            for t in (batch.images, batch.targets)
-        ]
+        tensors = [t for batch in micro_batches for t in (batch.images, batch.targets)]
+        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
         if self.call is None or layouts != self._layouts:
             self._layouts = layouts
-            self._static = [
-                Batch(torch.empty_like(b.images), torch.empty_like(b.targets))
-                for b in micro_batches
-            ]
+            empty = torch.empty_like
+            self._static = [Batch(empty(b.images), empty(b.targets)) for b in micro_batches]
             self.call = None  # frees the earlier graph before the warm-up allocates
             self.call = GraphedCall(self._train, self._recorder, warm_up=self._warm_up)
         for static, batch in zip(self._static, micro_batches, strict=True):
@@ -199,9 +183,7 @@ class GraphedStep:
 
     def _train(self) -> torch.Tensor:
         result = train_step(self._parts, self._static)
-        return torch.stack(
-            [result.loss.float(), result.correct1.float(), result.correct5.float(), result.skipped]
-        )
+        return torch.stack([value.float() for value in vars(result).values()])
 
     def release(self, kind: type[BaseException] | None, *_: object) -> None:
         """For `ExitStack.push`: destroy all graphs, whoever refers to them, before the process

@@ -24,21 +24,15 @@ _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raises ConfigError: timm is missing or has no such optimizer, or cannot build it on this
-    machine.
-    """
+    """Raises ConfigError: timm is missing, has no such optimizer, or cannot build it here."""
     if cfg.library == "torch":
         return
     names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - _NOT_SUPPORTED
     if cfg.name not in names:
-        raise ConfigError(
-            f"optim.name={cfg.name}: not a supported optimizer of timm{suggest(cfg.name, names)}"
-        )
+        near = suggest(cfg.name, names)
+        raise ConfigError(f"optim.name={cfg.name}: not a supported optimizer of timm{near}")
     if (cfg.beta1 is None) != (cfg.beta2 is None):
-        raise ConfigError(
-            "optim=timm: set optim.beta1 and optim.beta2 together, or neither: their defaults"
-            " differ"
-        )
+        raise ConfigError("optim=timm: set optim.beta1 and optim.beta2 together, or neither")
     layer = nn.Linear(2, 2, bias=False)
     try:
         build_optimizer(cfg, layer, dict(layer.named_parameters()), cfg.lr)
@@ -48,23 +42,22 @@ def check_optimizer(cfg: OptimConfig) -> None:
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
     """Stop the training of the parameters whose name, or that of a module around them, matches a
-    shell pattern. The pattern `backbone` means all but `head`. BatchNorm in frozen parts stays in
-    eval mode, whatever `model.train()` says. Raises ConfigError: a pattern matches nothing, or
-    nothing is left to train.
+    shell pattern; `backbone` is all but `head`. BatchNorm in frozen parts stays in eval mode.
+
+    Raises ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
     around_head = {module for name in head for module in _around(name)}
     frozen: set[str] = set()
     for pattern in patterns:
-        found = (
-            parts - around_head if pattern == "backbone" else set(fnmatch.filter(parts, pattern))
-        )
-        if not found:
-            raise ConfigError(
-                f"freeze={pattern}: the model has no such part{suggest(pattern, parts)}"
-            )
-        frozen |= found
+        matches = {*fnmatch.filter(parts, pattern)}
+        if pattern == "backbone":
+            matches = parts - around_head
+        if not matches:
+            near = suggest(pattern, parts)
+            raise ConfigError(f"freeze={pattern}: the model has no such part{near}")
+        frozen |= matches
     still = {name for name in parts if frozen.intersection(_around(name))}
     for name in still & set(parameters):
         parameters[name].requires_grad_(False)
@@ -96,20 +89,14 @@ def build_optimizer(
     """
     groups = _parameter_groups(cfg, model, parameters, lr, head)
     keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
-    options: dict[str, Any] = {
-        key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None
-    }
-    betas = options.pop("beta1", None), options.pop("beta2", None)
-    if betas != (None, None):
-        options["betas"] = (
-            0.9 if betas[0] is None else betas[0],
-            0.999 if betas[1] is None else betas[1],
-        )
+    values = {key: getattr(cfg, key) for key in keys}
+    options: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+    if "beta1" in options or "beta2" in options:
+        options["betas"] = options.pop("beta1", 0.9), options.pop("beta2", 0.999)
     if cfg.library == "timm":
         create = optional_module("timm.optim", "optim=timm").create_optimizer_v2
-        made: torch.optim.Optimizer = create(
-            groups, cfg.name, lr=lr, weight_decay=cfg.weight_decay, **options
-        )
+        options |= {"lr": lr, "weight_decay": cfg.weight_decay}
+        made: torch.optim.Optimizer = create(groups, cfg.name, **options)
         return made
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
     options["fused" if cfg.name in FUSED_OPTIMIZERS else "foreach"] = True
@@ -178,23 +165,19 @@ def _parameter_groups(
     """Groups of equal weight decay and equal `lr_scale`: `layer_decay` ** (layers after it), times
     the head's ratio.
     """
-    exempt = set[
-        str
-    ]()  # timm's rule: vectors, and the model's own list of tokens and position embedding
+    exempt = set[str]()
     if not cfg.decay_norm_and_bias:
+        # timm's rule: vectors, and the model's own list of tokens and position embedding.
         listed: Any = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
-        exempt = {
-            name for name, parameter in parameters.items() if parameter.ndim <= 1 or name in listed
-        }
+        exempt = {name for name, p in parameters.items() if p.ndim <= 1 or name in listed}
     layers = layer_numbers(model) if cfg.layer_decay < 1 else dict.fromkeys(parameters, 0)
     last = max(layers.values(), default=0)
     # By exemption, not by decay: a decay of 0 must not change the order in which a gradient's norm
     # is summed.
     members: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        scale = cfg.layer_decay ** (last - layers[name]) * (
-            cfg.head_lr_ratio if name in head else 1
-        )
+        ratio = cfg.head_lr_ratio if name in head else 1
+        scale = cfg.layer_decay ** (last - layers[name]) * ratio
         members.setdefault((scale, name in exempt), []).append(parameter)
     return [
         {
@@ -216,11 +199,8 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         group = optional_module("timm.models", "optim.layer_decay").group_parameters
         found: dict[str, int] = group(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
         return found
-    containers = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Sequential | nn.ModuleList)
-    }
+    kinds = nn.Sequential | nn.ModuleList
+    containers = {name for name, module in model.named_modules() if isinstance(module, kinds)}
     blocks: dict[str, str] = {}
     entries: set[str] = set()  # of containers, those with more than norms and biases
     for name, parameter in model.named_parameters():
@@ -259,9 +239,9 @@ def lr_at(
 ) -> float:
     """The learning rate of optimizer step `step` (0-based), with peak `lr`: a linear warm-up from
     `warmup_start * lr`, then the curve `cfg.name`. Cosine and linear end at `total_steps`; they
-    begin after the warm-up, or without
-    `warmup_prefix` at step 0: the warm-up replaces their beginning. The `step` curve counts its
-    epochs from step 0."""
+    begin after the warm-up, or without `warmup_prefix` at step 0: the warm-up replaces their
+    beginning. The `step` curve counts its epochs from step 0.
+    """
     if cfg.per_epoch:
         step -= step % steps_per_epoch
     warmup_steps = min(round(cfg.warmup_epochs * steps_per_epoch), total_steps)
@@ -278,6 +258,5 @@ def lr_at(
     if cfg.name == "linear":
         return lr * (1 - (1 - cfg.final_lr_ratio) * progress)
     assert cfg.name == "cosine", cfg.name
-    return lr * (
-        cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
-    )
+    share = (1 + math.cos(math.pi * progress)) / 2
+    return lr * (cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * share)

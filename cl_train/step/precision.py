@@ -40,9 +40,7 @@ class Precision:
         """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become
         autocast.
         """
-        return (
-            Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
-        )  # no loss scale needed
+        return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
 
 
 _ALL = [
@@ -56,19 +54,14 @@ BY_NAME = {precision.name: precision for precision in _ALL}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
-    """The precision of that name; `auto`: as the help of `precision=` says. Raises ConfigError: an
-    unknown name.
-    """
+    """The precision of that name; `auto`: the fastest one. Raises ConfigError: an unknown name."""
     if name not in PRECISIONS:
-        raise ConfigError(
-            f"precision={name}; use {', '.join(PRECISIONS)}{suggest(name, PRECISIONS)}"
-        )
+        near = suggest(name, PRECISIONS)
+        raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{near}")
     if name == "auto":
         fast = _fast_formats(device)
-        reason = "fast" if fast else "16-bit arithmetic is slow"
-        return replace(
-            BY_NAME[fast[0] if fast else "fp32"], reason=f"{reason} on this {device.type} device"
-        )
+        reason = f"{'fast' if fast else '16-bit arithmetic is slow'} on this {device.type} device"
+        return replace(BY_NAME[fast[0] if fast else "fp32"], reason=reason)
     needed = {"tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "fp16_o2": "fp16"}.get(name)
     if needed is None or needed in _fast_formats(device):
         return BY_NAME[name]
@@ -92,11 +85,10 @@ def _fast_formats(device: torch.device) -> list[str]:
 
 @contextmanager
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
-    """Set which CUDA kernels torch may select, in the whole process; the previous switches are
-    restored at the end. tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN
-    times its convolution algorithms, once per shape, which takes seconds. It times the best of its
-    own estimate, 10 by default (`torch.backends.cudnn.benchmark_limit`): all of them would take
-    several times as long.
+    """Set which CUDA kernels torch may select, in the whole process, and restore it at the end.
+
+    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times the ten most
+    promising of its convolution algorithms, once per shape, which takes seconds.
     """
     cudnn = torch.backends.cudnn
     autotuned_before = cudnn.benchmark
@@ -165,9 +157,7 @@ class Fp32Weights:
         self._model = model
         parameters = model.named_parameters() if precision.master_weights else ()
         half = {name: p for name, p in parameters if p.dtype == torch.float16 and p.requires_grad}
-        self._full = {
-            name: nn.Parameter(parameter.detach().float()) for name, parameter in half.items()
-        }
+        self._full = {name: nn.Parameter(p.detach().float()) for name, p in half.items()}
         self._half: list[torch.Tensor] = list(half.values())
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -208,37 +198,28 @@ class Fp32Weights:
 
 
 class EMA:
-    """A float32 copy of `model`, `module`, with moving averages of the model's weights and
-    BatchNorm statistics: of its
-    `Fp32Weights`, which torch's AveragedModel cannot average. fp16 does not resolve such small
-    changes."""
+    """`module`, a float32 copy of `model`, with moving averages of its `Fp32Weights` and BatchNorm
+    statistics: fp16 does not resolve such small changes.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.module = copy.deepcopy(model).float().requires_grad_(False).eval()
+        # Nothing replaces these tensors: a checkpoint is copied into them.
+        state = self.module.state_dict().items()
+        tensors = {name: value for name, value in state if isinstance(value, torch.Tensor)}
+        floating = {name for name, value in tensors.items() if value.is_floating_point()}
+        self._averages = {name: tensors[name] for name in tensors if name in floating}
+        self._copied = {name: tensors[name] for name in tensors if name not in floating}
 
     @torch.no_grad()
     def update(self, source: Mapping[str, Any]) -> None:
-        """ema += (1 - decay) * (weights - ema), for a model's state dict.
-
-        Integer buffers are copied. Does not wait.
+        """ema += (1 - decay) * (weights - ema), for a model's state dict; integer buffers are
+        copied. The host does not wait.
         """
-        tensors = {
-            name: value
-            for name, value in self.module.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
-        averages = [
-            (value, source[name].detach())
-            for name, value in tensors.items()
-            if value.is_floating_point()
-        ]
-        copied = [
-            (value, source[name])
-            for name, value in tensors.items()
-            if not value.is_floating_point()
-        ]
-        if copied:  # one launch instead of one per BatchNorm
-            torch._foreach_copy_([value for value, _ in copied], [value for _, value in copied])
-        weights = [weight.to(average.dtype) for average, weight in averages]
-        torch._foreach_lerp_([average for average, _ in averages], weights, 1 - self.decay)
+        if self._copied:  # one launch instead of one per BatchNorm
+            counts = [source[name] for name in self._copied]
+            torch._foreach_copy_(list(self._copied.values()), counts)
+        averages = self._averages.items()
+        weights = [source[name].detach().to(average.dtype) for name, average in averages]
+        torch._foreach_lerp_(list(self._averages.values()), weights, 1 - self.decay)

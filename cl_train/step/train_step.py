@@ -67,9 +67,7 @@ NO_LABEL = -100  # as torch's cross_entropy ignores it; equal to no class
 
 
 def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:
-    """The loss of a model's output, its logits [N, classes], with the auxiliary heads of Inception
-    v3 and GoogLeNet.
-    """
+    """The loss of a model's output, with the auxiliary heads of Inception v3 and GoogLeNet."""
     total = loss(logits_of(output), targets)
     for name, weight in _AUX_WEIGHTS.items():
         if (logits := getattr(output, name, None)) is not None:
@@ -85,10 +83,7 @@ def logits_of(output: object) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         needs = "training needs a tensor [N, classes], or an object with the attribute `logits`"
-        raise ValueError(
-            f"the model returned a {type(output).__name__}; {needs}: wrap it in a module that"
-            " returns them"
-        )
+        raise ValueError(f"the model returned a {type(output).__name__}; {needs}")
     return logits
 
 

@@ -66,9 +66,7 @@ class Progress:
 
     def count_evaluation(self, score: float) -> bool:
         """Count the evaluation of this step, once; whether it is the best so far."""
-        if (
-            self.evaluated_step == self.step
-        ):  # the checkpoint of this step was saved after its evaluation
+        if self.evaluated_step == self.step:  # the checkpoint was saved after its evaluation
             return False
         self.evaluated_step, is_best = self.step, score > self.best_score
         self.best_score = max(self.best_score, score)
@@ -106,32 +104,30 @@ class Plan:
         return cls(cfg, image_sizes, global_batch_size, max(1, steps_per_epoch), last_step)
 
     def lr_at(self, progress: Progress) -> float:
-        """The learning rate of the next step; `optim.lr` is scaled linearly to the batch (Goyal et
-        al. 2017).
-        """
-        step = progress.epoch * self.steps_per_epoch + progress.step_in_epoch
-        reference, lr = self.cfg.optim.reference_batch_size, self.cfg.optim.lr
-        lr = lr * (self.global_batch_size / reference) if reference else lr
-        sizes = {
-            "steps_per_epoch": self.steps_per_epoch,
-            "total_steps": self.steps_per_epoch * len(self.image_sizes),
-        }
-        return lr_at(step, self.cfg.schedule, lr=lr, **sizes)
+        """The learning rate of the next step, linear in the batch size (Goyal et al. 2017)."""
+        steps_per_epoch, optim = self.steps_per_epoch, self.cfg.optim
+        lr = optim.lr
+        if optim.reference_batch_size:
+            lr *= self.global_batch_size / optim.reference_batch_size
+        return lr_at(
+            progress.epoch * steps_per_epoch + progress.step_in_epoch,
+            self.cfg.schedule,
+            lr=lr,
+            steps_per_epoch=steps_per_epoch,
+            total_steps=steps_per_epoch * len(self.image_sizes),
+        )
 
     def is_epoch_end(self, progress: Progress) -> bool:
         return progress.step_in_epoch == self.steps_per_epoch or progress.step >= self.last_step
 
     def is_done(self, progress: Progress) -> bool:
-        """Whether the run has ended: if a signal stopped it at its last step, the evaluation is
-        still missing.
-        """
+        """If a signal stopped the run at its last step, the evaluation is still missing."""
         is_over = progress.step >= self.last_step or self.is_out_of_patience(progress)
         return is_over and progress.closed_step == progress.step
 
     def is_out_of_patience(self, progress: Progress) -> bool:
-        return (
-            self.cfg.patience is not None and progress.evaluations_without_gain >= self.cfg.patience
-        )
+        patience = self.cfg.patience
+        return patience is not None and progress.evaluations_without_gain >= patience
 
     def is_due(self, every_epochs: int, progress: Progress) -> bool:
         """At the end of an epoch, before `close_epoch`; 0: at the end of the run, -1: never."""
@@ -139,9 +135,7 @@ class Plan:
         return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)
 
     def close_epoch(self, progress: Progress) -> None:
-        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it, so that it
-        can continue.
-        """
+        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it."""
         progress.closed_step = progress.step
         if progress.step_in_epoch == self.steps_per_epoch:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
@@ -164,18 +158,18 @@ def collect(
     grouping can load them.
     """
     optimizer, trainable = state.parts.optimizer, state.parts.weights.trainable()
+    steps = [group["step"] for group in optimizer.param_groups if "step" in group]
+    moments = {
+        name: optimizer.state[weight]
+        for name, weight in trainable.items()
+        if weight in optimizer.state
+    }
     return {
         "model": state.parts.weights.state_dict(),
         "optimizer": {
             "name": type(optimizer).__name__,
-            "step": next(
-                (group["step"] for group in optimizer.param_groups if "step" in group), None
-            ),
-            "state": {
-                name: dict(optimizer.state[p])
-                for name, p in trainable.items()
-                if p in optimizer.state
-            },
+            "step": steps[0] if steps else None,
+            "state": {name: dict(values) for name, values in moments.items()},
         },
         "scaler": state.parts.scaler.state_dict(),
         "average": None if state.average is None else state.average.module.state_dict(),
@@ -238,22 +232,24 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{what}: missing {missing[:3]}, unexpected {unexpected[:3]}")
 
 
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]
+) -> dict[str, str]:
+    """What both have and differs, by key, as "batch_size: 8 -> 1"."""
+    return {
+        key: f"{key}: {show(before[key]):.120} -> {show(now[key]):.120}"
+        for key in keys
+        if key in before and key in now and before[key] != now[key]
+    }
+
+
 def check_compatible(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True
 ) -> dict[str, str]:
-    """Returns what else differs, such as "batch_size: 8 -> 1", by key.
+    """Returns the `differences` that a resume may have.
 
     Raises ConfigError: this is another run or, to evaluate, another model.
     """
-
-    def differences(
-        before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]
-    ) -> dict[str, str]:
-        return {
-            key: f"{key}: {show(before[key]):.120} -> {show(now[key]):.120}"
-            for key in keys
-            if key in before and key in now and before[key] != now[key]
-        }
 
     of_training = ("data_fingerprint", "global_batch_size") if training else ()
     problems = [*differences(saved, current, ("model", "num_classes", *of_training)).values()]
@@ -302,22 +298,17 @@ class Checkpoints:
         return by_step or 0 < settings.every_minutes <= (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
-        """Raises ConfigError: the disk has no space, or `get_extra_state` returns what cannot be
-        saved.
-        """
+        """Raises ConfigError: the disk has no space, or `get_extra_state` cannot be saved."""
         weights = self.state.parts.weights.state_dict()
+        extra = {name: value for name, value in weights.items() if name.endswith("_extra_state")}
         try:
-            snapshot(
-                {name: value for name, value in weights.items() if name.endswith("_extra_state")}
-            )
+            snapshot(extra)
         except TypeError as error:
-            raise ConfigError(
-                f"the model cannot be saved in a checkpoint: {error}; change get_extra_state"
-            ) from None
+            what = f"the model cannot be saved in a checkpoint: {error}"
+            raise ConfigError(f"{what}; change get_extra_state") from None
         if self.dist.is_main:
-            weight_bytes = sum(
-                value.nbytes for value in weights.values() if isinstance(value, torch.Tensor)
-            )
+            tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
+            weight_bytes = sum(tensor.nbytes for tensor in tensors)
             copies = 3 if self.state.average is None else 4  # weights, two moments at most, EMA
             check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep)
 
@@ -336,10 +327,8 @@ class Checkpoints:
         if self.dist.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
         saved = dict(vars(progress))
-        steps, saved["best_top1"] = (
-            [snapshot(vars(step)) for step in saved.pop("window")],
-            saved.pop("best_score"),
-        )
+        steps = [snapshot(vars(step)) for step in saved.pop("window")]
+        saved["best_top1"] = saved.pop("best_score")
         ranks = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
         if self.dist.is_main:
@@ -351,12 +340,9 @@ class Checkpoints:
             self.store.write_step(collected, progress.step, best=best)
 
     def mark_best(self, progress: Progress) -> None:
-        """Make `best.pt` the checkpoint of this step, which is saved now unless it was saved before
-        the evaluation.
-        """
-        if self.saved_step != progress.step or not on_main(
-            lambda: self.store.link_best(progress.step), self.dist
-        ):
+        """Make `best.pt` the checkpoint of this step, which is saved now if it was not before."""
+        is_saved = self.saved_step == progress.step
+        if not (is_saved and on_main(lambda: self.store.link_best(progress.step), self.dist)):
             self.save(progress, best=True)
 
     def resume(self, source: str, *, training: bool = True) -> Progress | None:
@@ -374,8 +360,8 @@ class Checkpoints:
         for change in changes.values():
             log.info("resume: %s", change)
         values, rank, device = saved["progress"], self.dist.rank, self.dist.device
-        ranks, best_score = values.pop("ranks"), values.pop("best_top1")
-        progress = Progress(best_score=best_score, **values)
+        ranks = values.pop("ranks")
+        progress = Progress(best_score=values.pop("best_top1"), **values)
         progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
         if "best_by" in changes:  # another scale
             progress.best_score, progress.evaluations_without_gain = -math.inf, 0
