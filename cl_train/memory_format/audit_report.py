@@ -69,6 +69,10 @@ class Call(Origin):
             return "The parameter is contiguous: its gradient takes the parameter's strides."
         if not self.inputs:
             return "Create it in channels_last: a convolution or a pooling has to convert it."
+        if self.name == "copy_":
+            return "It writes into a contiguous tensor: make that one with torch.empty_like."
+        if self.copy == "explicit" and len(self.shape) > 5:
+            return "Cut windows from x.permute(0, 2, 3, 1), where channels stay last."
         if self.copy == "explicit" and self.direction == "forward":
             return "Remove this copy (a .contiguous(), a .reshape), unless it is the classifier's."
         if self.copy == "explicit":

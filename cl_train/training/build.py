@@ -6,6 +6,7 @@ the compiled graph in the other layout (pytorch/pytorch#47163).
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -205,6 +206,9 @@ def try_run(
             try_model(model, settings, batch_format, shape, num_classes)
     if report.of("lost"):
         audit = f"cl-train audit model={cfg.model} data.image_size={size}"
+        module = sys.modules.get(cfg.model.partition(":")[0])
+        if module is not None and module.__spec__ is None:  # no other process can import it
+            audit = "cl_train.audit(model, images)"
         log.info("%s; where and why: %s", report.headline(), audit)
 
 

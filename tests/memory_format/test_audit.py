@@ -103,6 +103,7 @@ def train(model: nn.Module) -> None:
 def test_a_planted_loss_is_found_at_its_line(name: str) -> None:
     direction = "backward" if "gradient" in name else "forward"
     words = {"contiguous gradient": "gradient.contiguous()", "instance norm": "F.instance_norm"}
+    advice = {"mixed windows": "permute(0, 2, 3, 1)", "written into contiguous": "empty_like"}
     report = audit(model_with(name), images(2, 3, 16, 16))
     call = next(call for call in report.of("lost", direction) if call.module == "1.1")
     file, line = call.source.rsplit(":", 1)
@@ -111,6 +112,7 @@ def test_a_planted_loss_is_found_at_its_line(name: str) -> None:
         and linecache.getline(__file__, int(line)).strip() == call.line
     )
     assert words.get(name, name.split()[0]) in call.line and call.module_type == "Call"
+    assert advice.get(name, "") in call.advice()
     assert call.copy == "explicit" and call.moved_bytes == 2 * IMAGE_BYTES // (
         1 + ("cat" in name)
     )  # read and written

@@ -2,9 +2,11 @@
 models of a user train, or are refused in one message.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -59,22 +61,34 @@ def test_the_trial_leaves_no_trace(changes: dict[str, Any]) -> None:
     assert model.training and not model[1].training
 
 
-@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize(
+    ("loses", "name", "command"),
+    [
+        (False, "my_net:build", ""),
+        (True, "my_net:build", "cl-train audit model=my_net:build data.image_size=32"),
+        (True, "of_this_process:build", "cl_train.audit(model, images)"),
+    ],
+)
 def test_the_trial_tells_that_the_model_loses_channels_last(
-    loses: bool, caplog: pytest.LogCaptureFixture
+    loses: bool,
+    name: str,
+    command: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "of_this_process", ModuleType("of_this_process"))
     model = small(3)
     if loses:
         model[0].register_forward_hook(lambda module, inputs, output: output.contiguous())
     convert(model)
-    cfg = Config(model="my_net:build", batch_size=2)
+    cfg = Config(model=name, batch_size=2)
     cfg = replace(cfg, data=replace(cfg.data, image_size=32))
     form = DeviceFormat(CPU, torch.float32, torch.channels_last)
     with caplog.at_level("INFO"):
         build.try_run(cfg, model, StepSettings(FP32), form, 3)
     lines = [line for line in caplog.messages if "loses channels_last in " in line]
     assert len(lines) == loses
-    assert all("cl-train audit model=my_net:build data.image_size=32" in line for line in lines)
+    assert all(line.endswith(command) for line in lines)
 
 
 MODELS = {f"{kind} {name}": row[0] for kind, rows in (("audited", AUDITED), ("compared", COMPARED))
