@@ -1,7 +1,6 @@
 """`channels_last=auto`: the faster layout for this model, this step and this machine.
 
-The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one JSON file per combination of what
-can change it.
+The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one file for all that can change it.
 """
 
 import hashlib
@@ -104,8 +103,7 @@ def choose_memory_format(
     optimizer: str = "sgd",
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Choice:
-    """Measure copies of `model`; choose channels_last if it is faster beyond noise, else
-    contiguous.
+    """Measure copies of `model`; choose channels_last if it is faster beyond noise.
 
     Call it with the model built, loaded and on its device, before it is converted, wrapped or
     compiled. For a model that cannot be measured (no memory for copies, a known crash of torch) the
@@ -122,9 +120,8 @@ def choose_memory_format(
         ConfigError: an impossible argument.
     """
     if optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"optimizer={optimizer}; use {', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}"
-        )
+        known = f"{', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}"
+        raise ConfigError(f"optimizer={optimizer}; use {known}")
     settings = settings_of(
         model,
         precision,
@@ -177,11 +174,9 @@ def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) 
     is_busy = is_cpu and (done.others_pct or 0.0) >= TOO_BUSY_PCT
     is_busy = is_busy or done.verdict == "not_comparable"
     is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
-    reason = (
-        f"{layout.name}: channels_last is {done.ratio} as fast as contiguous"
-        f" ({done.speeds[0].images_per_s:.1f}"
-        f" images/s{_smaller(done.batch_size, measured, workload)})"
-    )
+    smaller = _smaller(done.batch_size, measured, workload)
+    speed = f"{done.speeds[0].images_per_s:.1f} images/s{smaller}"
+    reason = f"{layout.name}: channels_last is {done.ratio} as fast as contiguous ({speed})"
     if is_busy:
         reason += "; other processes used the cores meanwhile, so the next run measures again"
     elif is_wide:
@@ -193,10 +188,10 @@ def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) 
 def _smaller(batch_size: int, measured: Workload, workload: Workload) -> str:
     """Says what was smaller in the measured step than it is in the run."""
     micro_steps = measured.settings.accumulate_steps
-    parts = [f" at batch {batch_size}"] if batch_size != workload.batch_size else []
+    parts = [f"batch {batch_size}"] if batch_size != workload.batch_size else []
     if micro_steps != workload.settings.accumulate_steps:
-        parts.append(f" and accumulate_steps {micro_steps}")
-    return "".join(parts).replace(" and", " at", 1) if len(parts) == 1 else "".join(parts)
+        parts.append(f"accumulate_steps {micro_steps}")
+    return " at " + " and ".join(parts) if parts else ""
 
 
 def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Workload:
@@ -244,15 +239,13 @@ def _cache_file(model: nn.Module, workload: Workload) -> Path:
     """Returns a file named by everything that could change which layout is faster."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     versions = describe_environment(workload.device)
-    machine = [
-        device_name(workload.device),
-        *(versions[name] for name in ("torch", "cuda", "cudnn", "driver")),
-    ]
+    machine = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
+    machine.append(device_name(workload.device))
     settings = workload.settings
     same_speed = replace(settings, optim=replace(settings.optim, lr=LEARNING_RATE))
     work = replace(workload, settings=same_speed)
     # The text of the model and the shapes: changed model code is measured anew.
-    described = repr((5, type(model), model, shapes, work, machine))
+    described = repr((6, type(model), model, shapes, work, machine))
     return cache_folder() / f"layout-{hashlib.sha256(described.encode()).hexdigest()[:20]}.json"
 
 
@@ -271,7 +264,4 @@ def _write(path: Path, choice: Choice) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, choice.to_dict())
     except OSError as error:
-        log.warning(
-            "channels_last=auto: the choice cannot be cached (%s), so the next run measures again",
-            error,
-        )
+        log.warning("channels_last=auto: not cached (%s), so the next run measures again", error)

@@ -96,23 +96,21 @@ class Comparison:
         return {**vars(self), "speeds": speeds, "pairs": pairs[1:]}
 
     def __str__(self) -> str:
-        lines = []
+        lines: list[str] = []
         for speed in self.speeds:
             line = (
                 f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s "
                 f"{speed.step_ms:10.2f} ms {speed.peak_memory_gib:8.2f} GiB"
             )
-            if speed is not self.speeds[0]:
+            if lines:
                 untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
                 line += f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}"
             lines.append(line)
         if self.utilisation:
             lines.append(f"  {describe(self.utilisation)}")
         if self.batch_size != self.batch_size_requested:
-            requested = self.batch_size_requested
-            lines.append(
-                f"  out of memory at batch {requested}: all layouts used {self.batch_size}"
-            )
+            problem = f"out of memory at batch {self.batch_size_requested}"
+            lines.append(f"  {problem}: all layouts used {self.batch_size}")
         if (self.others_pct or 0.0) >= BUSY_PCT:
             line = f"  other processes used {self.others_pct:.0f} % of the cores: "
             if self.rounds_left_out is None:
@@ -121,8 +119,9 @@ class Comparison:
                 rounds = self.rounds + self.rounds_left_out
                 line += f"their time is left out, and {self.rounds_left_out} of {rounds} rounds"
             lines.append(line)
-        if problem := problem_of_gpu(self.gpu):
-            lines.append(f"  {problem}")
+        gpu_problem = problem_of_gpu(self.gpu)
+        if gpu_problem:
+            lines.append(f"  {gpu_problem}")
         return "\n".join(lines)
 
 
@@ -196,10 +195,9 @@ def benchmark_layouts(
     until_decided: bool = False,
     earlier: Comparison | None = None,
 ) -> Comparison:
-    """As `compare_layouts`, for a given workload and any layouts.
+    """As `compare_layouts`, for any workload and layouts; the first is the baseline.
 
-    The first layout is the baseline of all ratios. `until_decided`: as in `alternate`. `earlier`: a
-    comparison of the same that goes on.
+    `until_decided`: as in `alternate`. `earlier`: a comparison of the same that goes on.
     """
     if earlier is not None:
         workload = replace(workload, batch_size=earlier.batch_size)
@@ -264,46 +262,48 @@ def _benchmark(
         is_cpu = workload.device.type == "cpu"
         is_busy = is_cpu and (others_pct or 0.0) >= TOO_BUSY_PCT and rounds_left_out is None
         is_busy = is_busy or problem_of_gpu(gpu) is not None
-        speeds: list[LayoutSpeed] = []
-        measured = zip(timed, peaks_gib, done.speed_ratios(), done.blocks, strict=True)
-        for step, peak_gib, ratio, times_s in measured:
-            step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
-            rate = workload.images_per_step / step_s
-            verdict = "not_comparable" if speeds and is_busy else verdict_of(ratio)
-            name = step.layout.name
-            block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
-            speeds.append(
-                LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms)
-            )
+
+        speeds = _speeds(timed, done, peaks_gib, is_busy=is_busy)
+        used = None
+        if gflop_per_image is not None:
+            fastest = max(speed.images_per_s for speed in speeds)
+            used = utilisation(*gflop_per_image, fastest, workload.precision, workload.device)
         return Comparison(
             tuple(speeds),
             workload.precision.name,
-            workload.batch_size,
-            workload.batch_size,
-            done.rounds,
-            done.seconds,
-            done.stopped_by,
-            others_pct,
-            gflop_per_image
-            and utilisation(
-                *gflop_per_image,
-                max(speed.images_per_s for speed in speeds),
-                workload.precision,
-                workload.device,
-            ),
-            gpu,
-            rounds_left_out,
+            batch_size=workload.batch_size,
+            batch_size_requested=workload.batch_size,
+            rounds=done.rounds,
+            seconds=done.seconds,
+            stopped_by=done.stopped_by,
+            others_pct=others_pct,
+            utilisation=used,
+            gpu=gpu,
+            rounds_left_out=rounds_left_out,
         )
+
+
+def _speeds(
+    timed: Sequence[TimedStep], done: Alternation, peaks_gib: Sequence[float], *, is_busy: bool
+) -> list[LayoutSpeed]:
+    speeds: list[LayoutSpeed] = []
+    measured = zip(timed, peaks_gib, done.speed_ratios(), done.blocks, strict=True)
+    for step, peak_gib, ratio, times_s in measured:
+        step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
+        rate = step.workload.images_per_step / step_s
+        verdict = "not_comparable" if speeds and is_busy else verdict_of(ratio)
+        block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
+        name = step.layout.name
+        speed = LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms)
+        speeds.append(speed)
+    return speeds
 
 
 def _quiet_rounds(
     timed: Sequence[TimedStep], steps: int, ends: Mapping[str, Any]
 ) -> tuple[Alternation, int | None]:
-    """Blocks of `steps` steps in turns, and the number of rounds left out.
-
-    Rounds are left out if other processes took time from a block; None: too few would remain, or it
-    is not known, and all are kept. The median step of a block counts: interruptions on a shared
-    machine are not caused by the layout.
+    """Blocks of `steps` steps in turns, and the number of rounds left out, because other processes
+    took time from a block; None: too few would remain, or it is not known, and all are kept.
     """
     taken = TakenTime()
     is_told = timed[0].workload.device.type == "cpu" and taken.is_known

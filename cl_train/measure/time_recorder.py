@@ -24,10 +24,9 @@ from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.system.failures import TORCH, short_path
 
 _PACKAGE = str(Path(__file__).parents[1])
-# quantile of the times between two events that counts as the recorder's own: few modules compute
-# there
+# This quantile of the times between two events is the recorder's own: few modules compute there.
 _USUAL = 0.75
-# 0.2 to 0.3 ms of a GPU: the host needs less to launch an operator and the event after it
+# 0.2 to 0.3 ms of a GPU: the host needs less to launch an operator and the event after it.
 _SLEEP_CYCLES = 400_000
 _KINDS = {
     "convolution": "convolutions", "batch_norm": "batch norm", "norm": "normalisation",
@@ -41,9 +40,7 @@ Key = tuple[str, str, str, int]  # phase, module, operator and which of equal ca
 
 @contextmanager
 def processor_clock() -> Iterator[Callable[[], float]]:
-    """`perf_counter`, less the time in which this thread was ready to run and other processes had
-    the core (Linux).
-    """
+    """`perf_counter`, on Linux less the time in which this thread waited for a core."""
     path = Path("/proc/thread-self/schedstat")  # nanoseconds running, nanoseconds waiting, slices
     if not path.exists():
         yield time.perf_counter
@@ -53,9 +50,7 @@ def processor_clock() -> Iterator[Callable[[], float]]:
 
 
 class TimeRecorder(OriginRecorder):
-    """Times the operators of a step, and on a CPU what runs between them; `calls` gets those new in
-    `layout`.
-    """
+    """Times the operators of a step, and on a CPU what runs between them, for `calls`."""
 
     def __init__(
         self, layout: str, is_gpu: bool, clock: Callable[[], float], calls: dict[Key, TimedCall]
@@ -65,9 +60,8 @@ class TimeRecorder(OriginRecorder):
         self._phase, self._module = "forward", ""  # what runs
         self._spans: list[tuple[Key, Any, Any]] = []
         self._seen: Counter[tuple[str, str, str]] = Counter()
-        self._gaps: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(
-            list
-        )  # by phase and event at the end
+        # By phase and event at the end: modules and seconds.
+        self._gaps = defaultdict[tuple[str, str], list[tuple[str, float]]](list)
         self._watched: set[Any] = set()  # autograd nodes of the modules' outputs
         self._last = clock()
 
@@ -80,16 +74,16 @@ class TimeRecorder(OriginRecorder):
             spans_s = {key: stop - start for key, start, stop in self._spans}
         idle = [span_s for key, span_s in spans_s.items() if "aten.detach.default" in key]
         recording_s = median(idle) if idle else 0.0  # that call does no work
-        found = defaultdict(
-            float, {key: max(0.0, span_s - recording_s) for key, span_s in spans_s.items()}
-        )
+        seconds_of = defaultdict[Key, float](float)
+        for key, span_s in spans_s.items():
+            seconds_of[key] = max(0.0, span_s - recording_s)
         for (phase, _), gaps in self._gaps.items():
             usual = float(np.quantile([seconds for _, seconds in gaps], _USUAL))
             for module, seconds in gaps:
                 key = (phase, module, PYTHON, 0)
                 self._calls.setdefault(key, TimedCall(PYTHON, phase, module, "Python"))
-                found[key] += max(0.0, seconds - usual)
-        return found
+                seconds_of[key] += max(0.0, seconds - usual)
+        return seconds_of
 
     def _close(self, event: str) -> None:
         """The time since the last event belongs to the module that runs; in the update to none."""
@@ -128,46 +122,35 @@ class TimeRecorder(OriginRecorder):
         self._go_on(self.running[-1][0])
 
     def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self._close("operator")
+        kwargs = kwargs or {}
         origin = self.origin(_getframe(1))
-        # a parameter accumulates its gradient
-        module = (
-            origin.module.rpartition(".")[0] if origin.module_type == "Parameter" else origin.module
-        )
+        module = origin.module
+        if origin.module_type == "Parameter":  # which accumulates its gradient
+            module = module.rpartition(".")[0]
         same = (self._phase, module, str(function))
         self._seen[same] += 1
         key = (*same, self._seen[same])
         call = self._calls.get(key)
-        if (
-            is_new := call is None or self._layout not in call.arguments
-        ):  # describing takes more time than recording
-            call = call or TimedCall(
-                str(function),
-                self._phase,
-                module,
-                _kind(function, self._phase),
-                origin.source * (self._phase != "update"),
-            )
-            positional, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs or {}))
+        is_new = call is None or self._layout not in call.arguments
+        if call is None:
+            source = "" if self._phase == "update" else origin.source
+            kind = _kind(function, self._phase)
+            call = self._calls[key] = TimedCall(str(function), self._phase, module, kind, source)
+        if is_new:  # describing takes more time than recording
+            positional, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
             call.arguments[self._layout] = (*positional, options)
-            self._calls[key] = call
+
         if self._is_gpu:  # else the time from event to event would be the host's
             torch.cuda._sleep(_SLEEP_CYCLES)
         start = self._now()
-        result = function(*args, **(kwargs or {}))
+        result = function(*args, **kwargs)
         stop = self._now()
         if is_new and function._schema.name in COPIES:
             copied = [value for value in positional if isinstance(value, torch.Tensor)][-1]
-            strides = zip(result.shape, copied.stride(), result.stride(), strict=False)
-            if copied.shape == result.shape and any(
-                size > 1 and old != new for size, old, new in strides
-            ):
+            if copied.shape == result.shape and _has_other_strides(copied, result):
                 call.kind = COPY_KIND
         self._spans.append((key, start, stop))
         self._go_on(module)
@@ -182,11 +165,12 @@ class TimeRecorder(OriginRecorder):
 
 
 class LineRecorder(TimeRecorder):
-    """Attributes the time between operators to the lines of the model's code: `seconds_of_lines`
-    has phase, module and line. Tracing each line takes time, so the times are for comparison only.
+    """Attributes the time between operators to the lines of the model's code.
+
+    Tracing each line takes time, so the times are for comparison only.
     """
 
-    seconds_of_lines: defaultdict[tuple[str, str, str], float]
+    seconds_of_lines: defaultdict[tuple[str, str, str], float]  # by phase, module and line
 
     def __enter__(self) -> Self:
         self.seconds_of_lines = defaultdict(float)
@@ -231,13 +215,17 @@ def _is_models_code(path: str) -> bool:
     return "site-packages" in path or not path.startswith(str(Path(os.__file__).parent))
 
 
+def _has_other_strides(copied: torch.Tensor, result: torch.Tensor) -> bool:
+    strides = zip(result.shape, copied.stride(), result.stride(), strict=True)
+    return any(size > 1 and old != new for size, old, new in strides)
+
+
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """The shape, strides and dtype of an argument."""
-    strides = (
-        tensor.stride()
-        if tensor.layout == torch.strided
-        else torch.empty(tensor.shape, device="meta").stride()
-    )
+    strided = tensor
+    if tensor.layout != torch.strided:
+        strided = torch.empty(tensor.shape, device="meta")
+    strides = strided.stride()
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
 
 

@@ -46,10 +46,7 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """The input, the loss and the settings of one step.
-
-    `batch`, `loss` and `output` are arguments of `paired.compare_layouts`.
-    """
+    """The input, the loss and the settings of one step, as arguments of `compare_layouts`."""
 
     batch_size: int  # images per micro-step
     input_shape: tuple[int, ...]  # of one image (C, H, W) or video (C, T, H, W)
@@ -84,9 +81,8 @@ def workload_of(
     """Returns a `Workload` from arguments of the functions for users; `more` are other fields."""
     refuse_lazy(model)
     if batch_size < 1 or mode not in modes:
-        raise ConfigError(
-            f"batch_size={batch_size} mode={mode}: at least 1, and one of {', '.join(modes)}"
-        )
+        known = ", ".join(modes)
+        raise ConfigError(f"batch_size={batch_size} mode={mode}: at least 1, and one of {known}")
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     return Workload(batch_size, shape, settings, device_of(model, device), mode, **more)
 
@@ -106,9 +102,8 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
 
 
 class TakenTime:
-    """The time in which threads of this process were ready to run, and others had the cores.
-
-    Linux only; elsewhere it is unknown.
+    """The time in which threads of this process were ready to run, and others had the cores; it is
+    known on Linux only.
     """
 
     def __init__(self) -> None:
@@ -117,7 +112,7 @@ class TakenTime:
         self.is_known = bool(self._files)
 
     def seconds(self) -> float:
-        """Of all threads that existed at the start, so far."""
+        """So far, of all threads that existed at the start."""
         return 1e-9 * sum(int(file.read_text().split()[1]) for file in self._files)
 
 
@@ -177,16 +172,12 @@ class TimedStep:
             return None
         self.model.eval()
         # No kernels are searched for a batch of one, which is never measured.
-        with (
-            torch.no_grad(),
-            autocast(settings.precision, workload.device),
-            kernel_selection(autotune=False),
-        ):
+        casted = autocast(settings.precision, workload.device)
+        with torch.no_grad(), casted, kernel_selection(autotune=False):
             output = self.model(self.inputs[:1])
         logits = getattr(output, "logits", output)
-        if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
-            return None
-        if logits.dim() != 2:
+        is_tensor = isinstance(logits, torch.Tensor)
+        if not is_tensor or not logits.is_floating_point() or logits.dim() != 2:
             return None
 
         classes = logits.shape[1]
@@ -200,7 +191,7 @@ class TimedStep:
         return labels
 
     def eager_step(self) -> None:
-        """One step, not replayed; the host does not wait for the device."""
+        """One step, not replayed."""
         if self.parts is None:
             with torch.inference_mode():
                 self.forward()
@@ -252,8 +243,7 @@ class TimedStep:
     def record(self) -> None:
         """Record the step as a CUDA graph, if the workload asks for it.
 
-        Graphs share one memory pool, which eager steps cannot use: record after the warm-up and the
-        peaks of all layouts.
+        Graphs share a memory pool, which eager steps cannot use: record after those of all layouts.
         """
         if self._recorder is None:
             return
@@ -274,14 +264,14 @@ class TimedStep:
         self.step = step
 
     def block_times_s(self, steps: int) -> list[float]:
-        """Seconds of each of `steps` steps. Waits for the device at the end."""
+        """Seconds of each of `steps` steps."""
         return step_times_s(self.step, steps, self.workload.device)
 
     def block(self, steps: int, taken: TakenTime | None) -> Block:
-        """Time `steps` steps; on a CPU without those from which other processes took time.
+        """Time `steps` steps, without those from which other processes took time.
 
-        With one thread that time is subtracted instead. With several, what one of them waits for a
-        core may or may not delay the others.
+        With one thread that time is subtracted instead; with several, what one of them waits for a
+        core may or may not delay the others. `taken` None: it is not known.
         """
         if taken is None:
             return Block(median(self.block_times_s(steps)), False)
@@ -299,10 +289,7 @@ class TimedStep:
         return Block(median(quiet_s or all_s), bool(quiet_s))
 
     def peak_memory_gib(self, timed: Sequence["TimedStep"]) -> float:
-        """Memory of a process with only this layout in an eager step.
-
-        It is the peak less what the others of `timed` hold.
-        """
+        """Memory of an eager step: the peak less what the others of `timed` hold."""
         other_bytes = sum(step.held_bytes() for step in timed if step is not self)
         with self._on_recorders_stream():
             return peak_memory_of_step_gib(
@@ -327,10 +314,7 @@ class TimedStep:
 def model_in_layout(
     model: nn.Module, layout: Layout, precision: Precision, device: torch.device
 ) -> nn.Module:
-    """Returns a copy on `device` in the dtypes of `precision`.
-
-    It is first contiguous, then converted to `layout`.
-    """
+    """Returns a copy on `device` in the dtypes of `precision`, contiguous but for `layout`."""
     copied = cast_model(copy_model(model, device), precision)
     convert(copied, CONTIGUOUS)
     if layout.is_channels_last:
@@ -346,10 +330,8 @@ def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 def place_batch(
     batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format
 ) -> Any:
-    """Returns a copy of `batch` on `device`: floating tensors in `dtype`, images in
-    `memory_format`.
-
-    Images are tensors with 4 or 5 dimensions.
+    """Returns a copy of `batch` on `device`: floating tensors in `dtype`, images (tensors with 4 or
+    5 dimensions) in `memory_format`.
     """
 
     def place(value: torch.Tensor) -> torch.Tensor:

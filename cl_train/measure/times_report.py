@@ -25,10 +25,7 @@ Times = np.ndarray[Any, Any]  # milliseconds, [rounds, layouts]
 
 @dataclass(eq=False)
 class TimedCall:
-    """One operator call in both layouts.
-
-    If one of them lacks it, its time there is 0, and it has no arguments.
-    """
+    """One operator call in both layouts; where one lacks it, its time is 0, without arguments."""
 
     operator: str  # such as aten.convolution.default, or `python`
     direction: str  # forward, backward or update
@@ -36,41 +33,38 @@ class TimedCall:
     kind: str
     source: str = ""
     cause: str = ""  # the line whose contiguous gradient it pays for
-    arguments: dict[str, tuple[Any, ...]] = field(
-        default_factory=dict
-    )  # by layout; tensors are on the meta device
+    # By layout; tensors are on the meta device.
+    arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
 
     @property
     def convolution(self) -> str:
-        """What determines the kernel of a convolution, its weight first; empty for other
-        operators.
-        """
+        """What determines a convolution's kernel, its weight first; empty for other operators."""
         arguments = next(iter(self.arguments.values()), ())
         if "convolution" not in self.operator or len(arguments) < 9:
             return ""
-        image, weight, _, stride, _, _, is_transposed, _, groups = arguments[
-            "backward" in self.operator :
-        ][:9]
+        first = "backward" in self.operator  # there the gradient comes before the image
+        image, weight, _, stride, _, _, is_transposed, _, groups = arguments[first:][:9]
         kernel, size, strides = (
             "x".join(map(str, numbers)) for numbers in (weight.shape[2:], image.shape, stride)
         )
-        channels, out = (
-            image.shape[1],
-            weight.shape[1] * groups if is_transposed else weight.shape[0],
-        )
+        channels = image.shape[1]
+        out = weight.shape[1] * groups if is_transposed else weight.shape[0]
         grouped = "depthwise " if 1 < groups == channels else f"{groups} groups, " * (groups > 1)
+        weights = f"{grouped}{kernel}, {channels} to {out} channels"
         dtype = str(image.dtype).removeprefix("torch.")
-        return (
-            f"{grouped}{kernel}, {channels} to {out} channels; images {size}, stride {strides},"
-            f" {dtype}"
-        )
+        return f"{weights}; images {size}, stride {strides}, {dtype}"
 
     @property
     def gets_contiguous(self) -> bool:
         """Whether an image arrives contiguous in the channels_last run: the loss came before it."""
         arguments = self.arguments.get("channels_last", ())
         return any(classify(tensor) == "contiguous" for tensor in tensors_in(arguments))
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it is no work of the model's."""
+        return self.operator == PYTHON or self.kind == COPY_KIND
 
     def __str__(self) -> str:
         details = "; ".join(filter(None, (self.convolution.partition(";")[0], self.source)))
@@ -79,32 +73,23 @@ class TimedCall:
 
     def remedy(self) -> str:
         if self.kind == COPY_KIND:
-            return (
-                f"remove the copy at {self.source or 'the operator before it'}, or keep four"
-                " dimensions"
-            )
+            place = self.source or "the operator before it"
+            return f"remove the copy at {place}, or keep four dimensions"
         if self.operator == PYTHON:
-            code = (
-                f"the Python code at {self.source}" if self.source else "the module's Python code"
-            )
-            return f"this is {code}, not an operator"
+            place = f" at {self.source}" if self.source else " of the module"
+            return f"this is the Python code{place}, not an operator"
         if self.cause:
             return f"it pays for the contiguous gradient that {self.cause} creates"
         if self.gets_contiguous:
             return "it gets a contiguous image: see where channels_last is lost"
-        change = (
-            "try another batch_size=, precision= or torch"
-            if self.convolution
-            else "replace it if it matters"
-        )
+        change = "replace it if it matters"
+        if self.convolution:
+            change = "try another batch_size=, precision= or torch"
         return f"{change}, or send the program of repro=FILE to PyTorch"
 
 
 class Row:
-    """The calls of a kind, a module or a shape.
-
-    `difference_ms`: what channels_last costs more, median over rounds.
-    """
+    """The calls of a kind, a module or a shape; a positive difference is channels_last's cost."""
 
     def __init__(self, name: str, calls: list[TimedCall], step_ms: float = math.inf) -> None:
         self.name, self.calls = name, calls
@@ -113,22 +98,17 @@ class Row:
         self.share_pct = 100 * self.channels_last_ms / step_ms  # of the step in channels_last
         ordered = np.sort(ms[:, 1] - ms[:, 0]).tolist()
         self.difference_ms: float = median(ordered)
-        # 95 % interval of the median difference, by ranks; with fewer than six rounds their whole
-        # range
+        # 95 % interval of the median, by ranks; with fewer than six rounds their whole range.
         count = len(ordered)
-        outside = max(
-            sum(np.cumsum([math.comb(count, i) for i in range(count)]) <= 0.025 * 2**count), 1
-        )
+        binomial = np.cumsum([math.comb(count, rank) for rank in range(count)])
+        outside = max(sum(binomial <= 0.025 * 2**count), 1)
         self.interval_ms: tuple[float, float] = ordered[outside - 1], ordered[-outside]
         self.is_loss, self.is_gain = self.interval_ms[0] > 0, self.interval_ms[1] < 0
 
     def to_dict(self) -> dict[str, Any]:
         names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms", "share_pct")
-        return {
-            "name": self.name,
-            "calls": len(self.calls),
-            **{name: getattr(self, name) for name in names},
-        }
+        values = {name: getattr(self, name) for name in names}
+        return {"name": self.name, "calls": len(self.calls), **values}
 
 
 def _difference(row: Row) -> str:
@@ -146,9 +126,7 @@ def _difference(row: Row) -> str:
 
 @dataclass
 class OperatorTimes:
-    """The calls of a step, and the whole step (`step_ms`) without the recorder, measured in the
-    same rounds.
-    """
+    """The calls of a step, and the whole step without the recorder, in the same rounds."""
 
     calls: list[TimedCall]
     step_ms: Times
@@ -163,8 +141,8 @@ class OperatorTimes:
         self._tabulate()
 
     def charge(self, creators: Mapping[tuple[str, str, str], str]) -> None:
-        """Charge calls, by direction, module and operator, to the line that creates the contiguous
-        gradient for which they pay.
+        """Charge calls, by direction, module and operator, to the line whose contiguous gradient
+        they pay for.
         """
         for call in self.calls:
             if cause := creators.get((call.direction, call.module, call.operator)):
@@ -183,21 +161,18 @@ class OperatorTimes:
         self.tables["kinds"].sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
-        """Calls grouped by `key`, but those without one: differences beyond noise first, the
-        largest at the top.
-        """
+        """Calls with a key, grouped by it: differences beyond noise first, the largest on top."""
         groups: dict[object, list[TimedCall]] = defaultdict(list)
         for call in self.calls:
             groups[key(call)].append(call)
         step_ms = float(np.median(self.step_ms[:, 1]))
         rows = [Row(str(name), calls, step_ms) for name, calls in groups.items() if name]
-        return sorted(
-            rows, key=lambda row: (not row.is_loss | row.is_gain, -abs(row.difference_ms))
-        )
+        rows.sort(key=lambda row: -abs(row.difference_ms))
+        return sorted(rows, key=lambda row: not (row.is_loss or row.is_gain))
 
     def worst(self) -> Row:
-        """The operator call by which channels_last loses most, by itself if there is such a call;
-        if it loses none, the call that differs most.
+        """The call by which channels_last loses most, by itself if one does; if it loses none, that
+        which differs most.
         """
         rows = [row for row in self.tables["operators"] if row.calls[0].operator != PYTHON]
         losses = [row for row in rows if row.is_loss]
@@ -205,8 +180,8 @@ class OperatorTimes:
         return next(by_itself, (losses or rows)[0])
 
     def main_differences(self, *, is_gain: bool) -> list[Row]:
-        """The rows by which channels_last saves, or loses, most, at most three, and its copies: a
-        call that is a third of its kind's difference, else the kind.
+        """The three rows by which channels_last saves, or loses, most, and its copies: a call that
+        is a third of its kind's difference, else the kind.
         """
 
         def counts(row: Row) -> bool:
@@ -215,12 +190,9 @@ class OperatorTimes:
         calls = [row for row in self.tables["operators"] if counts(row)]
         rows: list[Row] = []
         for kind in self.rows(lambda call: call.kind):
-            large = [
-                row
-                for row in calls
-                if row.calls[0].kind == kind.name
-                and abs(row.difference_ms) > abs(kind.difference_ms) / 3
-            ]
+            of_kind = [row for row in calls if row.calls[0].kind == kind.name]
+            least_ms = abs(kind.difference_ms) / 3
+            large = [row for row in of_kind if abs(row.difference_ms) > least_ms]
             rows += large or [kind] * counts(kind)
         rows.sort(key=lambda row: -abs(row.difference_ms))
         copies = [row for row in rows[3:] if row.calls[0].kind == COPY_KIND]
@@ -228,50 +200,37 @@ class OperatorTimes:
         return [row for row in rows[:3] if abs(row.difference_ms) > least_ms] + copies[:1]
 
     def summary(self) -> list[str]:
-        """Three lines: where channels_last saves and loses time, the step's time, how much of it
-        the rows explain.
-        """
+        """Where channels_last saves and loses time, the step's time, how much the rows explain."""
         gained, lost = (
             "; ".join(map(_difference, self.main_differences(is_gain=is_gain))) or "nothing"
             for is_gain in (True, False)
         )
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
-        step = (
-            f"the step takes {contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in"
-            " channels_last"
-        )
-        explained = (
-            f"the rows explain {self.explained_pct:.0f} % of the step ({len(self.step_ms)} rounds)"
-        )
+        steps = f"{contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last"
+        rounds = f"({len(self.step_ms)} rounds)"
+        explained = f"the rows explain {self.explained_pct:.0f} % of the step {rounds}"
         if self.explained_pct < 90:
             explained += ", less than 90 %: do not trust them"
         elif self.explained_pct > 110:
-            explained += (
-                ", more than all of it: the recorder leaves cold caches; trust differences, not"
-                " sums"
-            )
+            explained += ": the recorder leaves cold caches; trust differences, not sums"
         return [
             f"channels_last saves {gained}. It loses {lost}",
-            f"{step}: {self.speed_ratio:.2f}x",
+            f"the step takes {steps}: {self.speed_ratio:.2f}x",
             explained,
         ]
 
     def advice(self) -> list[str]:
-        """What to do about the calls that slow a layout by 1 % of the step, one line each. In the
-        contiguous run only Python code and copies are a fault.
+        """What to do about the calls that slow a layout by 1 % of the step, one line each.
+
+        In the contiguous run only Python code and copies are a fault.
         """
         least_ms = 0.01 * float(np.median(self.step_ms))
         rows = [row for row in self.tables["operators"] if abs(row.difference_ms) > least_ms]
         losses = [row for row in rows if row.is_loss]
-        gains = [
-            row
-            for row in rows
-            if row.is_gain and (row.calls[0].operator == PYTHON or row.calls[0].kind == COPY_KIND)
-        ]
+        gains = [row for row in rows if row.is_gain and row.calls[0].is_fault]
         lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
-        lines += [
-            f"{row.name} slows the contiguous run: {row.calls[0].remedy()}" for row in gains[:3]
-        ]
+        for row in gains[:3]:
+            lines.append(f"{row.name} slows the contiguous run: {row.calls[0].remedy()}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -292,11 +251,12 @@ class OperatorTimes:
 
     def tables_text(self) -> str:
         """The first rows of each table, as Markdown."""
-        shown = {name: rows[:_SHOWN] for name, rows in self.tables.items() if rows}
-        return "\n\n".join(
-            f"{name}:\n\n{markdown_table([row.to_dict() for row in rows])}"
-            for name, rows in shown.items()
-        )
+        tables = []
+        for name, rows in self.tables.items():
+            if rows:
+                table = markdown_table([row.to_dict() for row in rows[:_SHOWN]])
+                tables.append(f"{name}:\n\n{table}")
+        return "\n\n".join(tables)
 
     def __str__(self) -> str:
         return "\n".join([*self.conclusions(), "", self.tables_text()])
