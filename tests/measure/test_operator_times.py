@@ -56,34 +56,25 @@ class PlantedTimes(TorchDispatchMode):
 
 def model_with(*planted: Any) -> nn.Module:
     torch.manual_seed(0)
-    layers = (
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        *map(Call, planted),
-        nn.Conv2d(8, 8, 3),
-    )
-    model = nn.Sequential(*layers)
+    body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    model = nn.Sequential(*body, *map(Call, planted), nn.Conv2d(8, 8, 3))
     convert(model)
     return model
 
 
 def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
-    return times_on(
-        model, torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last), **options
-    )
+    images = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    return times_on(model, images, **options)
 
 
 def times_on(model: nn.Module, batch: Any, **options: Any) -> OperatorTimes:
-    """In this process: what changes the model is seen."""
-
     def timer(*arguments: Any) -> OperatorTimes:
         with PlantedTimes():
             return time_operators(*arguments, time_limit_s=0.2)
 
     planted = nullcontext(lambda: clock.now_s)
     with patch.object(operator_times, "processor_clock", lambda: planted):
-        times = inspect.unwrap(layout.audit)(model, batch, time_operators=timer, **options).times
+        times = layout.audit(model, batch, time_operators=timer, **options).times
     assert isinstance(times, OperatorTimes)
     return times
 
@@ -210,11 +201,7 @@ def test_batches_are_timed_and_the_model_is_unchanged(
     model = cast_model(build(), precision)
     convert(model)
     state = {key: (value.clone(), value.stride()) for key, value in model.state_dict().items()}
-    options = {
-        "precision": precision,
-        "backward": name != "no backward",
-    }
-    times = times_on(model, batch, **options)
+    times = times_on(model, batch, precision=precision, backward=name != "no backward")
     trains = name not in ("frozen", "no backward")
     assert {call.direction for call in times.calls} == (
         {"forward", "backward", "update"} if trains else {"forward"}
@@ -391,13 +378,7 @@ def test_the_command_tells_all_and_writes_its_files(
     assert main(["operators=true", "json=true", "precision=fp32"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(table["operators"]) == len(PROBES) and table["dtype"] == "float32"
-    words = [
-        "model=tests.networks:small",
-        "num_classes=5",
-        "data.image_size=32",
-        "precision=fp32",
-        "compile=true",
-    ]
-    assert main([*words, "json=true"]) == 0
+    words = ["model=tests.networks:small", "num_classes=5", "data.image_size=32", "compile=true"]
+    assert main([*words, "precision=fp32", "json=true"]) == 0
     compiled = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [graph["direction"] for graph in compiled["compiled"]] == ["forward", "backward"]
