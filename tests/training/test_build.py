@@ -91,8 +91,8 @@ def test_the_trial_tells_that_the_model_loses_channels_last(
     assert all(line.endswith(command) for line in lines)
 
 
-MODELS = {f"{kind} {name}": row[0] for kind, rows in (("audited", AUDITED), ("compared", COMPARED))
-          for name, row in rows.items()}  # fmt: skip
+MODELS = {f"audited {name}": build_model for name, (build_model, _) in AUDITED.items()}
+MODELS |= {f"compared {name}": build_model for name, build_model in COMPARED.items()}
 REMEDIES = {
     "audited dict": "logits",
     "audited lazy": "one batch",
