@@ -30,7 +30,7 @@ class Setting:
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
     default: Any
-    metadata: Mapping[str, Any]  # see `schema.Limits`
+    metadata: Mapping[str, Any]  # see `groups.Limits`
 
 
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:

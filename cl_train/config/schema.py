@@ -4,37 +4,25 @@ To add a setting, add a line here, read it in `training/` and pass the plain val
 """
 
 import re
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
+from cl_train.config.groups import DATA_SETS as DATA_SETS
+from cl_train.config.groups import (
+    AmpConfig,
+    AugmentConfig,
+    CheckpointConfig,
+    DataConfig,
+    LauncherConfig,
+    OptimConfig,
+    ScheduleConfig,
+    loss_setting,
+    neutral_setting,
+    setting,
+)
 from cl_train.errors import ConfigError as ConfigError
 
-_CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
-_SHARDS = "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files"
-
-
-class DataSet(NamedTuple):
-    """`root`: what data.root must hold; None = it may be left out. Its reader: `data/build.py`."""
-
-    root: str | None = None
-    has_class_folders: bool = True
-
-
-DATA_SETS = {
-    "sample": DataSet(),
-    "imagenet": DataSet(_CLASSES),
-    "folder": DataSet(_CLASSES),
-    "shards": DataSet(_SHARDS, has_class_folders=False),
-    "dataset": DataSet(has_class_folders=False),
-    "imagenette": DataSet(),
-    "synthetic": DataSet(has_class_folders=False),  # no images
-}
 IMAGE_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
 IMAGE_FORMATS |= dict.fromkeys((".tif", ".tiff"), "TIFF")  # Pillow's names
-_OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment")
-POLICIES = ("none", *_OPERATIONS, "timm")
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 # torch's optimizers, with the settings that not all of them read. A fused kernel skips an update on
 # the device.
@@ -71,251 +59,6 @@ _AUTO = {"auto": AUTO_BATCH_SIZE}
 # They take package.module:function, which is imported and called.
 SETTINGS_OF_CODE = ("model", "loss", "metrics", "log_to", "data.dataset")
 HERE = "here"  # environment=here: that of the sweep itself
-
-
-class Limits(TypedDict, total=False):
-    """What `setting` takes besides the default and the help text; what is left out is None."""
-
-    minimum: float  # inclusive
-    above: float  # exclusive
-    maximum: float  # inclusive
-    choices: Collection[str]  # the allowed values of a setting of type str
-    words: Mapping[str, int]  # names for numbers outside the range, such as batch_size=auto
-    # "speed": runs with different values are not comparable; "loss": only their losses are not;
-    # "nothing": both are.
-    affects: Literal["speed", "loss", "nothing"]
-    required: bool  # the user must give a value; the default is not used
-    key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
-
-
-def setting(default: Any, help: str, **limits: Unpack[Limits]) -> Any:
-    """A dataclass field with its help text and its range."""
-    metadata = dict.fromkeys(Limits.__annotations__) | {"affects": "speed", "help": help} | limits
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-loss_setting = partial(setting, affects="loss")  # changes the losses of a run, not its speed
-neutral_setting = partial(setting, affects="nothing")  # changes neither
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where images come from and how they are loaded."""
-
-    name: str = setting("sample", "the data set", choices=DATA_SETS)
-    root: str | None = setting(
-        None, "folder of train/<class>/* and val/<class>/*, or what the data set expects"
-    )
-    shuffle: str = setting(
-        "full", "permute all images, or shard after shard", choices=("full", "shards")
-    )
-    dataset: str | None = setting(
-        None, "data=dataset: package.module:function, called with (split, size)"
-    )
-    val_split: str | None = setting(
-        None, "folder of the validation images; null = val, valid, validation or test"
-    )
-    val_fraction: float | None = setting(
-        None, "share of the training images used for validation", above=0, maximum=0.9
-    )
-    extensions: list[str] = setting(
-        [".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff"
-    )
-    image_size: int = setting(
-        224, "training crop, pixels; sample sets 48, imagenette 128", minimum=8, maximum=4096
-    )
-    size_schedule: list[list[int]] = setting(
-        [], "growing images: [[epoch,size],...]; linear in between, rounded to 32"
-    )
-    val_size: int | None = setting(
-        None, "side of the validation crop; null = image_size", minimum=8, maximum=4096
-    )
-    val_resize: int | None = setting(
-        None,
-        "validation: short side before the crop; null = val_size * 8/7",
-        minimum=8,
-        maximum=8192,
-    )
-    interpolation: str = setting(
-        "bilinear", "of the resize in training, antialiased", choices=("bilinear", "bicubic")
-    )
-    val_interpolation: str = loss_setting(
-        "bilinear", "of the validation's resize", choices=("bilinear", "bicubic")
-    )
-    workers: int | None = setting(
-        None, "loader workers; null = cores / ranks, at most 32", minimum=0, maximum=256
-    )
-    decoder: str = setting(
-        "simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow")
-    )
-    prefetch: int = setting(
-        3, "batches prepared in advance by all workers together", minimum=1, maximum=64
-    )
-    worker_timeout_s: float = setting(
-        60.0, "stop if no worker finishes an image for this many seconds", above=0
-    )
-    on_bad_image: str = neutral_setting(
-        "error", "when an image cannot be decoded", choices=("error", "skip")
-    )
-    max_bad_images: int = neutral_setting(
-        100, "on_bad_image=skip: stop after more than this many", minimum=0
-    )
-    mean: list[float] = setting(
-        [0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale"
-    )
-    std: list[float] = setting(
-        [0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale"
-    )
-    download: bool = setting(False, "data=imagenette: fetch the archive when it is missing")
-    synthetic_images: int = setting(1280, "data=synthetic: images per epoch", minimum=1)
-    synthetic_classes: int = setting(
-        1000, "data=synthetic: number of classes", minimum=2, maximum=10**6
-    )
-
-
-@dataclass(frozen=True)
-class AugmentConfig:
-    """Augmentation of the training images.
-
-    Defaults: large random crops, no flips (augment=imagenet has ImageNet's).
-    """
-
-    crop_scale_min: float = setting(
-        0.35, "smallest area of the crop / area of the image", above=0, maximum=1
-    )
-    crop_scale_max: float = setting(
-        1.0, "largest area of the crop / area of the image", above=0, maximum=1
-    )
-    crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", above=0)
-    crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", above=0)
-    flip: float = setting(0.0, "probability of a horizontal flip", minimum=0, maximum=1)
-    policy: str = setting("none", "operations on each image", choices=POLICIES)
-    timm_policy: str = setting(
-        "rand-m7-mstd0.5-inc1", "policy=timm: timm's name of an automatic policy (--aa)"
-    )
-    randaugment_ops: int = setting(2, "RandAugment: operations per image", minimum=1, maximum=14)
-    randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", minimum=0, maximum=30)
-    erase: float = setting(0.0, "probability of random erasing", minimum=0, maximum=1)
-    mixup: float = setting(0.0, "alpha of MixUp; 0 = off", minimum=0)
-    cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", minimum=0)
-    repeats: int = setting(
-        1, "repeated augmentation: copies of an image per batch; same epoch length", minimum=1
-    )
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """The optimizer: torch's, or one of timm's with optim=timm optim.name=lamb."""
-
-    library: str = setting("torch", "library of the optimizer", choices=("torch", "timm"))
-    name: str = setting(
-        "sgd", "optim=timm: the name of the optimizer, such as lamb, lion, muon, nadamw, rmsproptf"
-    )
-    lr: float = loss_setting(
-        0.1, "learning rate for a global batch of `reference_batch_size`", above=0
-    )
-    reference_batch_size: int = loss_setting(
-        256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0
-    )
-    momentum: float = loss_setting(
-        0.9, "SGD, RMSprop and timm's optimizers with momentum", minimum=0, maximum=1
-    )
-    nesterov: bool = setting(False, "SGD: use Nesterov momentum")
-    weight_decay: float = loss_setting(1e-4, "weight decay", minimum=0)
-    decay_norm_and_bias: bool = setting(
-        True, "false: no weight decay on vectors: normalisation layers, biases, ..."
-    )
-    beta1: float | None = loss_setting(
-        None, "decay of the first moment; null = default", minimum=0, maximum=0.999999
-    )
-    beta2: float | None = loss_setting(
-        None, "decay of the second moment; null = default", minimum=0, maximum=0.999999
-    )
-    alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1)
-    eps: float | None = loss_setting(
-        None, "added to the denominator; null = the optimizer's default", above=0
-    )
-    layer_decay: float = loss_setting(
-        1.0, "fine-tuning: lr of a layer / lr of the layer after it", above=0, maximum=1
-    )
-    head_lr_ratio: float = loss_setting(
-        1.0, "fine-tuning: learning rate of the classifier / lr", above=0
-    )
-    clip_norm: float | None = setting(
-        None, "clip gradients to this norm, after unscaling; null = off", above=0
-    )
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """The learning rate over the run: a linear warm-up, then the curve `name`."""
-
-    name: str = loss_setting(
-        "cosine", "curve after the warm-up", choices=("cosine", "step", "linear", "constant")
-    )
-    warmup_epochs: float = loss_setting(
-        0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0
-    )
-    warmup_start: float = loss_setting(
-        0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1
-    )
-    warmup_prefix: bool = loss_setting(
-        True, "cosine, linear: begin after the warm-up; false = at step 0, as in timm"
-    )
-    per_epoch: bool = loss_setting(
-        False, "change the learning rate between epochs only, as torchvision and timm do"
-    )
-    step_epochs: float = loss_setting(
-        30.0, "schedule=step: multiply by gamma every this many epochs", above=0
-    )
-    milestones: list[float] = loss_setting(
-        [], "schedule=step: the epochs to multiply at, instead of every step_epochs", above=0
-    )
-    gamma: float = loss_setting(0.1, "schedule=step: the factor", above=0, maximum=1)
-    final_lr_ratio: float = loss_setting(
-        0.0, "cosine and linear: final learning rate / lr", minimum=0, maximum=1
-    )
-
-
-@dataclass(frozen=True)
-class AmpConfig:
-    """Dynamic loss scaling (fp16 and fp16_o2 only)."""
-
-    init_scale: float = loss_setting(65536.0, "initial loss scale", above=0, maximum=2.0**64)
-    growth_interval: int = loss_setting(
-        2000, "steps without overflow before the scale doubles", minimum=1, maximum=10**9
-    )
-    min_scale: float = loss_setting(
-        1.0, "stop the run when the loss scale falls below this", above=0
-    )
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """What is saved, and when.
-
-    A checkpoint is always saved at the end, and on SIGTERM, SIGINT, SIGHUP and SIGUSR1.
-    """
-
-    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
-    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
-    every_minutes: float = setting(0.0, "save every this many minutes; 0 = off", minimum=0)
-    keep: int = neutral_setting(
-        2, "number of newest checkpoints to keep, besides the best", minimum=1
-    )
-    save_best: bool = setting(True, "keep the checkpoint with the best top-1")
-    background: bool = setting(True, "write to disk in another thread")
-
-
-@dataclass(frozen=True)
-class LauncherConfig:
-    """Multirun: where the jobs of a sweep run."""
-
-    gpus: list[str] = neutral_setting(
-        [], "run one job per GPU at a time; all, or some: 0,1,2; [] = one job at a time"
-    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""The processes of one run: device, process group, the collectives that a run uses, and which rank
-died or hangs.
-"""
+"""The processes of one run: device, process group, collectives, and which rank died or hangs."""
 
 import logging
 import os
@@ -31,12 +29,8 @@ LISTEN_S = 3.0
 NCCL_GRACE = timedelta(seconds=60)
 ANSWER_S = 3.0  # the ranks' store may take this long to respond
 _groups = 0  # process groups that this process has joined
-_LOST = (
-    "gloo",
-    "pair closure",
-    "Connection closed by peer",
-    "Connection reset by peer",
-)  # gloo's messages
+# Of gloo's messages.
+_LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
 
 
 @dataclass(frozen=True)
@@ -61,13 +55,10 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
         _, is_named, index = name.partition(":")
         device, count = torch.device("cuda", int(index or local_rank)), torch.cuda.device_count()
         if device.index >= count and is_named:
-            raise ConfigError(
-                f"device={name}: there are {count} GPUs, of which cuda:0 is the first"
-            )
+            raise ConfigError(f"device={name}: there are {count} GPUs, the first is cuda:0")
         if device.index >= count:
-            raise ConfigError(
-                f"device=cuda: no GPU for local rank {local_rank}; use --nproc-per-node={count}"
-            )
+            advice = f"use --nproc-per-node={count}"
+            raise ConfigError(f"device=cuda: no GPU for local rank {local_rank}; {advice}")
         _check_kernels(device)
         return device
     problem = "this machine has no usable CUDA device"
@@ -92,26 +83,19 @@ def as_current(device: torch.device) -> AbstractContextManager[object]:
 
 def _check_kernels(device: torch.device) -> None:
     """Raises ConfigError: torch has no kernels for this GPU, and the first one would fail."""
-    # Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for any later GPU
-    # when it is needed.
-    capability, names = (
-        torch.cuda.get_device_capability(device),
-        torch.cuda.get_arch_list(),
-    )  # sm_90, compute_90
-    matches = [
-        match for name in names if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name))
-    ]
+    # Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for later GPUs.
+    capability, names = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    pattern = r"(sm|compute)_(\d+)(\d)[af]?"
+    matches = [match for name in names if (match := re.fullmatch(pattern, name))]
     built = [(match[1], (int(match[2]), int(match[3]))) for match in matches]
     runs = any(
         version <= capability and (kind == "compute" or version[0] == capability[0])
         for kind, version in built
     )
-    if (
-        built and not runs
-    ):  # without `built`, torch is not for NVIDIA's GPUs and knows what it supports
+    if built and not runs:  # without `built`, torch is not for NVIDIA's GPUs
+        gpu = f"{torch.cuda.get_device_name(device)} has compute capability"
         raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability"
-            f" {'.'.join(map(str, capability))}, and torch {torch.__version__} has kernels for"
+            f"{gpu} {'.'.join(map(str, capability))}, and torch {torch.__version__} has kernels for"
             f" {', '.join(names)} only: install a newer torch, for a GPU older than these its build"
             " for CUDA 12.6, or use device=cpu"
         )
@@ -119,12 +103,10 @@ def _check_kernels(device: torch.device) -> None:
 
 @contextmanager
 def processes(device: str, timeout_s: float) -> Iterator[Dist]:
-    """Join the process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), if there is one;
-    leave it at the end.
+    """The process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), if there is one.
 
-    Raises ConfigError as `read_launch` and `choose_device`, ConnectionError if the other ranks do
-    not respond. A collective raises RuntimeError if it waits longer than `timeout_s` for a dead or
-    hung rank.
+    A collective raises RuntimeError if it waits longer than `timeout_s`. Raises ConfigError as
+    `read_launch` and `choose_device`, ConnectionError if the other ranks do not respond.
     """
     adopt_srun()
     launch = read_launch()
@@ -154,9 +136,8 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     global _groups
     _groups += 1
     torch.distributed.init_process_group(
-        (
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-        ),  # the hosts exchange flags without waiting for a device
+        # The hosts exchange flags without waiting for a device.
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=torch.distributed.PrefixStore(_store_prefix("attempt"), store),
         rank=rank,
         world_size=world_size,
@@ -181,16 +162,12 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 def give_nccl_more_time(
     group: torch.distributed.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> None:
-    """NCCL's watchdog ends the process without naming a rank; gloo, by which the hosts meet in each
-    step, fails first and leads to a `RankFault`.
-    """
+    """NCCL's watchdog ends the process without naming a rank; gloo fails first and names it."""
     group._get_backend(device)._set_default_timeout(timeout + NCCL_GRACE)
 
 
 def _store_prefix(name: str) -> str:
-    """Keys that no earlier attempt or run has used; after a node has joined torchrun counts no
-    restart, but ranks.
-    """
+    """Of keys that no earlier attempt has used; a node that joins is no restart to torchrun."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{name}-{restarts}-{os.environ['WORLD_SIZE']}-{_groups}"
 
@@ -203,10 +180,7 @@ def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
 
 
 def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
-    """The maximum of each flag over the ranks.
-
-    It runs on the hosts and does not wait for a device.
-    """
+    """The maximum of each flag over the ranks; it does not wait for a device."""
     if dist.world_size == 1:
         return flags
     maxima = torch.tensor(flags)
@@ -215,10 +189,7 @@ def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
 
 
 def on_main(work: Callable[[], T], dist: Dist) -> T:
-    """Do `work` on rank 0, and return its result or raise its exception on every rank.
-
-    Both are pickled.
-    """
+    """Do `work` on rank 0; every rank returns its result or raises its exception, pickled."""
     if dist.world_size == 1:
         return work()
     outcome: list[Any] = [None, None]  # the result, the exception
@@ -243,12 +214,10 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
 
 @contextmanager
 def watch_ranks(dist: Dist) -> Iterator[None]:
-    """Raise a `RankFault` that names the missing rank if a collective fails, whose error only says:
-    connection broken.
+    """Raise a `RankFault` that names the missing rank if a collective fails.
 
-    A thread of every rank increments a counter in the ranks' store. The counter of a killed or
-    stopped process no longer changes; that of a rank that waits in a collective does, because
-    waiting releases the interpreter lock.
+    A thread of every rank increments a counter in the ranks' store, also while the rank waits in a
+    collective. The counter of a killed or stopped process no longer changes.
     """
     if dist.world_size == 1:
         yield
@@ -256,9 +225,7 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
     store, stop = connect_to_store(), threading.Event()
 
     def beat() -> None:
-        with suppress(
-            RuntimeError
-        ):  # the process that holds the store has ended; the next collective fails
+        with suppress(RuntimeError):  # the store has ended, and the next collective fails
             while not stop.wait(BEAT_S):
                 store.add(str(dist.rank), 1)
 
@@ -278,15 +245,11 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
 
 
 def connect_to_store() -> torch.distributed.Store:
-    """A separate connection to the ranks' store, because a call that waits blocks the others on its
-    connection.
-    """
-    address, timeout = (
-        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-        timedelta(seconds=LISTEN_S),
-    )
+    """A connection of its own to the ranks' store: a call that waits blocks the others on it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=LISTEN_S)
     store = torch.distributed.TCPStore(
-        *address, is_master=False, timeout=timeout, wait_for_workers=False
+        host, port, is_master=False, timeout=timeout, wait_for_workers=False
     )
     return torch.distributed.PrefixStore(_store_prefix("heartbeat"), store)
 

@@ -1,6 +1,4 @@
-"""Failures of the user's code explained in one line: the message, the line of that code, a
-remedy.
-"""
+"""Failures of the user's code in one line: the message, the line of that code, a remedy."""
 
 import traceback
 from collections.abc import Iterator
@@ -18,9 +16,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 @contextmanager
 def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Iterator[None]:
-    """Turn an exception of a model, the user's code, into a ConfigError; one of memory only with
-    `memory_too`.
-    """
+    """Turn an exception of a model into a ConfigError; one of memory only with `memory_too`."""
     try:
         yield
     except ConfigError:
@@ -32,9 +28,7 @@ def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Ite
 
 
 def explain_failure(error: BaseException) -> str:
-    """One line about an exception raised while a model ran: its message, the line of the model's
-    code, a remedy.
-    """
+    """One line about an exception raised while a model ran."""
     if isinstance(error, ConfigError):
         return str(error)
     message = " ".join(str(error).split())[:600]
@@ -44,15 +38,11 @@ def explain_failure(error: BaseException) -> str:
             where = f" at {short_path(frame.filename)}:{frame.lineno} `{frame.line}`"
             break
     if "view size is not compatible" in str(error):
-        return (
-            f"{where.removeprefix(' at ') or 'a .view'} needs contiguous memory: use .reshape"
-            " instead of .view"
-        )
+        line = where.removeprefix(" at ") or "a .view"
+        return f"{line} needs contiguous memory: use .reshape instead of .view"
     if is_out_of_memory(error):
         return f"out of memory{where}: use a smaller batch or image size"
-    return (
-        f"{type(error).__name__}{where}: {message}" if message else f"{type(error).__name__}{where}"
-    )
+    return f"{type(error).__name__}{where}" + (f": {message}" if message else "")
 
 
 def short_path(path: str) -> str:
@@ -60,6 +50,5 @@ def short_path(path: str) -> str:
     _, found, tail = path.rpartition("site-packages/")
     if found:
         return tail
-    return (
-        str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
-    )
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

@@ -1,6 +1,4 @@
-"""Files replaced atomically or extended by whole records; outputs of commands; run folders; locks;
-no torch.
-"""
+"""Files that are replaced atomically or extended by records, run folders, locks; no torch."""
 
 import errno
 import fcntl
@@ -39,9 +37,7 @@ _LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that w
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """A temporary file, written in the block, that replaces `path` at its end, but not after an
-    exception.
-    """
+    """A temporary file that replaces `path` at the end of the block, unless it raises."""
     temporary = temporary or path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         yield temporary
@@ -51,16 +47,12 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, in UTF-8 or the bytes of file names; an OSError
-    leaves it unchanged.
-    """
+    """Replace the content of `path` by `text`, in UTF-8 or the bytes of file names."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise OSError(
-            error.errno, error.strerror, str(path)
-        ) from error  # a failed write does not name the file
+    except OSError as error:  # that of a failed write does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
@@ -69,9 +61,7 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
 
 
 def retry(write: Callable[[], None]) -> None:
-    """Call `write` until it succeeds, for `RETRY_S` (somebody may free space); then it raises the
-    last OSError.
-    """
+    """Call `write` until it succeeds; after `RETRY_S` it raises the last OSError."""
     deadline = None
     while True:
         try:
@@ -95,9 +85,7 @@ def cache_folder() -> Path:
 
 
 def safe_name(text: str) -> str:
-    """`text` as one component of a path: no separators, no leading dot; a text over 100 bytes ends
-    in a hash.
-    """
+    """`text` as one component of a path; over 100 bytes it ends in a hash."""
     name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text).lstrip(".") or "_"
     if len(name) <= 100:
         return name
@@ -109,11 +97,10 @@ def safe_name(text: str) -> str:
 
 @contextmanager
 def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
-    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block; not
-    after an exception.
+    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block.
 
-    Raises ConfigError at once: `path` is no regular file, such as a folder or a device, cannot be
-    written, or exists without `overwrite`.
+    Raises ConfigError at once: `path` is a folder, a link or a device, cannot be written, or exists
+    without `overwrite`.
     """
     if path.is_dir():
         raise ConfigError(f"{key}={path} is a folder: name a file")
@@ -130,12 +117,11 @@ def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Pa
 
 @contextmanager
 def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> Iterator[None]:
-    """The folder `path`, which a command fills, perhaps in several calls; files of others are never
-    deleted.
+    """The folder `path`, which a command fills, perhaps in several calls.
 
     The block writes the `markers` first. A folder that has one of them is continued; a new one with
-    nothing else in it is removed after an exception. ConfigError: `path` cannot be written, or has
-    files of others without `overwrite`.
+    nothing else in it is removed after an exception. Raises ConfigError: `path` cannot be written,
+    or has files of others without `overwrite`.
     """
     probe = path / f".tmp-{os.getpid()}"
     with _created(probe, f"out={path}", removable=markers):
@@ -155,9 +141,7 @@ def _created(
     removable: Collection[str] = (),
     after: type[BaseException] = BaseException,
 ) -> Iterator[None]:
-    """Create `file` and its folders; `after` an exception, remove the new folders that have nothing
-    but `removable`.
-    """
+    """Create `file` and its folders; `after` an exception, remove those with only `removable`."""
     missing = [folder for folder in file.parents if not folder.exists()]
     try:
         try:
@@ -204,22 +188,17 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
             checkpoints.mkdir(exist_ok=True)
             tempfile.TemporaryFile(dir=checkpoints).close()
         except OSError as error:
-            raise ConfigError(
-                f"{error.filename or folder}: {error.strerror}; {elsewhere}"
-            ) from None
-        results, logs = (
-            [path for name in names for path in folder.glob(name)] for names in (_RESULTS, _LOGS)
-        )
-        for path in results + logs:
-            if overwrite:
+            where = error.filename or folder
+            raise ConfigError(f"{where}: {error.strerror}; {elsewhere}") from None
+        results = [path for name in _RESULTS for path in folder.glob(name)]
+        if overwrite:
+            for path in (*results, *(log for name in _LOGS for log in folder.glob(name))):
                 path.unlink()
         is_ours = overwrite or continues(resume, folder)
         if not is_ours and any(path.stat().st_size for path in results):
             what = f"{folder} holds the results of an earlier run, or files of the same names"
-            advice = (
-                f"continue it with resume=auto, {elsewhere}, or delete them with overwrite=true"
-            )
-            raise ConfigError(f"{what}: {advice}")
+            advice = f"continue it with resume=auto, {elsewhere}"
+            raise ConfigError(f"{what}: {advice}, or delete them with overwrite=true")
         yield
 
 
@@ -231,9 +210,7 @@ def continues(resume: str | None, folder: Path) -> bool:
 
 
 def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
-    """Warn without space for the `keep` last checkpoints, the best and the next one; ConfigError
-    without any space.
-    """
+    """Warn without space for `keep` checkpoints, the best and the next; ConfigError without any."""
     free_bytes = shutil.disk_usage(folder).free
     count = keep + 2
     sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free for checkpoints of "
@@ -249,18 +226,13 @@ def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
 
 
 class AppendFile:
-    """An append-only file.
-
-    Records that cannot be written stay in memory and are written with later ones.
-    """
+    """An append-only file; what cannot be written stays in memory until the next write."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._waiting = path, list[bytes]()
 
     def append(self, record: bytes) -> None:
-        """Write `record`, which includes the terminator of the file's format (a line feed for
-        lines).
-        """
+        """Write `record`, terminator included."""
         self._waiting.append(record)
         try:
             self.flush()
@@ -269,10 +241,7 @@ class AppendFile:
                 log.warning("%s; the records stay in memory; free some space", error)
 
     def flush(self) -> None:
-        """Write the pending records.
-
-        Raises OSError if they cannot be written; they remain pending.
-        """
+        """Write the pending records. Raises OSError; they remain pending."""
         if not self._waiting:
             return
         try:
@@ -300,13 +269,10 @@ class AppendFile:
 
 @contextmanager
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
-    """Hold a lock on the file `path`, which stays. It excludes other processes, not other threads
-    of this one.
+    """Hold a lock on the file `path`, which stays, against other processes.
 
-    A POSIX record lock: the kernel releases it when the process that acquired it ends for any
-    reason, and forked children, which may outlive it, do not inherit it. If it is held, raise
-    LockHeld, or with a `waiting_for` say so on stderr and wait. Raises OSError if the file cannot
-    be written or locked.
+    A POSIX record lock: it ends with the process, and forked children do not inherit it. If it is
+    held, raise LockHeld, or with a `waiting_for` say so on stderr and wait. Raises OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with open(descriptor, "r+b", buffering=0) as file:
@@ -327,9 +293,8 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
                 print(what, file=sys.stderr, flush=True)
             time.sleep(0.2)
         file.truncate(0)
-        file.write(
-            f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode()
-        )
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
+        file.write(holder.encode())
         try:
             yield
         finally:
