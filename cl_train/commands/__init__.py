@@ -1,10 +1,7 @@
-"""The commands of `cl-train`: one short file each, which reads settings, calls other packages and
-prints the result.
+"""The commands of `cl-train`: one short file each.
 
-Each has `main(words)`, which returns the exit code, and for --help a docstring (a summary, then
-examples), SETTINGS and where it takes files USAGE. Other packages are imported inside functions:
---help and wrong arguments do not need torch. May import every other package. Read `convert.py`
-first.
+Each has `main(words)`, which returns the exit code, and for --help a docstring, SETTINGS and where
+it takes files USAGE. Other packages are imported inside functions: --help does not need torch.
 """
 
 import json
@@ -41,22 +38,18 @@ def settings_and_files(schema: type[T], words: list[str]) -> tuple[T, list[str]]
 def print_result(
     schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]
 ) -> Any:
-    """Call `measure` with the settings in `words`, print its text, and write its result to the file
-    `out`.
+    """Call `measure` with the settings in `words`, print its text, and write its result to `out`.
 
-    With json=true stdout has the JSON only, and everything else is printed to stderr. Returns the
-    result.
+    With json=true stdout has the JSON only, stderr everything else. Returns the result.
     """
     settings: Any = settings_from_arguments(schema, words)
     text = ""
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
         try:
             # Opened before the measurement, which may take hours.
-            out = (
-                output_file(Path(settings.out), overwrite=settings.overwrite)
-                if settings.out
-                else nullcontext()
-            )
+            out: Any = nullcontext()
+            if settings.out:
+                out = output_file(Path(settings.out), overwrite=settings.overwrite)
             with out as file:
                 result, text = measure(settings)
                 if file is not None:

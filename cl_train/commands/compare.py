@@ -2,8 +2,7 @@
 
     cl-train compare multirun/2026-11-20_12-00-00           recreate the report of a sweep
     cl-train compare outputs/A outputs/B                    two runs; out=FOLDER writes a report
-    cl-train compare A1 B1 B2 A2                            repeats,
-    paired in the order of their runs
+    cl-train compare A1 B1 B2 A2                            repeats, in the order of their runs
     cl-train compare multirun/SWEEP compare_by=precision    the same runs by another setting
     cl-train compare parity=true model=resnet50             do both layouts compute the same?
 
@@ -12,7 +11,7 @@ into the folder of a sweep. With folders and parity=true, pairs of a model that 
 not comparable. Exit codes: 0 done, 1 the layouts compute different results, 2 wrong usage.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,14 +76,9 @@ def main(words: list[str]) -> int:
         from cl_train.system.distributed import choose_device
 
         torch.manual_seed(settings.seed)
-        name, size = (
-            str(settings.model),
-            settings.image_size or usual_image_size(str(settings.model)),
-        )
-        model, device = (
-            build_model(name, num_classes=100, image_size=size),
-            choose_device(settings.device),
-        )
+        name, device = str(settings.model), choose_device(settings.device)
+        size = settings.image_size or usual_image_size(name)
+        model = build_model(name, num_classes=100, image_size=size)
         outcome = check_parity(model, image_size=size, precision=settings.precision, device=device)
         print(f"{name}: {outcome}")
         failures = {} if outcome.passed else {name: str(outcome)}
@@ -92,11 +86,10 @@ def main(words: list[str]) -> int:
         from cl_train.sweeps.report import compare_folders
 
         out = Path(settings.out) if settings.out else None
-        with (
-            output_folder(out, overwrite=settings.overwrite, markers=MARKERS)
-            if out
-            else nullcontext()
-        ):
+        folder: AbstractContextManager[None] = nullcontext()
+        if out:
+            folder = output_folder(out, overwrite=settings.overwrite, markers=MARKERS)
+        with folder:
             compare_folders(
                 folders, settings.compare_by, out=out, parity_failures=failures, show_table=True
             )

@@ -35,36 +35,30 @@ def candidates(line: str) -> list[str]:
     if len(before) < 2:
         return [f"{name} " for name in COMMANDS if name.startswith(word)]
     is_train = before[1] == "train"
-    command = (
-        importlib.import_module(f"cl_train.commands.{before[1]}") if before[1] in COMMANDS else None
-    )
+    if before[1] not in COMMANDS:
+        return []
+    command = importlib.import_module(f"cl_train.commands.{before[1]}")
     schemas = [Config] if is_train else getattr(command, "SETTINGS", {}).values()
     settings = {key: item for schema in schemas for key, item in setting_fields(schema).items()}
     key, equals, value = word.partition("=")
     if not equals:
-        return sorted(
-            f"{name}=" for name in (TYPED_KEYS if is_train else settings) if name.startswith(key)
-        )
+        names = TYPED_KEYS if is_train else settings
+        return sorted(f"{name}=" for name in names if name.startswith(key))
     choices: list[str] = []
     if is_train and key in GROUPS:
         choices = group_choices(key)
     elif key == "model" and key in settings:
         choices = model_names()
     elif key in settings:
-        words = (
-            ("true", "false")
-            if settings[key].base_type is bool
-            else settings[key].metadata["choices"] or ()
-        )
-        choices = [*words, *(settings[key].metadata["words"] or {})]
+        item = settings[key]
+        words = ("true", "false") if item.base_type is bool else item.metadata["choices"] or ()
+        choices = [*words, *(item.metadata["words"] or {})]
     done, comma, last = value.rpartition(",")
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
 
 
 def model_names() -> list[str]:
-    """torchvision's models, cached in a file per version, because importing torchvision takes
-    seconds.
-    """
+    """torchvision's models, cached in a file, as importing torchvision takes seconds."""
     path = cache_folder() / f"models-torchvision-{version('torchvision')}.txt"
     if not path.is_file():
         from cl_train.models import sources

@@ -31,16 +31,12 @@ def main(words: list[str]) -> int:
     from cl_train.system.machine import describe_environment, device_name
 
     device = choose_device(settings.device)
-    settings = replace(
-        settings, device=str(device), precision=resolve_precision(settings.precision, device).name
-    )
+    precision = resolve_precision(settings.precision, device).name
+    settings = replace(settings, device=str(device), precision=precision)
     names = chosen_models(settings.model)
     environment = {**describe_environment(device), "device_name": device_name(device)}
-    group = (
-        settings.model[0]
-        if settings.model[0] in suite.GROUPS and len(settings.model) == 1
-        else "chosen"
-    )
+    is_group = len(settings.model) == 1 and settings.model[0] in suite.GROUPS
+    group = settings.model[0] if is_group else "chosen"
     named = ("" if group == "tutorial" else f"-{group}") + ("" if settings.speed else "-layout")
     version = ".".join(str(environment["torch"]).split("+")[0].split(".")[:2])
     path = Path(settings.out) / f"zoo{named}-{settings.precision}-{device.type}-torch{version}.json"
@@ -52,24 +48,17 @@ def main(words: list[str]) -> int:
     for name in missing:
         row = suite.row_from_child(name, settings)
         suite.add_row(path, table, row)
-        print(
-            f"{name}: {row.get('verdict') or row['error']} ({row.get('seconds', 0):.0f} s)",
-            flush=True,
-        )
-    bad = [
-        row["model"] for row in table["rows"] if "error" in row or row["parity"]["passed"] is False
-    ]
-    print(
-        f"written: {path} and .md; "
-        + (f"failed: {', '.join(bad)}" if bad else "every model passed")
-    )
+        outcome = row.get("verdict") or row["error"]
+        print(f"{name}: {outcome} ({row.get('seconds', 0):.0f} s)", flush=True)
+    rows = table["rows"]
+    bad = [row["model"] for row in rows if "error" in row or row["parity"]["passed"] is False]
+    outcome = f"failed: {', '.join(bad)}" if bad else "every model passed"
+    print(f"written: {path} and .md; {outcome}")
     return 1 if bad else 0
 
 
 def chosen_models(words: list[str]) -> list[str]:
-    """The models that `model=` names: groups, names and shell patterns. Raises ConfigError: one
-    fits nothing.
-    """
+    """The models of groups, names and shell patterns. ConfigError: one fits nothing."""
     from cl_train.measure.suite import GROUPS, TIMM
     from cl_train.models import sources as models
 

@@ -106,9 +106,7 @@ class CommandLine:
             raise ConfigError("-m cannot be combined with --cfg")
         folder = options.config_dir
         if folder is not None and not (folder and Path(folder).expanduser().is_dir()):
-            raise ConfigError(
-                f"--config-dir={folder}: no such folder; it holds experiment/NAME.yaml, ..."
-            )
+            raise ConfigError(f"--config-dir={folder}: no such folder of experiment/NAME.yaml, ...")
         config_dir = Path(folder).expanduser().absolute() if folder else None
         return cls(tuple(settings), options.multirun, options.cfg is not None, config_dir)
 

@@ -54,9 +54,7 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean a, b?` for the nearest of the `names` (`optim.lr` for `learning_rate`),
-    or an empty string.
-    """
+    """`; did you mean a, b?` for the nearest of the `names`, or an empty string."""
     names = sorted(names)
     last = name.rpartition(".")[2]
     last = _OF_OTHER_PROGRAMS.get(last, last)

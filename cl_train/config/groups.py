@@ -133,10 +133,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Augmentation of the training images.
-
-    Defaults: large random crops, no flips (augment=imagenet has ImageNet's).
-    """
+    """Augmentation of the training images; augment=imagenet has ImageNet's."""
 
     crop_scale_min: float = setting(
         0.35, "smallest area of the crop / area of the image", above=0, maximum=1
@@ -250,10 +247,7 @@ class AmpConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and when.
-
-    A checkpoint is always saved at the end, and on SIGTERM, SIGINT, SIGHUP and SIGUSR1.
-    """
+    """What is saved, and when besides the end, SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
 
     every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
     every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", minimum=0)

@@ -25,9 +25,7 @@ CONF_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.paren
 
 
 def settings_folders(config_dir: Path | None = None) -> tuple[Path, ...]:
-    """Where files of settings are searched: --config-dir, `conf/` of the working folder, the
-    project's own.
-    """
+    """Where files of settings are: --config-dir, `conf/` of the working folder, the project's."""
     users = (config_dir or CONF_DIR, Path.cwd() / "conf")
     own = [folder for folder in users if folder.is_dir() and folder.resolve() != CONF_DIR]
     return (*own, CONF_DIR)
@@ -109,9 +107,7 @@ def chosen_by_group(word: str) -> str:
 
 
 def alternatives(word: str, folders: Sequence[Path]) -> list[str]:
-    """The arguments a word expands to: one, or one per value of `a,b`, `range(...)`, `choice(...)`,
-    `glob(...)`.
-    """
+    """The arguments a word expands to: one, or one per value of a sweep."""
     override = parsed(word)
     if not override.is_sweep_override():
         return [str(override.input_line)]

@@ -1,9 +1,7 @@
-"""Checkpoint files, and the `checkpoints/` folder of a run. `training/state.py` defines what a
-checkpoint contains.
+"""Checkpoint files, and the `checkpoints/` folder of a run; `training/state.py` has their content.
 
-A checkpoint is a file of `torch.save` (plain types and contiguous tensors), written under a
-temporary name, synced and renamed: a `.pt` file is always whole. `torch.load` verifies no checksum,
-so every load does, of any file of weights.
+A checkpoint is a file of `torch.save`, written under a temporary name, synced and renamed: a `.pt`
+file is always whole. `torch.load` verifies no checksum, so every load does.
 """
 
 import argparse
@@ -82,10 +80,7 @@ def is_checkpoint(content: object) -> bool:
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write `state`, a `snapshot`, atomically and durably.
-
-    Raises OSError, with `path` unchanged: no space, no disk.
-    """
+    """Write `state`, a `snapshot`, atomically and durably. Raises OSError; `path` is unchanged."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         try:
             torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
@@ -99,10 +94,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable.
-
-    Some network file systems cannot sync a folder, which is not an error.
-    """
+    """Make a rename durable, except on network file systems that cannot sync a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,10 +149,7 @@ class CheckpointStore:
         self._writing: Future[None] | None = None
 
     def write_step(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
-        """Write `state` as `step-<n>.pt`, and also as `best.pt` if `best`.
-
-        Raises as `wait` and `snapshot`.
-        """
+        """Write `state` as `step-<n>.pt`, also as `best.pt` if `best`. Raises as `wait`."""
         self.wait()
         if best:
             self._best = step
@@ -185,18 +174,12 @@ class CheckpointStore:
         return True
 
     def wait(self) -> None:
-        """Wait until the current write has ended.
-
-        Raises CheckpointError if none has succeeded for too long.
-        """
+        """Wait for the current write. CheckpointError: none has succeeded for too long."""
         if self._writing is not None:
             self._writing.result()
 
     def finish(self) -> None:
-        """Wait until all is written, and repeat failed writes.
-
-        Raises CheckpointError if the last one fails.
-        """
+        """Wait until all is written, and repeat failed writes. CheckpointError: the last failed."""
         self.wait()
         try:
             retry(self._write_all)
@@ -268,9 +251,7 @@ class CheckpointStore:
 
     def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
         """The newest whole checkpoint, at last `best.pt`: path, state, and why newer ones were
-        skipped, a line each.
-
-        None if there is no checkpoint. Raises CheckpointError if none of several is whole.
+        skipped; None without a checkpoint. CheckpointError: none of several is whole.
         """
         skipped: list[str] = []
         newest_first = [path for _, path in sorted(self._steps().items(), reverse=True)]
@@ -297,11 +278,9 @@ def resume_path(resume: str) -> Path:
 def load_for_resume(
     resume: str, store: CheckpointStore
 ) -> tuple[Path, dict[str, Any], list[str]] | None:
-    """The checkpoint that `resume=` names, as `newest` returns it: of the store for `auto`, else a
-    file or run folder.
+    """The checkpoint that `resume=` names, as `newest` returns it; for `auto` that of the store.
 
-    Raises ConfigError: there is no such file or folder, or no checkpoint in it. CheckpointError: as
-    `load` or `newest`.
+    Raises ConfigError: it does not exist. CheckpointError: as `load` or `newest`.
     """
     if resume == "auto":
         return store.newest()

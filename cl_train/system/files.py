@@ -192,7 +192,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
             raise ConfigError(f"{where}: {error.strerror}; {elsewhere}") from None
         results = [path for name in _RESULTS for path in folder.glob(name)]
         if overwrite:
-            for path in (*results, *(log for name in _LOGS for log in folder.glob(name))):
+            logs = [path for name in _LOGS for path in folder.glob(name)]
+            for path in results + logs:
                 path.unlink()
         is_ours = overwrite or continues(resume, folder)
         if not is_ours and any(path.stat().st_size for path in results):

@@ -1,8 +1,6 @@
-"""What a run leaves in its folder, without torch: the one definition of `metrics.jsonl` and
-`summary.json`.
+"""What a run leaves in its folder, without torch: `metrics.jsonl` and `summary.json`.
 
-Training makes `Window`s and a `Summary` and writes them; sweeps, `RunResult` and benchmarks read
-them back. Which windows count, and the speed of a run, are decided here and nowhere else.
+Which windows count, and the speed of a run, are decided here and nowhere else.
 """
 
 import json
@@ -55,9 +53,7 @@ class Window:
         try:
             window = cls(**{name: record[name] for name in names})
             is_valid = 0 < window.images_per_s < math.inf and window.step > 0 and window.time > 0
-            is_valid = (
-                is_valid and window.data_wait_pct >= 0 and isinstance(window.loss, float | int)
-            )
+            is_valid &= window.data_wait_pct >= 0 and isinstance(window.loss, float | int)
         except TypeError:
             is_valid = False
         if not is_valid:
@@ -111,19 +107,15 @@ class Summary:
     val_average: dict[str, Any] | None = None  # of the EMA
     resumed_with: list[str] | None = None  # settings that an earlier process had otherwise
     why: str | None = None  # of a run that failed
-    reserved_memory_gib: float | None = (
-        None  # of a GPU, by torch's allocator; with CUDA graphs more
-    )
+    reserved_memory_gib: float | None = None  # of a GPU, by torch's allocator
     first_step_s: float | None = None  # until its end, of this process: selecting, compiling
     gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end; null: unknown, or a CPU
     schema_version: int = 1
 
 
 def read_records(folder: Path) -> tuple[list[Record], list[int]]:
-    """The records of metrics.jsonl, and the numbers of the lines that cannot be read, but for the
-    last one, which a killed process leaves incomplete. Without a file there are none.
-
-    Raises OSError, UnicodeDecodeError.
+    """The records of metrics.jsonl, and the numbers of damaged lines, but for the last one, which a
+    killed process leaves incomplete. Raises OSError, UnicodeDecodeError.
     """
     path = folder / METRICS
     lines = path.read_text(encoding="utf-8").rstrip().splitlines() if path.is_file() else []
