@@ -1,20 +1,23 @@
 """cl_train against others that do the same work, in alternating blocks. Keys are those of
 `cl-train`.
 
-    python -m benchmarks.peers overhead model=resnet18 batch_size=32 data.image_size=224 rounds=4
-    out=FILE.json python -m benchmarks.peers loader data.root=/datasets/imagenet data.workers=8
-    out=FILE.json python -m benchmarks.peers collate batch_size=64 data.image_size=224
+    python -m benchmarks.peers overhead model=resnet18 data.image_size=224 rounds=4 out=FILE.json
+    python -m benchmarks.peers loader data.root=/datasets/imagenet data.workers=8 out=FILE.json
+    python -m benchmarks.peers updates model=resnet18,resnet50 time_limit_s=180 out=FILE.json
+    python -m benchmarks.peers collate batch_size=64 data.image_size=224
 
 overhead: training on synthetic data against a bare forward-backward-step loop with the same model,
 on one fixed batch. The ratio is bare step time / cl_train's step time, the median over the rounds:
 1 means no overhead. loader: `cl-train loader_benchmark` with timm's loader, on the same files.
-collate: channels_last_collate against copying the same bytes at once (`block_copy`), and against
-default_collate with
-`.to(channels_last)`. All write to new memory, on one thread.
+updates: what the optimizer and the EMA take on weights in channels_last, as training runs them and
+as torch does by itself, against contiguous weights. collate: channels_last_collate against copying
+the same bytes at once (`block_copy`), and against default_collate with `.to(channels_last)`; all
+write to new memory, on one thread.
 """
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import statistics
@@ -32,13 +35,20 @@ from torch.utils.data import default_collate
 
 from cl_train.cli import exit_code
 from cl_train.commands import print_result
-from cl_train.config.schema import OVERWRITE_HELP, ConfigError, LoaderBenchmarkSettings, setting
+from cl_train.config.schema import (
+    OVERWRITE_HELP,
+    ConfigError,
+    LoaderBenchmarkSettings,
+    OptimConfig,
+    setting,
+)
 from cl_train.config.validation import load, optional_module
 from cl_train.data.image_loader import channels_last_collate
 from cl_train.measure.statistics import alternate
 from cl_train.measure.suite import Pipeline, benchmark_loaders
 from cl_train.models.sources import build_model
-from cl_train.step.precision import autocast, resolve_precision
+from cl_train.step.optim import FusedUpdatesInMemoryOrder, build_optimizer
+from cl_train.step.precision import EMA, autocast, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.machine import measured, timed_s
 from cl_train.system.run_folder import read_records, windows_of, windows_that_count
@@ -138,6 +148,74 @@ def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
     return statistics.fmean(window.step_ms for window in windows) / 1000
 
 
+# --- updates of the weights -----------------------------------------------------------------------
+
+
+@dataclass
+class UpdateSettings:
+    """Settings of `updates`."""
+
+    model: list[str] = setting(["resnet18", "resnet50"], "names of models")
+    threads: list[int] = setting([1, 2], "numbers of threads", minimum=1)
+    time_limit_s: float = setting(180.0, "seconds for all of them", above=0)
+    out: str | None = setting(None, "file for the result as JSON")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
+    json: bool = setting(False, "print the result as JSON")
+
+
+UPDATES = ("sgd", "adamw", "adam", "rmsprop", "ema")
+SIDES = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "torch": torch.channels_last,  # without views in the order of memory
+}
+
+
+def updates(settings: UpdateSettings) -> Result:
+    cases = list(itertools.product(settings.model, UPDATES, settings.threads))
+    rows: list[dict[str, Any]] = []
+    before = torch.get_num_threads()
+    for model, update, threads in cases:
+        torch.set_num_threads(threads)
+        blocks = [partial(block_s, update_of(model, update, side), side) for side in SIDES]
+        done = alternate(
+            blocks, target_ci=math.inf, time_limit_s=settings.time_limit_s / len(cases) - 1
+        )
+        ms = [[round(1000 * seconds, 4) for seconds in times] for times in done.blocks]
+        row: dict[str, Any] = {"model": model, "update": update, "threads": threads}
+        row["ms"] = dict(zip(SIDES, map(statistics.median, ms), strict=True))
+        row["ratio"] = 1 / done.speed_ratios()[1].ratio
+        row["block_ms"] = dict(zip(SIDES, ms, strict=True))
+        rows.append(row)
+        print(f"{model} {update} {threads}: {row['ms']}, ratio {row['ratio']:.2f}", flush=True)
+    torch.set_num_threads(before)
+    worst = max(row["ratio"] for row in rows)
+    result = measured(settings, torch.device("cpu"), rows=rows)
+    return result, f"channels_last / contiguous, milliseconds: at most {worst:.2f}"
+
+
+def update_of(name: str, update: str, side: str) -> Callable[[], object]:
+    """One update of a new model's weights, or of their average."""
+    torch.manual_seed(0)
+    model = build_model(name, num_classes=1000, image_size=224).to(memory_format=SIDES[side])
+    if update == "ema":
+        average = EMA(model, 0.999)
+        return partial(average.update, model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if update == "adam":
+        return torch.optim.Adam(model.parameters(), lr=1e-3, fused=True).step
+    cfg = OptimConfig(name=update)
+    return build_optimizer(cfg, model, dict(model.named_parameters()), lr=1e-3).step
+
+
+def block_s(update: Callable[[], object], side: str, count: int = 10) -> float:
+    """Seconds of one update, the mean of `count`."""
+    views = contextlib.nullcontext() if side == "torch" else FusedUpdatesInMemoryOrder()
+    with views:
+        return timed_s(lambda: [update() for _ in range(count)], torch.device("cpu")) / count
+
+
 # --- the loader -----------------------------------------------------------------------------------
 
 
@@ -216,10 +294,12 @@ def main(words: list[str]) -> int:
         print_result(
             LoaderBenchmarkSettings, words[1:], lambda settings: benchmark_loaders(settings, timm)
         )
+    elif words[:1] == ["updates"]:
+        print_result(UpdateSettings, words[1:], updates)
     elif words[:1] in (["overhead"], ["collate"]):
         print_result(PeerSettings, words[1:], overhead if words[0] == "overhead" else collate)
     else:
-        raise ConfigError("name what to measure: overhead, loader or collate")
+        raise ConfigError("name what to measure: overhead, loader, updates or collate")
     return 0
 
 

@@ -1,9 +1,10 @@
-"""Time to accuracy: train.py against timm's train.py and torchvision's reference script.
+"""Time to accuracy and seconds per epoch: train.py against timm's train.py and torchvision's
+reference script.
 
     git clone https://github.com/huggingface/pytorch-image-models timm
     git clone https://github.com/pytorch/vision
     python -m benchmarks.time_to_accuracy timm_train=timm/train.py \
-        torchvision_references=vision/references/classification out=FILE.json chart=FILE.png
+        torchvision_references=vision/references/classification out=FILE.json
 
 docs/benchmarks.md explains the choices. The clock starts with the process, and an accuracy counts
 when its line is printed. The same command continues an interrupted measurement: finished runs are
@@ -12,10 +13,8 @@ kept in `work`.
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 
 from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
-from cl_train.config.validation import optional_module, settings_from_arguments
+from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
 from cl_train.system.files import write_json
 from cl_train.system.machine import measured
@@ -39,10 +39,7 @@ from cl_train.system.processes import MachineLoad
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 95.0  # top-1, percent
 IMAGE_SIZE = {"digits": 32, "sample": 128}
-RUN_LIMIT_S = {
-    "digits": 120.0,
-    "sample": 150.0,
-}  # about four times and twice what train.py needs on two cores
+RUN_LIMIT_S = {"digits": 120.0, "sample": 150.0}  # four times and twice train.py on two cores
 
 OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18
     channels_last=true batch_size=32 data.workers=2 epochs={epochs} seed={seed}
@@ -91,10 +88,13 @@ class Settings:
         None, "torchvision's references/classification; null = without it"
     )
     data: list[str] = setting(["digits", "sample"], "data sets", choices=("digits", "sample"))
+    same_recipe: bool = setting(False, "the others with the recipe of train.py only")
     seeds: int = setting(5, "runs of each program on each data set", minimum=1)
+    time_limit_s: float | None = setting(
+        None, "begin no seed that would end later; null = no limit", above=0
+    )
     work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
     out: str | None = setting(None, "JSON file to write")
-    chart: str | None = setting(None, "PNG file to draw (needs matplotlib)")
 
 
 def write_digits(folder: Path) -> None:
@@ -120,15 +120,13 @@ def write_digits(folder: Path) -> None:
     unfinished.rename(folder)
 
 
-def run_until_target(
-    accuracy_line: str, command: list[str], log: Path, limit_s: float
-) -> dict[str, Any]:
-    """Run `command` until an evaluation reaches the target, it ends, or `limit_s` have passed.
+def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
+    """Run `command` until it ends, or `limit_s` have passed.
 
     `points` are [seconds, top-1] of each evaluation; `exit_code` is null if it was stopped.
     """
     points: list[list[float]] = []
-    is_stopped, load, started_at = False, MachineLoad(), time.monotonic()
+    load, started_at = MachineLoad(), time.monotonic()
     process = subprocess.Popen(
         ["timeout", "--signal=KILL", f"{limit_s}", "env", "PYTHONUNBUFFERED=1", *command],
         cwd=log.parent,
@@ -143,13 +141,9 @@ def run_until_target(
             file.write(f"{seconds:.3f} {line}")
             if found := re.search(accuracy_line, line):
                 points.append([seconds, float(found["top1"])])
-                if points[-1][1] >= TARGET and not is_stopped:
-                    is_stopped = True
-                    os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group exists
     total_s = round(time.monotonic() - started_at, 3)
-    exit_code = None if is_stopped or total_s >= limit_s else process.returncode
     return {
-        "exit_code": exit_code,
+        "exit_code": None if total_s >= limit_s else process.returncode,
         "points": points,
         "total_s": total_s,
         "others_pct": load.others_pct(),
@@ -176,7 +170,7 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
         *(["-c", SEEDED.format(**values)] if program.startswith("torchvision") else []),
     ]
     command += [word.format(**values) for word in PROGRAMS[program][0].split()]
-    run |= run_until_target(
+    run |= run_to_end(
         LINES[program.partition(",")[0]], command, folder / "run.log", RUN_LIMIT_S[data]
     )
     shutil.rmtree(folder / "out", ignore_errors=True)  # checkpoints, more than 1 GB per run
@@ -210,33 +204,35 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         name: scripts[name.partition(",")[0]]
         for name in PROGRAMS
         if name.partition(",")[0] in scripts
+        and (not settings.same_recipe or name == "cl_train" or name.endswith(OUR_RECIPE))
     }
     head = partial(subprocess.run, ["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     commits = {name: head(cwd=path.parent).stdout.strip() for name, path in scripts.items()}
     runs: list[dict[str, Any]] = []
+    started_at = time.monotonic()
     for seed in range(settings.seeds):
+        taken_s = time.monotonic() - started_at
+        if seed and taken_s * (seed + 1) / seed > (settings.time_limit_s or math.inf):
+            return
         for data in settings.data:
             for name in list(programs) if seed % 2 == 0 else reversed(programs):
                 if data in PROGRAMS[name][1]:
                     run = finished_run(data, name, programs[name], seed, work)
                     runs.append(run)
-                    reached, best = (
-                        f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s",
-                        run["points"][-1:],
-                    )
-                    print(
-                        f"{data} seed {seed} {name}: {reached}, {best} {run.get('why', '')}",
-                        flush=True,
-                    )
+                    took = f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s"
+                    why = run.get("why", "")
+                    print(f"{data} seed {seed} {name}: {took} {why}", flush=True)
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         yield measured(
-            settings, torch.device("cpu"), schema_version=2, target_top1=TARGET,
+            settings,
+            torch.device("cpu"),
+            target_top1=TARGET,
             run_limit_s=RUN_LIMIT_S,
             commits=commits,
             options={name: PROGRAMS[name][0].split() for name in programs},
-            summary={data: summarize(found, RUN_LIMIT_S[data]) for data, found in by_data.items()},
+            summary={data: summarize(found) for data, found in by_data.items()},
             runs=runs,
-        )  # fmt: skip
+        )
 
 
 def seconds_to(run: dict[str, Any]) -> float:
@@ -246,11 +242,14 @@ def seconds_to(run: dict[str, Any]) -> float:
     return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), math.inf)
 
 
-def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
-    """Per program the median seconds to the target, null if most runs missed it, and
-    `ours_over_theirs`.
+def epoch_times_s(run: dict[str, Any]) -> list[float]:
+    """From evaluation to evaluation: training, evaluation and checkpoint, without the first."""
+    return [after - before for (before, _), (after, _) in pairwise(run["points"])]
 
-    A program without a `median_s` counts with `limit_s`: the ratio is then an upper bound.
+
+def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per program medians over the runs: seconds to the target, null if most missed it; to the
+    first evaluation; per later epoch. `theirs_over_ours`: the median and the range over the seeds.
     """
     summary: dict[str, Any] = {}
     for name in dict.fromkeys(run["program"] for run in runs):
@@ -260,77 +259,41 @@ def summarize(runs: list[dict[str, Any]], limit_s: float) -> dict[str, Any]:
         summary[name] = {
             "runs": len(finished),
             "reached": len(reached),
-            "median_s": (
-                round(statistics.median(seconds), 3) if 2 * len(reached) > len(seconds) else None
-            ),
-            "range_s": [min(reached), max(reached)] if reached else None,
-            "median_best_top1": statistics.median(
-                max((top1 for _, top1 in run["points"]), default=0.0) for run in finished
+            "target_s": median_and_range(seconds) if 2 * len(reached) > len(seconds) else None,
+            "first_s": median_and_range([run["points"][0][0] for run in finished if run["points"]]),
+            "epoch_s": median_and_range(
+                [statistics.median(times) for run in finished if (times := epoch_times_s(run))]
             ),
         }
-    ours = summary["cl_train"]["median_s"]
-    for row in summary.values():
-        row["ours_over_theirs"] = round(ours / (row["median_s"] or limit_s), 3) if ours else None
+        ours = {run["seed"]: run for run in runs if run["program"] == "cl_train"}
+        pairs = [(ours[run["seed"]], run) for run in finished if run["seed"] in ours]
+        both = [pair for pair in pairs if max(map(seconds_to, pair)) < math.inf]
+        epochs = [tuple(map(epoch_times_s, pair)) for pair in pairs]
+        summary[name]["theirs_over_ours"] = {
+            "target": median_and_range([seconds_to(run) / seconds_to(our) for our, run in both]),
+            "epoch": median_and_range(
+                [statistics.median(b) / statistics.median(a) for a, b in epochs if a and b]
+            ),
+        }
     return summary
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Accuracy over seconds, a line per run until it reaches the target; a dot is a program's
-    median time to it.
-    """
-    from matplotlib.figure import Figure
-
-    colours = {"cl_train": "#1a7f37", "timm": "#b35900", "torchvision": "#0969da"}
-    figure = Figure(figsize=(10, 3.6))
-    axes = figure.subplots(1, len(result["summary"]), squeeze=False)
-    for axis, (data, summary) in zip(axes[0], result["summary"].items(), strict=True):
-        for name, row in summary.items():
-            look = {
-                "color": colours[name.partition(",")[0]],
-                "linestyle": ":" if name.endswith(OUR_RECIPE) else "-",
-            }
-            for run in (
-                run for run in result["runs"] if (run["data"], run["program"]) == (data, name)
-            ):
-                axis.plot(*zip(*run["points"], strict=True), linewidth=1.0, alpha=0.6, **look)
-            seconds = row["median_s"]
-            when = f"{seconds:.0f} s" if seconds else f"not in {result['run_limit_s'][data]:.0f} s"
-            axis.plot(
-                seconds or math.nan,
-                TARGET,
-                marker="o" if seconds else "",
-                label=f"{name}: {when}",
-                **look,
-            )
-        axis.axhline(result["target_top1"], color="black", linewidth=0.7, linestyle="--")
-        axis.set(
-            title=f"{data}, {IMAGE_SIZE[data]} px",
-            xlabel="seconds from the start",
-            ylim=(0, 101),
-            xlim=(0, None),
-        )
-        axis.legend(
-            title=f"median to {TARGET:g} %", loc="lower right", fontsize=7, title_fontsize=8
-        )
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("top-1, %")
-    figure.suptitle(f"ResNet-18 on {result['device_name']}, one line per run", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def median_and_range(values: list[float]) -> list[float] | None:
+    """Returns [median, least, largest]; None for no values. An infinite one is null in JSON."""
+    if not values:
+        return None
+    found = (statistics.median(values), min(values), max(values))
+    return [round(value, 3) if math.isfinite(value) else None for value in found]  # type: ignore
 
 
 def main(words: list[str]) -> int:
     """Returns 0 if all runs were completed, else 1."""
     settings = settings_from_arguments(Settings, words)
-    if settings.chart:
-        optional_module("matplotlib", "chart=FILE")
-    for path in filter(None, (settings.out, settings.chart)):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if settings.out:
+        Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
     for result in measure(settings):
         if settings.out:
             write_json(Path(settings.out), result)
-        if settings.chart:
-            draw(result, Path(settings.chart))
     print(json.dumps(result["summary"], indent=1))
     return int(any("why" in run for run in result["runs"]))
 

@@ -486,12 +486,15 @@ def benchmark_loaders(
             pipeline.close()
     rows: list[dict[str, Any]] = []
     for index, one in enumerate(pipelines):
-        rate, ratio = (
-            round(1 / median(done.blocks[index]), 1),
-            round(median(done.round_ratios(index)), 2),
-        )
+        seconds = done.blocks[index]
         rows.append(
-            {"pipeline": one.name, "workers": one.workers, "images_per_s": rate, "ratio": ratio}
+            {
+                "pipeline": one.name,
+                "workers": one.workers,
+                "images_per_s": round(1 / median(seconds), 1),
+                "ratio": round(median(done.round_ratios(index)), 2),
+                "block_s_per_image": [round(value, 8) for value in seconds],
+            }
         )
     per_core = max(
         row["images_per_s"] / min(cores, row["workers"]) for row in rows[-len(workers) :]
@@ -506,7 +509,8 @@ def benchmark_loaders(
         "cores_needed": needed,
     }
     result = measured(settings, torch.device("cpu"), schema_version=3, **results)
-    return result, f"{markdown_table(rows)}\n{text}"
+    shown = [{name: row[name] for name in row if name != "block_s_per_image"} for row in rows]
+    return result, f"{markdown_table(shown)}\n{text}"
 
 
 def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:

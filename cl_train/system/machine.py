@@ -60,6 +60,7 @@ def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, A
         "settings": asdict(settings),
         "device_name": device_name(device),
         "environment": describe_environment(device),
+        "git": git_state(),
         **results,
     }
 

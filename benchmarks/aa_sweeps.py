@@ -1,0 +1,96 @@
+"""Real sweeps that compare a setting with itself: how many are called different?
+
+    python -m benchmarks.aa_sweeps sweeps=30 time_limit_s=1800 out=FILE.json
+
+Each trains a small network with two seeds, compared by the seed, with repeats=auto; every second
+one runs beside a process that keeps one core busy.
+"""
+
+import json
+import math
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cl_train.cli import exit_code
+from cl_train.config.schema import setting
+from cl_train.config.validation import settings_from_arguments
+from cl_train.system.files import write_json
+from cl_train.system.machine import measured
+
+TRAIN = """-m cl_train train -m seed=0,1 compare_by=seed repeats=auto max_repeats=6 max_reruns=1
+    wait_for_quiet_s=0 experiment=smoke data.workers=1 checkpoint.every_epochs=0"""
+
+
+@dataclass
+class Settings:
+    sweeps: int = setting(30, "number of sweeps", minimum=1)
+    time_limit_s: float = setting(1800.0, "begin no sweep that would end later", above=0)
+    work: str = setting("outputs/aa_sweeps", "folder for the sweeps")
+    out: str | None = setting(None, "JSON file to write")
+
+
+def busy() -> None:
+    while True:
+        math.sqrt(2.0)
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    process = multiprocessing.Process(target=busy, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def sweep(folder: Path) -> dict[str, Any]:
+    """The outcome of a sweep, with the speed of each run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    started_at = time.monotonic()
+    command = [sys.executable, *TRAIN.split(), f"hydra.sweep.dir={folder}"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL)
+    (pair,) = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["pairs"]
+    summaries = [json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))]
+    outcome = {name: pair[name] for name in ("verdict", "ratio", "ci95", "n", "notes")}
+    return {
+        **outcome,
+        "exit_code": done.returncode,
+        "images_per_s": [one["images_per_s"]["end_to_end"]["median"] for one in summaries],
+        "others_pct": [one["others_pct"] for one in summaries],
+        "seconds": round(time.monotonic() - started_at, 1),
+    }
+
+
+def main(words: list[str]) -> int:
+    settings = settings_from_arguments(Settings, words)
+    work, started_at = Path(settings.work).absolute(), time.monotonic()
+    sweeps: list[dict[str, Any]] = []
+    for number in range(settings.sweeps):
+        taken_s = time.monotonic() - started_at
+        if number and taken_s * (number + 1) / number > settings.time_limit_s:
+            break
+        if number % 2:
+            with busy_process():
+                sweeps.append({"beside": "a busy process", **sweep(work / str(number))})
+        else:
+            sweeps.append({"beside": "nothing", **sweep(work / str(number))})
+        print(f"{number}: {sweeps[-1]}", flush=True)
+        if settings.out:
+            write_json(Path(settings.out), measured(settings, torch.device("cpu"), sweeps=sweeps))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main, sys.argv[1:]))

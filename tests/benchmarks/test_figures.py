@@ -1,0 +1,185 @@
+"""The numbers, tables and pictures of README and docs are those of results/."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from benchmarks import figures, operators_page
+from benchmarks.figures import BLOCK, BLOCKS, PAGES, PICTURES, ROOT, with_figures
+
+RECORDS = sorted((ROOT / "results").glob("*.json"))
+SOURCE = {
+    "device_name": "AMD EPYC (2 threads)",
+    "environment": {"torch": "2.15.0+cpu"},
+    "git": {"commit": "0123456789abcdef", "dirty": False},
+}
+# What was measured, for each record with timings.
+RAW: dict[str, Any] = {
+    "models": lambda found: [s["block_ms"] for one in found["results"] for s in one["speeds"]],
+    "time-to-accuracy": lambda found: [run["points"] for run in found["runs"]],
+    "loader": lambda found: [row["block_s_per_image"] for row in found["rows"]],
+    "overhead": lambda found: [found["bare_step_ms"], found["cl_train_step_ms"]],
+    "updates": lambda found: [block for row in found["rows"] for block in row["block_ms"].values()],
+    "aa-sweeps": lambda found: [one["images_per_s"] for one in found["sweeps"]],
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_has_the_numbers_of_the_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert with_figures(text) == text, "python -m benchmarks.figures"
+    assert text.count("<!-- figures:") == len(BLOCK.findall(text)) == text.count("<!-- end -->")
+
+
+def test_every_block_is_on_a_page_and_nothing_else_in_the_readme_is_a_measured_ratio() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert {name for _, name, _ in BLOCK.findall(text)} == set(BLOCKS)
+    prose = BLOCK.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    own = [line for line in prose.splitlines() if "https://" not in line]
+    assert not [line for line in own if re.search(r"\d\.\d+x", line)]
+
+
+def test_the_operators_page_is_that_of_the_results(tmp_path: Path) -> None:
+    records = map(str, ROOT.glob("results/operators-*.json"))
+    operators_page.main(str(tmp_path / "operators.md"), *records)
+    assert (tmp_path / "operators.md").read_text() == (ROOT / "docs/operators.md").read_text()
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_says_what_was_measured_where(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if path.stem.startswith("operators-"):
+        assert found["torch"] and found["device"] and found["operators"]
+        return
+    raw = RAW[path.stem.removesuffix("-cpu")](found)
+    assert raw and all(len(values) >= 2 for values in raw)
+    assert found["device_name"] and found["environment"]["torch"]
+    assert re.fullmatch(r"[0-9a-f]{40}", found["git"]["commit"])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_shows_its_record(name: str) -> None:
+    source, _ = PICTURES[name]
+    picture = ROOT / "docs" / name
+    assert picture.exists() == (figures.record(source) is not None)
+    if picture.exists():
+        with Image.open(picture) as image:
+            assert image.info["record"] == figures.digest(source)
+
+
+def planted_models() -> dict[str, Any]:
+    results = []
+    for precision, ratios in (("fp32", (1.2, 0.9)), ("bf16", (1.5, 1.0))):
+        for model, ratio in zip(("resnet18", "vgg11"), ratios, strict=True):
+            verdict = "faster" if ratio > 1 else "slower" if ratio < 1 else "inconclusive"
+            ci95 = [ratio - 0.1, ratio + 0.1]
+            pair = {"ratio": ratio, "ci95": ci95, "n": 8, "verdict": verdict}
+            results.append({"model": model, "precision": precision, "pairs": [pair]})
+    return {**SOURCE, "settings": {"batch_size": [16], "image_size": 160}, "results": results}
+
+
+def planted_accuracy() -> dict[str, Any]:
+    summary = {
+        name: {
+            "runs": 8,
+            "reached": reached,
+            "target_s": seconds,
+            "first_s": [7.0, 6.0, 8.0],
+            "epoch_s": epoch_s,
+            "theirs_over_ours": {"target": None, "epoch": [epoch_s[0] / 2, 1.0, 2.0]},
+        }
+        for name, reached, seconds, epoch_s in (
+            ("cl_train", 8, [20.0, 18.0, 25.0], [2.0, 1.9, 2.2]),
+            ("timm, recipe of train.py", 3, None, [2.5, 2.4, 2.9]),
+        )
+    }
+    runs = [
+        {"data": "digits", "program": name, "points": [[5.0, 50.0], [9.0, 90.0]]}
+        for name in summary
+    ]
+    return {**SOURCE, "target_top1": 95.0, "summary": {"digits": summary}, "runs": runs}
+
+
+PLANTED = {
+    "models": planted_models(),
+    "time-to-accuracy": planted_accuracy(),
+    "loader": {
+        **SOURCE,
+        "rows": [
+            {"pipeline": "torchvision reference", "workers": 2, "images_per_s": 400, "ratio": 1.0},
+            {"pipeline": "timm", "workers": 2, "images_per_s": 500, "ratio": 1.25},
+            {"pipeline": "cl_train", "workers": 2, "images_per_s": 1000, "ratio": 2.5},
+        ],
+    },
+    "overhead": {
+        **SOURCE,
+        "ratio": 0.99,
+        "ratios": [0.97, 0.99, 1.01],
+        "settings": {"model": "resnet18", "image_size": 128},
+    },
+    "updates": {
+        **SOURCE,
+        "rows": [
+            {
+                "model": "resnet50",
+                "update": "sgd",
+                "threads": 2,
+                "ms": {"contiguous": 10.0, "channels_last": 10.5, "torch": 21.0},
+                "ratio": 1.05,
+            }
+        ],
+    },
+    "aa-sweeps": {
+        **SOURCE,
+        "sweeps": [
+            {"beside": "nothing", "verdict": "no_difference", "n": 4},
+            {"beside": "nothing", "verdict": "faster", "n": 2},
+            {"beside": "a busy process", "verdict": "inconclusive", "n": 12},
+        ],
+    },
+}
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, content in PLANTED.items():
+        (tmp_path / f"{name}-cpu.json").write_text(json.dumps(content))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("block", "row"),
+    [
+        ("headline", "bf16, channels_last | 1.22x | contiguous (geometric mean; 1 faster) |"),
+        ("headline", "2 workers | 2.00x | timm |"),
+        ("headline", "digits, the same recipe | 1.25 (1.00 to 2.00)x | timm |"),
+        ("headline", "| 0.99x (rounds 0.97 to 1.01) | a bare loop"),
+        ("models", "| fp32 | 1.04x | 2 of 2 | 1 faster, 1 slower |"),
+        ("models", "| bf16 | 1.22x | 1 of 2 | 1 faster |"),
+        ("accuracy", "timm, recipe of train.py | 3 of 8 | not reached | 7.0 (6.0 to 8.0) |"),
+        ("loader", "| cl_train | 2 | 1,000 | 2.50 |"),
+        ("updates", "| resnet50, sgd, 2 | 10.0 | 10.5 | 21.0 | 1.05 |"),
+        ("sweeps", "| nothing | 2 | 1 | 3 |"),
+        ("sweeps", "*AMD EPYC (2 threads), torch 2.15.0, commit 0123456789.*"),
+    ],
+)
+def test_a_block_is_made_from_its_record_and_an_edited_number_is_found(
+    block: str, row: str, planted: Path
+) -> None:
+    page = with_figures(f"before\n<!-- figures: {block} -->\nold\n<!-- end -->\nafter")
+    assert row in page and page.startswith("before\n") and page.endswith("\nafter")
+    edited = page.replace(row, re.sub(r"\d", lambda digit: str(9 - int(digit[0])), row))
+    assert edited != page and with_figures(edited) == page
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_with_the_digest_of_its_record(name: str, planted: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figures.draw(name, planted / name)
+    with Image.open(planted / name) as image:
+        assert image.width > 500 and image.info["record"] == figures.digest(PICTURES[name][0])
