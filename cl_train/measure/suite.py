@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sized
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -162,7 +162,7 @@ def combinations_of(settings: BenchmarkSettings) -> list[Combination]:
 
 
 def _input_shape(size: int, frames: int) -> tuple[int, ...]:
-    """Of an RGB image, or with `frames` of a video."""
+    """Of an RGB image, or of a video."""
     return (3, frames, size, size) if frames else (3, size, size)
 
 
@@ -219,8 +219,7 @@ def _measure(
 
 # --- the zoo: a row per model ---------------------------------------------------------------------
 
-# The models of the tutorial "Channels Last Memory Format in PyTorch": "full support ... 8%-35%
-# gains on Volta devices".
+# Of the tutorial "Channels Last Memory Format in PyTorch".
 TUTORIAL = (
     "alexnet", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3", "mobilenet_v2", "resnet101",
     "resnet152",
@@ -363,15 +362,8 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
 
     Raises ConfigError: one with other settings, or no table.
     """
-    equal = (
-        "device",
-        "precision",
-        "batch_size",
-        "image_size",
-        "speed",
-        "time_limit_s",
-    )  # for all rows
-    options = {name: value for name, value in asdict(settings).items() if name in equal}
+    equal = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")
+    options = {name: getattr(settings, name) for name in equal}  # of all rows
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return {"schema_version": 2, "options": options, "environment": environment, "rows": []}
@@ -397,9 +389,8 @@ def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
     text = (
         f"# channels_last, model by model: {title}\n\n"
         "lost: operators that received channels_last and returned contiguous, with the number of"
-        " calls. moved: bytes "
-        "moved to change the layout, of all bytes of a training step. GiB: contiguous /"
-        " channels_last.\n\n"
+        " calls. moved: bytes moved to change the layout, of all bytes of a training step. GiB:"
+        " contiguous / channels_last.\n\n"
         f"{markdown_table([_flat(row, options['speed']) for row in table['rows']])}\n"
     )
     write_json(path, table)
@@ -408,13 +399,10 @@ def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
 
 def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
     """The same columns for every row, also for a failed model."""
-    audited, flat = (
-        row.get("audit", {}),
-        {name: row.get(name) for name in ("model", "image_size", "convolutions")},
-    )
-    flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[
-        row.get("parity", {}).get("passed")
-    ]
+    audited = row.get("audit", {})
+    flat = {name: row.get(name) for name in ("model", "image_size", "convolutions")}
+    passed = row.get("parity", {}).get("passed")
+    flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[passed]
     for column in ("lost_forward", "lost_backward"):
         flat[column.replace("_", " ")] = ", ".join(
             f"{name} {count}" for name, count in audited.get(column, {}).items()
@@ -434,9 +422,7 @@ def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
 
 @dataclass
 class Pipeline:
-    """One way to load: `batches` begins an epoch; of each batch it yields something of the batch's
-    length.
-    """
+    """One way to load: `batches` begins an epoch and yields something of each batch's length."""
 
     name: str
     workers: int
@@ -461,17 +447,12 @@ def benchmark_loaders(
 
     Raises ConfigError: no such folder, or no whole batch.
     """
-    root = (
-        Path(settings.root).expanduser()
-        if settings.root
-        else ensure_sample(DATA_DIR / "sample-large")
-    )
+    folder = settings.root and Path(settings.root).expanduser()
+    root = folder or ensure_sample(DATA_DIR / "sample-large")
     cores = len(os.sched_getaffinity(0))
     workers = settings.workers or [2**power for power in range(5) if 2**power <= cores]
     settings = replace(settings, root=str(root), workers=workers)
-    pipelines = [
-        ours(settings, count) for count in workers
-    ]  # raises ConfigError for a missing folder
+    pipelines = [ours(settings, count) for count in workers]
     torch.set_num_threads(1)  # the workers are measured, not this process
     try:
         pipelines[:0] = [make(settings, workers[-1]) for make in (torchvision_reference, *others)]
@@ -538,10 +519,8 @@ def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pi
     """
     from torchvision import datasets, transforms
 
-    crop, flip = (
-        transforms.RandomResizedCrop(settings.image_size),
-        transforms.RandomHorizontalFlip(),
-    )
+    crop = transforms.RandomResizedCrop(settings.image_size)
+    flip = transforms.RandomHorizontalFlip()
     normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     files = datasets.ImageFolder(
         f"{settings.root}/train", transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
