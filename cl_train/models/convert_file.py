@@ -79,9 +79,7 @@ def load_model(
 def load_saved(
     source: str | Path, *, memory_format: torch.memory_format | None = None, **reading: Any
 ) -> tuple[nn.Module, ModelCard, torch.memory_format]:
-    """As `load_model`, in `memory_format` (None: the recorded one); also the zoo's model `source`
-    with `weights`.
-    """
+    """As `load_model`, in `memory_format` (None: as recorded); or a zoo's model with `weights`."""
     saved = _read(source, **reading)
     model = _runnable(saved, saved.card.preprocessing.crop if saved.card.preprocessing else None)
     if model is None:
@@ -136,10 +134,8 @@ def convert_file(
 def _read(
     source: str | Path, model: str | None = None, weights: str | None = None, **reading: Any
 ) -> SavedModel:
-    """A file, the checkpoint of a run folder, or `weights` (a name, or a file) of the model
-    `source`.
-
-    A function of the user's is only called if the user named it: as `model` or `source`.
+    """A file, the checkpoint of a run folder, or `weights` of the model `source`. A function of the
+    user's is only called if the user named it, as `model` or `source`.
     """
     path, name = weights_path(weights or source), str(source)
     if weights is not None and path is None:

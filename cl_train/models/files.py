@@ -323,9 +323,8 @@ def load_state(
 ) -> tuple[list[str], list[str]]:
     """Copies `state` into `model`; returns the names that it lacks, and those that the model lacks.
 
-    torch takes a module without a version for one of the oldest. Where a file has no versions (a
-    safetensors file cannot), a module with all of its names in the file has this code's version.
-    Raises ConfigError: "`what`: reason", for instance another shape.
+    torch takes a module without a version for one of the oldest: where a file has no versions, a
+    module with all of its names in the file has this code's. Raises ConfigError: "`what`: reason".
     """
     try:
         own = model.state_dict()

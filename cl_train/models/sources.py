@@ -87,11 +87,10 @@ def build_model(
 ) -> nn.Module:
     """Build a model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
 
-    A function of the user's gets `num_classes`, and `drop_path` (Huang et al., "Deep networks with
-    stochastic depth", 2016) if it is set. Vision transformers are built for `image_size`. A
-    classifier of another number of classes than the weights is new, which `keep_classifier`
-    refuses. `entry` is the one of a file that holds the weights, such as `average`. Raises
-    ConfigError: unknown names, weights that do not fit.
+    A function of the user's gets `num_classes`, and `drop_path` (Huang et al. 2016) if it is set.
+    Vision transformers are built for `image_size`. A classifier of another number of classes than
+    the weights is new, which `keep_classifier` refuses. `entry` of a file holds the weights, such
+    as `average`. Raises ConfigError: unknown names, weights that do not fit.
     """
     check_model(name, weights)
     file = weights_path(weights) if weights is not None else None
@@ -121,8 +120,8 @@ def build_model(
 
 
 def set_drop_path(model: nn.Module, rate: float) -> None:
-    """Give every block of a model of timm or torchvision the stochastic depth `rate`, as DeiT III
-    has it. Where the rate rises from 0, timm builds the first block without. Raises ConfigError.
+    """Give every block the same stochastic depth `rate`, as DeiT III has it. Where the rate rises
+    from 0, timm builds the first block without. Raises ConfigError: the model has none.
     """
     children = [(parent, *item) for parent in model.modules() for item in parent.named_children()]
     of_torchvision = [child for *_, child in children if isinstance(child, StochasticDepth)]
@@ -138,9 +137,7 @@ def set_drop_path(model: nn.Module, rate: float) -> None:
 
 
 def set_layer_scale(model: nn.Module, value: float) -> None:
-    """Set the initial values of layer scale (Touvron et al., "Going deeper with image
-    transformers", 2021) in a model of timm or torchvision. Raises ConfigError: it has none.
-    """
+    """Set the initial values of layer scale (Touvron et al. 2021). Raises ConfigError: none."""
     names = ("gamma", "gamma_1", "gamma_2", "layer_scale")
     scales = [p for name, p in model.named_parameters() if name.rpartition(".")[2] in names]
     if not scales:
@@ -201,9 +198,7 @@ def size_options(name: str, image_size: int | None) -> dict[str, int]:
 
 
 def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
-    """The number of classes of a zoo's pretrained weights, and their names, which timm does not
-    have.
-    """
+    """The number of classes of a zoo's weights, and their names, which timm does not have."""
     if name.startswith("timm/"):
         timm = optional_module("timm", f"model={name}")
         return int(timm.get_pretrained_cfg(name.removeprefix("timm/")).num_classes), ()
@@ -221,9 +216,7 @@ def torchvision_weights(name: str, weights: str) -> Any:
 
 
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
-    """Give every classifier of a pretrained zoo model `num_classes` outputs; a no-op if it already
-    has them.
-    """
+    """Give every classifier of a zoo's model `num_classes` outputs, unless it has them."""
     for path, layer in _classifiers(model).items():
         if isinstance(layer, nn.Linear) and len(layer.weight) != num_classes:
             has_bias = layer.bias is not None
@@ -253,10 +246,7 @@ def head_parameters(model: nn.Module) -> set[str]:
 
 
 def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) -> bool:
-    """Loads a file of weights into `model`.
-
-    Returns whether its classifier has another number of classes, and is new.
-    """
+    """Load a file of weights into `model`; whether its classifier is new, of other classes."""
     weights = read_weights(path, entry=entry)
     if weights.taken:
         log.info("weights=%s: %s", path, weights.taken)
@@ -299,11 +289,9 @@ def load_weights(
 def published_preprocessing(
     model: str, weights: str, entry: str | None = None
 ) -> Preprocessing | None:
-    """That of torchvision's weights, of timm's at their test size, or what a file of weights
-    records.
+    """That of torchvision's weights, of timm's at their test size, or what a file records.
 
-    None if unknown, or no centre crop after a resize of the short side (timm's crop modes "squash"
-    and "border").
+    None: unknown, or no centre crop after a resize of the short side.
     """
     if path := weights_path(weights):
         return read_weights(path, entry=entry).card.preprocessing if path.is_file() else None

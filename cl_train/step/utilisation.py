@@ -71,13 +71,11 @@ def utilisation(
     precision: Precision,
     device: torch.device,
 ) -> dict[str, Any] | None:
-    """Returns what `images_per_s` on one device means.
+    """TFLOP/s of `images_per_s` on one device, and shares of the published peak (or None) and of
+    the measured one: the faster of a matrix product and a 3x3 convolution in channels_last.
 
-    TFLOP/s, and shares of the published peak (or None) and of the measured one: the faster of a
-    matrix product and a 3x3 convolution in channels_last. None: there is no memory left for the
-    measurement, 0.8 GiB on a GPU.
-
-    `gflop_per_image` is that of a forward pass, `step_gflop_per_image` that of all passes.
+    `gflop_per_image` is that of a forward pass, `step_gflop_per_image` that of all passes. None:
+    there is no memory left for the measurement, 0.8 GiB on a GPU.
     """
     try:
         peaks = {

@@ -56,10 +56,10 @@ class OpenWindow:
 
 
 class ThroughputMeter:
-    """Counts images between calls of `close`.
+    """Counts images between calls of `close`; `host_clock` measures only the host's own waiting.
 
-    The host runs ahead of a GPU: `host_clock` measures only its own waiting. Windows that begin
-    within `warmup_steps` of an image size, which selects kernels or compiles, are warm-up.
+    Windows that begin within `warmup_steps` of an image size, which selects kernels or compiles,
+    are warm-up.
     """
 
     def __init__(
@@ -191,9 +191,10 @@ class ActiveRun:
         check_bad_steps(bad, count, cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0)
 
     def log_steps(self, lr: float) -> None:
-        """Submit the steps since the last log line, the last one with `lr`, for reading; log those
-        submitted before. One reduction over the ranks; a GPU goes on meanwhile. At the end of an
-        epoch and on a CPU the host waits.
+        """Submit the steps since the last log line for reading, and log those submitted before.
+
+        One reduction over the ranks; a GPU goes on meanwhile, and the host waits at the end of an
+        epoch only. `lr`: of the last step.
         """
         steps, scaler = self.progress.window, self.state.parts.scaler
         rows = rows_of(steps)

@@ -297,7 +297,7 @@ def try_model(
     except Exception as error:
         if is_out_of_memory(error):
             what = f"batch_size={shape[0]}: {describe_out_of_memory(error)}"
-            advice = "Use a smaller batch_size (accumulate_steps keeps the global batch), or auto"
+            advice = "Use a smaller batch_size (with accumulate_steps), or batch_size=auto"
             raise TrainingFault(f"{what}. {advice}") from None
         what = f"the model cannot train on {shape[-1]} px images"
         raise ConfigError(f"{what}: {explain_failure(error)}") from error
@@ -311,9 +311,8 @@ def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
 
 
 def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
-    """Raises ConfigError: the ranks differ. DDP's own check of shapes and layouts fails on the
-    other ranks alone, and its broadcast copies bytes in storage order, which permutes weights of
-    another layout (NVIDIA/physicsnemo#1614).
+    """Raises ConfigError: the ranks differ. DDP's own check fails on the other ranks alone, and its
+    broadcast permutes weights of another layout (NVIDIA/physicsnemo#1614).
     """
     ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
     for rank, other in enumerate(ranks):

@@ -145,9 +145,7 @@ def prepare_process(cfg: Config, dist: Dist) -> Config:
 
 
 def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
-    """The images of the run. Raises ConfigError: they do not fit the settings, or those of ranks
-    differ.
-    """
+    """The images of the run. Raises ConfigError: they do not fit, or differ between the ranks."""
     data = build_data(
         cfg.data,
         cfg.augment,

@@ -320,7 +320,7 @@ class Checkpoints:
         best: bool = False,
     ) -> None:
         """Save the state between two steps; `buffers`, such as `model.bn1.running_mean`, replace
-        those of the models. The host waits for the device: the state is copied to the host.
+        those of the models. The host waits for the device.
         """
         # Of torch's generators (dropout, stochastic depth). Order and augmentation need none.
         random = {"cpu": torch.get_rng_state()}

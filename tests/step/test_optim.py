@@ -34,13 +34,12 @@ from cl_train.step.optim import (
     set_lr,
 )
 from cl_train.step.train_step import StepParts, update_weights
-from cl_train.training.state import collect, restore
+from cl_train.training.state import TrainState, collect, restore
 from tests.networks import small
 from tests.step.test_train_step import make_parts, state_of
 
-CURVES: list[
-    tuple[dict[str, object], dict[int, float]]
-] = [  # of ten epochs of ten steps; learning rates by step
+# Of ten epochs of ten steps: learning rates by step.
+CURVES: list[tuple[dict[str, object], dict[int, float]]] = [
     ({"name": "cosine", "warmup_epochs": 0}, {0: 1.0, 50: 0.5, 99: 0.00025}),
     ({"name": "step", "step_epochs": 3, "gamma": 0.1}, {29: 1.0, 30: 0.1, 59: 0.1, 89: 0.01}),
     ({"name": "step", "milestones": [3.0, 6.0, 8.0]}, {29: 1.0, 30: 0.1, 60: 0.01, 80: 0.001}),
@@ -92,11 +91,8 @@ def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
         cfg, model, dict(model.named_parameters()), 1.0, {"fc.weight", "fc.bias"}
     ).param_groups
     found = by_name(model, groups, "lr")
-    blocks = [
-        "conv1",
-        *(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)),
-        "fc",
-    ]
+    stages = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
+    blocks = ["conv1", *stages, "fc"]
     for depth, block in enumerate(reversed(blocks)):
         of_block = {value for name, value in found.items() if name.startswith(f"{block}.")}
         assert of_block == {0.5**depth * (10 if block == "fc" else 1)}, block
@@ -108,17 +104,7 @@ def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
     assert layers["heads.head.weight"] - layers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 12
 
 
-ALL = [
-    "0.weight",
-    "1.weight",
-    "1.bias",
-    "3.weight",
-    "3.bias",
-    "4.weight",
-    "4.bias",
-    "8.weight",
-    "8.bias",
-]
+ALL = [name for name, _ in small(3).named_parameters()]
 
 
 def test_freeze() -> None:
@@ -131,19 +117,12 @@ def test_freeze() -> None:
     ):
         model = small(3)
         freeze(model, patterns, {"8.weight", "8.bias"})
-        assert [
-            name for name, parameter in model.named_parameters() if parameter.requires_grad
-        ] == trained
+        named = model.named_parameters()
+        assert [name for name, parameter in named if parameter.requires_grad] == trained
         modes = [module.training for module in copy.deepcopy(model).train()]
-        assert (modes[1], modes[4], modes[2]) == (
-            "1.weight" in trained,
-            "4.weight" in trained,
-            True,
-        )
-    for pattern, said in (
-        ("layer1", "freeze=layer1: the model has no such part"),
-        ("*", "nothing"),
-    ):
+        assert modes[1] == ("1.weight" in trained) and modes[4] == ("4.weight" in trained)
+        assert modes[2]
+    for pattern, said in (("layer1", "layer1: the model has no such part"), ("*", "nothing")):
         with pytest.raises(ConfigError, match=said):
             freeze(small(3), [pattern], set())
 
@@ -181,12 +160,8 @@ def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is
     set_lr(optimizer, 0.01)
     assert optimizer.param_groups[0]["lr"].data_ptr() == rate.data_ptr(), "set in place"
     train(model, optimizer, 0, 3)
-    train(
-        reference,
-        REFERENCES[name](reference.parameters(), lr=0.01, weight_decay=0.1, foreach=False),
-        0,
-        3,
-    )
+    plain = REFERENCES[name](reference.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+    train(reference, plain, 0, 3)
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
@@ -232,15 +207,12 @@ def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
     ours = build_optimizer(cfg, resumed, dict(resumed.named_parameters()), 0.01)
     train(resumed, ours, 0, 1)
     again = build_optimizer(cfg, fresh, dict(fresh.named_parameters()), 0.01)
-    states = [
-        state_of(
-            replace(
-                make_parts("fp32", model=model, layout=torch.contiguous_format), optimizer=optimizer
-            )
-        )
-        for model, optimizer in ((resumed, ours), (fresh, again))
-    ]
-    restore(copy.deepcopy(collect(states[0], {}, {})), states[1])
+
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+        parts = make_parts("fp32", model=model, layout=torch.contiguous_format)
+        return state_of(replace(parts, optimizer=optimizer))
+
+    restore(copy.deepcopy(collect(state(resumed, ours), {}, {})), state(fresh, again))
     train(fresh, again, 1, 2)
     torch.testing.assert_close(fresh.state_dict(), reference.state_dict(), rtol=0, atol=0)
 
@@ -256,16 +228,14 @@ def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
 
 def test_unknown_and_unusable_optimizers_of_timm_are_refused() -> None:
     check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95, beta2=0.98))
-    for name, said in (
-        ("lam", "lamb"),
-        ("kron", "not a supported"),
-        ("bnbadam", "bnb"),
-        ("lion", "beta2"),
+    for name, beta1, said in (
+        ("lam", None, "lamb"),
+        ("kron", None, "not a supported"),
+        ("bnbadam", None, "bnb"),
+        ("lion", 0.95, "beta2"),
     ):
         with pytest.raises(ConfigError, match=said):
-            check_optimizer(
-                OptimConfig(library="timm", name=name, beta1=0.95 if name == "lion" else None)
-            )
+            check_optimizer(OptimConfig(library="timm", name=name, beta1=beta1))
 
 
 class FusedKernels(TorchDispatchMode):

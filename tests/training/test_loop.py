@@ -123,18 +123,12 @@ def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation
 
 
 def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train: Train) -> None:
-    done = train(
-        *(
-            "augment=strong",
-            "ema_decay=0.5",
-            "optim=adamw",
-            "optim.clip_norm=1",
-            "accumulate_steps=3",
-            "batch_size=8",
-        ),
-        *("label_smoothing=0.1", "schedule=linear", "schedule.warmup_epochs=0.5", "optim.lr=0.01"),
-        "checkpoint.every_epochs=0",
+    words = (
+        "augment=strong ema_decay=0.5 optim=adamw optim.clip_norm=1 accumulate_steps=3 batch_size=8"
+        " label_smoothing=0.1 schedule=linear schedule.warmup_epochs=0.5 optim.lr=0.01"
+        " checkpoint.every_epochs=0"
     )
+    done = train(*words.split())
     best = max(done.records("val"), key=lambda record: record["top1"])  # the first of equal ones
     assert done.checkpoint("best.pt")["progress"]["step"] == best["step"]
     assert done.summary["global_batch_size"] == 24 and done.summary["steps"] == 8
@@ -150,29 +144,21 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(
     train: Train, tmp_path: Path, precision: str
 ) -> None:
     """Random generators (dropout), the loss scale and AdamW's moments are restored."""
-    words = (
-        f"precision={precision}",
-        "amp.growth_interval=2",
-        "data.image_size=16",
-        "model=tests.networks:dropout",
-    )
-    words += ("optim=adamw", "optim.lr=0.01", "channels_last=true")
+    words = (f"precision={precision}", "amp.growth_interval=2", "data.image_size=16")
+    words += ("model=tests.networks:dropout", "optim=adamw", "optim.lr=0.01", "channels_last=true")
     folder = tmp_path / "parts"
     whole = train(*words)
     train(*words, "max_steps=4", folder=folder)
     done = train(*words, "resume=auto", folder=folder)
     assert [record["step"] for record in done.records("train")] == [1, 2, 3, 4, 5, 6]
     assert done.losses == whole.losses and done.summary["amp"] == whole.summary["amp"]
-    assert (done.summary["amp"]["scale"] is None) == (precision == "bf16") and done.summary[
-        "precision"
-    ] == precision
-    weight = done.checkpoint()["model"]["3.weight"]
-    assert weight.stride() == (72, 9, 3, 1) and weight.dtype == torch.float32, (
-        "on disk always contiguous"
-    )
-    torch.testing.assert_close(
-        done.checkpoint()["model"], whole.checkpoint()["model"], rtol=0, atol=0
-    )
+    assert (done.summary["amp"]["scale"] is None) == (precision == "bf16")
+    assert done.summary["precision"] == precision
+    models = [run.checkpoint()["model"] for run in (done, whole)]
+    weight = models[0]["3.weight"]
+    assert weight.stride() == (72, 9, 3, 1), "on disk always contiguous"
+    assert weight.dtype == torch.float32
+    torch.testing.assert_close(*models, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -349,13 +335,8 @@ def test_bad_images_are_left_out(train: Train, tmp_path: Path) -> None:
     write_images(images, {"train": 32, "val": 7})
     for number in range(0, 32, 4):
         (images / "train" / "red" / f"{number:03d}.JPEG").write_bytes(b"\xff\xd8 no picture")
-    words = (
-        f"data.root={images}",
-        "data.on_bad_image=skip",
-        "max_steps=5",
-        "batch_size=8",
-        "epochs=1",
-    )
+    words = (f"data.root={images}", "data.on_bad_image=skip", "max_steps=5", "batch_size=8")
+    words += ("epochs=1",)
     for workers in (0, 1):
         done = train(*words, f"data.workers={workers}")
         assert done.exit_code == 0 and done.summary["val"]["images"] == 21
