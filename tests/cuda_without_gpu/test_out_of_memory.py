@@ -17,7 +17,6 @@ from cl_train.measure.timed_step import Workload
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
 from cl_train.system.machine import is_out_of_memory
-from cl_train.training.batch_size import BatchSpeed, search
 from cl_train.training.build import try_model
 from cl_train.training.console import describe_failure
 from cl_train.training.state import TrainingFault
@@ -107,16 +106,6 @@ def test_the_trial_step_names_the_batch() -> None:
         try_model(model, SETTINGS, form, (2, 3, 16, 16), 3)
     del caught
     assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_auto_batch_size_stays_below() -> None:
-    def measure(size: int) -> BatchSpeed:
-        if size > 16:
-            raise torch.OutOfMemoryError(FULL)
-        return BatchSpeed(size, 100.0 * size, 0.1 * size)
-
-    _, found = search(measure, largest=256, limit_gib=1e9, time_limit_s=1e9)
-    assert [item.batch_size for item in found] == [8, 16]
 
 
 @pytest.mark.parametrize("when", ["training", "evaluation"])
