@@ -84,6 +84,7 @@ class Task(NamedTuple):
 class Done(NamedTuple):
     """What a worker reports of a task; pixels and labels are in the slot."""
 
+    task: Task
     bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
     missing: list[int]  # rows for which there was no good sample
 
@@ -104,7 +105,7 @@ def fill(
     targets = labels.numpy()  # writing a number into a tensor takes ten times as long
     samples = slots.samples[task.number % len(slots.samples)]
     reader.times = times[progress.worker]
-    done = Done([], [])
+    done = Done(task, [], [])
     for row in range(task.first_row, task.end_row):
         index = int(samples[row])
         for candidate in range(index, index + attempts):
@@ -193,15 +194,18 @@ class HostLoader:
             workers, slots = self._started()
             workers.drain()  # what an earlier iteration prepared in advance
             not_submitted = iter(numbers)
+            finished: dict[int, list[Done]] = {number: [] for number in numbers}
             for number in itertools.islice(not_submitted, self._ahead):
                 self._submit(number, epoch, samples)
             for number in numbers:
                 for following in itertools.islice(not_submitted, 1):
                     self._submit(following, epoch, samples)  # into memory that is released by now
-                done = [workers.result() for _ in range(self._tasks_per_batch)]
+                while len(finished[number]) < self._tasks_per_batch:
+                    done = workers.result()
+                    finished[done.task.number].append(done)
                 rows = min(self.batch_size, len(samples) - number * self.batch_size)
                 images, targets = slots.batch(number, self.sizes.image_size_at(epoch))
-                good = self._good_rows(done, rows)
+                good = self._good_rows(sorted(finished.pop(number)), rows)
                 images = images[good].to(memory_format=torch.channels_last)
                 yield RawBatch(images, targets[good], number, epoch)
                 if self._iteration is not iteration:

@@ -1,22 +1,22 @@
-"""The worker processes of a loader: forks, each with a pipe, which live until `close`.
+"""The worker processes of a loader: forks that live until `close`.
 
-A worker's sentinel tells that it died, and the time without progress that all of them hang. Either
-message names the sample that the worker began last.
+All take their tasks from one queue, so one that the machine delays holds up only its own task. Each
+sends its results through a pipe. Its sentinel tells that it died, and the time in which none begins
+a sample that they hang. Either message names the sample that was begun last.
 """
 
-import atexit
 import math
 import mmap
 import multiprocessing
+import multiprocessing.util
 import os
+import resource
 import signal
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -31,9 +31,8 @@ from cl_train.system.processes import end_with_parent
 
 _POLL_S = 1.0
 _CLOSE_S = 2.0
-_NAME = "loader worker"
 _FILES_PER_WORKER = 3  # of the parent: its end of the pipe, and multiprocessing's two sentinels
-_OTHER_FILES = 16  # images, records and checkpoints that are open at the same time
+_OTHER_FILES = 100
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BEGUN, _SAMPLE, _PID = range(3)  # columns of the progress of all workers
 
@@ -55,8 +54,8 @@ class Abandoned(Exception):
 class Progress:
     """What worker `worker` is doing: its `row` of the shared int64 [workers, 3]."""
 
-    def __init__(self, worker: int, row: npt.NDArray[np.int64], round_: Tensor) -> None:
-        self.worker, self._row, self._running_round = worker, row, round_.numpy()
+    def __init__(self, worker: int, row: npt.NDArray[np.int64], running_round: Tensor) -> None:
+        self.worker, self._row, self._running_round = worker, row, running_round.numpy()
         self.round = 0  # of the task
         row[_PID] = os.getpid()
 
@@ -69,7 +68,7 @@ class Progress:
 
 
 class Workers:
-    """Runs tasks in `count` processes in turn, or for 0 in the caller.
+    """Runs tasks in `count` processes, or for 0 in the caller.
 
     `work(task, progress)` runs in forks: it is not pickled, but tasks and results are. It calls
     `progress.begin` before each sample. When no worker has begun another one for `timeout_s`,
@@ -86,38 +85,32 @@ class Workers:
         self._work, self._count, self._timeout_s, self._name_of = work, count, timeout_s, name_of
         self._progress = shared((max(1, count), 3), torch.int64).numpy()
         self._round = shared((1,), torch.int64)  # of the tasks that are still wanted
-        self._pending: deque[tuple[int, Any]] = deque()  # worker and message, the oldest task first
-        self._submitted = 0
+        self._tasks = multiprocessing.get_context("fork").SimpleQueue()
+        self._results: deque[Any] = deque()  # received, and not yet returned
+        self._unfinished = 0  # tasks whose results were not returned
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         self._owner = os.getpid()
-        weakref.finalize(self, _kill, self.processes).atexit = False
-        self._start()
+        # at exit before multiprocessing's own: SIGTERM, which workers ignore, and an endless wait
+        multiprocessing.util.Finalize(self, _kill, (self.processes,), exitpriority=10)
         self.is_running = True
+        self._start()
 
     def submit(self, task: Any) -> None:
-        """Hands `task` to the next worker in turn. Raises WorkerError."""
-        worker = self._submitted % max(1, self._count)
-        message = int(self._round[0]), task
-        if self._count:
-            try:
-                self._pipes[worker].send(message)
-            except OSError:
-                self.close()
-                raise self._death(worker) from None
-        self._pending.append((worker, message))
-        self._submitted += 1
+        """Hands `task` to the worker that is free first."""
+        self._tasks.put((int(self._round[0]), task))
+        self._unfinished += 1
 
     def result(self) -> Any:
-        """Waits for the oldest task that was submitted, and returns its result.
+        """Waits for the result of any submitted task, and returns it.
 
         Raises WorkerError, after which the workers have ended.
         """
-        done = self._next_result()
-        if isinstance(done, WorkerError):
+        result = self._next_result()
+        if isinstance(result, WorkerError):
             self.close()
-            raise done
-        return done
+            raise result
+        return result
 
     def skip(self) -> None:
         """Lets the workers skip the submitted tasks, after the sample that each is reading."""
@@ -126,26 +119,24 @@ class Workers:
     def drain(self) -> None:
         """Skips the submitted tasks and waits until no worker writes for one of them."""
         self.skip()
-        while self._pending:
+        while self._unfinished:
             self._next_result()
 
     def close(self) -> None:
         """Ends the workers: each finishes the sample that it reads, and is killed after 2 s."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner or not self.is_running:
             return  # in a fork: the processes are not its children
         self.is_running = False
         self.skip()
-        for pipe in self._pipes:
-            with suppress(OSError):  # it has died
-                pipe.send(None)
+        for _ in self.processes:
+            self._tasks.put(None)
         deadline = time.monotonic() + _CLOSE_S
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self.processes)
+        self._tasks.close()
         for pipe in self._pipes:
             pipe.close()
-        self._pipes.clear()
-        self._pending.clear()
 
     def _start(self) -> None:
         fork = multiprocessing.get_context("fork")
@@ -154,19 +145,16 @@ class Workers:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
         try:
             for worker in range(self._count):
-                pipe, workers_end = fork.Pipe()
+                pipe, workers_end = fork.Pipe(duplex=False)
                 self._pipes.append(pipe)
-                process = fork.Process(
-                    target=self._run,
-                    args=(worker, workers_end, by_kernel),
-                    name=f"{_NAME} {worker}",
-                    daemon=True,
+                run = fork.Process(
+                    target=self._run, args=(worker, workers_end, by_kernel), daemon=True
                 )
                 with warnings.catch_warnings():
                     # of a fork of a threaded process, whose locks no worker takes
                     warnings.simplefilter("ignore")
-                    process.start()
-                self.processes.append(process)
+                    run.start()
+                self.processes.append(run)
                 workers_end.close()
         except OSError as error:
             self.close()
@@ -181,13 +169,10 @@ class Workers:
         """In the worker: does tasks until the loader closes or its process ends."""
         end_with_parent(by_kernel=by_kernel)
         ignore_parents_signals()
-        for parents_end in self._pipes:
-            parents_end.close()
         torch.set_num_threads(1)
         progress = Progress(worker, self._progress[worker], self._round)
-        with suppress(EOFError, OSError):
-            while message := pipe.recv():
-                pipe.send(self._done(message, progress))
+        while message := self._tasks.get():
+            pipe.send(self._done(message, progress))
 
     def _done(self, message: tuple[int, Any], progress: Progress) -> Any:
         progress.round, task = message
@@ -199,38 +184,41 @@ class Workers:
             return WorkerError(f"a loader worker failed: {type(error).__name__}: {error}")
 
     def _next_result(self) -> Any:
-        worker, message = self._pending.popleft()
+        self._unfinished -= 1
         if not self._count:
-            return self._done(message, Progress(0, self._progress[0], self._round))
+            return self._done(self._tasks.get(), Progress(0, self._progress[0], self._round))
         try:
-            return self._receive(worker)
-        except BaseException:  # also Ctrl-C, after which half a result may be left in the pipe
+            if not self._results:
+                self._receive()
+        except BaseException:  # also Ctrl-C, after which half a result may be left in a pipe
+            _kill(self.processes)
             self.close()
             raise
+        return self._results.popleft()
 
-    def _receive(self, worker: int) -> Any:
-        pipe = self._pipes[worker]
-        quiet_s, begun = 0.0, -1
+    def _receive(self) -> None:
+        """Waits for results, and takes all that there are. Raises WorkerError."""
+        quiet_s = 0.0
         poll_s = min(_POLL_S, self._timeout_s)
-        while not pipe.poll():
+        while not self._results:
+            begun = int(self._progress[:, _BEGUN].sum())
             # The host waits. Polls are counted, not seconds: a program that was suspended goes on.
-            is_quiet = not wait([pipe, *(process.sentinel for process in self.processes)], poll_s)
-            for number, process in enumerate(self.processes):
-                if not process.is_alive() and not pipe.poll():
-                    raise self._death(number)
-            now_begun = int(self._progress[:, _BEGUN].sum())
-            quiet_s = quiet_s + poll_s if is_quiet and now_begun == begun else 0.0
-            begun = now_begun
+            ready = wait([*self._pipes, *(process.sentinel for process in self.processes)], poll_s)
+            for worker, (pipe, process) in enumerate(zip(self._pipes, self.processes, strict=True)):
+                if pipe in ready:
+                    try:
+                        self._results.append(pipe.recv())
+                    except (EOFError, OSError):
+                        raise self._death(worker) from None
+                elif process.sentinel in ready:
+                    raise self._death(worker)
+            quiet_s = 0.0 if ready or self._progress[:, _BEGUN].sum() != begun else quiet_s + poll_s
             if quiet_s >= self._timeout_s:
                 raise WorkerError(
                     f"no loader worker finished an image for {self._timeout_s:g} s. Last images"
                     f" begun: {self._last_samples(self._progress)}. If the storage is slow, raise"
                     " data.worker_timeout_s."
                 )
-        try:
-            return pipe.recv()
-        except (EOFError, OSError):
-            raise self._death(worker) from None
 
     def _death(self, worker: int) -> WorkerError:
         process = self.processes[worker]
@@ -254,23 +242,17 @@ class Workers:
 
 
 def check_open_files(workers: int) -> None:
-    """Opens as many files as `workers` need, and closes them: some workers start after an epoch.
+    """Raises ConfigError: the process may not open the files that `workers` need.
 
-    Raises ConfigError.
+    Checked before the first epoch, because some workers start only after it.
     """
-    needed = _FILES_PER_WORKER * workers + _OTHER_FILES if workers else 0
-    opened = []
-    try:
-        for _ in range(needed):
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
+    needed = _FILES_PER_WORKER * workers + _OTHER_FILES
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if workers and needed > limit:
         raise ConfigError(
-            f"{workers} loader workers for both splits need {needed} open files: {error.strerror}."
-            " Raise the limit (ulimit -n), or lower data.workers"
-        ) from None
-    finally:
-        for file in opened:
-            os.close(file)
+            f"{workers} loader workers for both splits need {needed} open files, and {limit} are"
+            " allowed: raise the limit (ulimit -n), or lower data.workers"
+        )
 
 
 def ignore_parents_signals() -> None:
@@ -283,9 +265,3 @@ def ignore_parents_signals() -> None:
 def _kill(processes: list[BaseProcess]) -> None:
     for process in filter(BaseProcess.is_alive, processes):
         process.kill()
-
-
-@atexit.register  # later than multiprocessing's own function, so it runs before that one
-def _kill_all() -> None:
-    """multiprocessing would send SIGTERM, which workers ignore, and wait for them."""
-    _kill([child for child in multiprocessing.active_children() if child.name.startswith(_NAME)])

@@ -33,13 +33,13 @@ class InstantWorkers:
     is_running = True
 
     def __init__(self, *arguments):
-        pass
+        self.tasks = []
 
     def submit(self, task):
-        pass
+        self.tasks.append(task)
 
     def result(self):
-        return Done([], [])
+        return Done(self.tasks.pop(), [], [])
 
     drain = skip = close = lambda self: None
 
