@@ -52,7 +52,7 @@ def count_silence_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     reached, wait = data_workers.shared((1,), torch.int64), data_workers.wait
     monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
     monkeypatch.setattr(
-        data_workers, "wait", lambda *arguments: wait(*arguments) or not reached.item()
+        data_workers, "wait", lambda *arguments: wait(*arguments) or [None] * (not reached)
     )
 
     def reach() -> None:
