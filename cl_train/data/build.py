@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
-from cl_train.data.images import ImageSource, Indices, Pixels, Split, read_folder, read_images
+from cl_train.data.images import ImageSource, Indices, Split, read_folder, read_images
 from cl_train.data.loader import HostLoader, Reader
 from cl_train.data.loader_report import BadImages, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
@@ -231,10 +232,7 @@ class SyntheticData:
         generator = torch.Generator().manual_seed(self._seed)
         images = torch.randn(self._batch_size, 3, size, size, generator=generator)
         targets = torch.randint(self.num_classes, (self._batch_size,), generator=generator)
-        return Batch(
-            images.to(form.device, form.dtype, memory_format=form.memory_format),
-            targets.to(form.device),
-        )
+        return Batch(form.place(images), targets.to(form.device))
 
 
 Data = ImageData | SyntheticData

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ class DeviceFormat:
     device: torch.device
     dtype: torch.dtype
     memory_format: torch.memory_format
+
+    def place(self, images: Tensor) -> Tensor:
+        """Returns images [N, C, H, W] in this format, without a copy if they have it."""
+        return images.to(self.device, self.dtype, memory_format=self.memory_format)
 
 
 @dataclass(frozen=True)
@@ -233,5 +237,6 @@ class DevicePrefetcher:
         if raw:
             return tree_map_only(Tensor, lambda x: self._normalise(x) if id(x) in raw else x, batch)
         images = next((x for x in tensors if x.is_floating_point()), None)
-        cast = partial(torch.Tensor.to, dtype=form.dtype, memory_format=form.memory_format)
-        return tree_map_only(Tensor, lambda x: cast(x) if x is images else x, batch)
+        if images is None:
+            return batch
+        return tree_map_only(Tensor, lambda x: form.place(x) if x is images else x, batch)

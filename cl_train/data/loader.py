@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from cl_train.config.schema import DataConfig
+from cl_train.data.decode import BadImage
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
-from cl_train.data.images import BadImage, Indices
+from cl_train.data.images import Indices
 from cl_train.data.loader_report import BadImages, WorkerTimes
 from cl_train.data.order import SizeSchedule, order_of_rank
 from cl_train.data.transforms import ImageReader

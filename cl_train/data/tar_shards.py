@@ -23,8 +23,8 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.data.decode import BadImage
 from cl_train.data.images import (
-    BadImage,
     ImageSource,
     Indices,
     Split,

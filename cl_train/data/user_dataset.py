@@ -20,7 +20,8 @@ from torch import Tensor
 
 from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.config.validation import user_function
-from cl_train.data.images import BadImage, ImageSource, Pixels
+from cl_train.data.decode import BadImage, Pixels
+from cl_train.data.images import ImageSource
 from cl_train.data.transforms import ImageTransform, seeded_everywhere
 from cl_train.data.workers import Progress, Workers
 from cl_train.errors import WorkerError

@@ -11,8 +11,8 @@ from PIL import Image
 
 from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, ConfigError, DataConfig
 from cl_train.config.validation import from_mapping
+from cl_train.data.decode import Pixels
 from cl_train.data.device import DeviceFormat, Normalise
-from cl_train.data.images import Pixels
 from cl_train.data.transforms import ImageTransform, default_val_resize
 
 _TEXTS = ("memory_format", "model", "precision")

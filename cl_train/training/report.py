@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from cl_train.data.build import Data, ImageData
-from cl_train.data.images import BadImage
+from cl_train.data.decode import BadImage
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.files import write_text
 

@@ -17,8 +17,9 @@ import pytest
 from PIL import Image
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data import images
-from cl_train.data.images import MAX_PIXELS, BadImage, Encoded, read_file, read_folder
+from cl_train.data import decode, images
+from cl_train.data.decode import MAX_PIXELS, BadImage, Encoded, read_file
+from cl_train.data.images import read_folder
 from cl_train.system.files import cache_folder
 from tests.data.image_folders import encoded, folder_data, jpeg, noise, write_folder
 
@@ -332,9 +333,9 @@ def test_broken_images_are_refused_with_a_reason(tmp_path, content, reason):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_the_limit_of_pixels_is_the_one_that_is_checked(monkeypatch, kind):
     assert MAX_PIXELS < 2**31 / 3, "the sizes of decoded images fit in 31 bits"
-    monkeypatch.setattr(images, "MAX_PIXELS", 40 * 60)
+    monkeypatch.setattr(decode, "MAX_PIXELS", 40 * 60)
     Encoded(encoded(PICTURE, kind))
-    monkeypatch.setattr(images, "MAX_PIXELS", 40 * 60 - 1)
+    monkeypatch.setattr(decode, "MAX_PIXELS", 40 * 60 - 1)
     with pytest.raises(BadImage, match="60 x 40 pixels"):
         Encoded(encoded(PICTURE, kind))
 
@@ -344,7 +345,7 @@ def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):
     data = bytearray(jpeg())
     data[data.index(b"\xff\xc0") + 11] = 0x14
     assert Encoded(bytes(data)).needs_pillow
-    monkeypatch.setattr("cl_train.data.images._rgb", lambda image: {}["missing"])
+    monkeypatch.setattr("cl_train.data.decode._rgb", lambda image: {}["missing"])
     with pytest.raises(BadImage, match="missing"):
         Encoded(GOOD["PNG P"]).decode()
 

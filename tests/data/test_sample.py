@@ -10,7 +10,8 @@ import pytest
 import torchvision
 
 from cl_train.config.schema import ConfigError, DataConfig
-from cl_train.data.images import Encoded, read_folder
+from cl_train.data.decode import Encoded
+from cl_train.data.images import read_folder
 from cl_train.data.sample import (
     FIRST_RUN,
     PATTERNS,

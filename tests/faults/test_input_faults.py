@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from cl_train.config.schema import ConfigError
-from cl_train.data.images import BadImage, Encoded, read_file
+from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.data.order import order_of_rank, permutation
 from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.imagenet.archives import unpack

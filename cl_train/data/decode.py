@@ -1,0 +1,123 @@
+"""From an encoded image to its pixels. Imports no torch.
+
+simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. Files that it refuses or warns about (CMYK and
+YCCK, PNGs named .JPEG, stray bytes between markers) are decoded by Pillow, which therefore
+determines which images are bad. EXIF orientation is ignored, as in torchvision, TensorFlow and the
+published accuracies.
+"""
+
+import contextlib
+import io
+import os
+import stat
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image
+
+Pixels = npt.NDArray[np.uint8]
+Result = TypeVar("Result")
+
+JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
+MAX_FILE_BYTES = 256 * 2**20
+_DEFAULT_FORMATS = ("JPEG", "PNG")  # that Pillow may parse: fewer parsers, fewer vulnerabilities
+
+
+class BadImage(Exception):
+    """A sample cannot be decoded. The message is the reason, without the file's name."""
+
+
+def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
+    """The whole file, or its `first` bytes.
+
+    Raises BadImage: not a regular, readable file of a possible size.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    flags |= os.O_NONBLOCK  # opening a FIFO without a writer would block forever
+    try:
+        with open(os.open(path, flags), "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise BadImage("not a regular file, but a device, a FIFO or a folder")
+            if status.st_size == 0:
+                raise BadImage("the file is empty")
+            if status.st_size > MAX_FILE_BYTES:
+                raise BadImage(f"{status.st_size} bytes, more than the limit of {MAX_FILE_BYTES}")
+            return file.read(first)
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from None
+
+
+class Encoded:
+    """An image of `height` x `width` with a checked header.
+
+    `needs_pillow`: simplejpeg is known not to decode it.
+    """
+
+    def __init__(
+        self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS
+    ) -> None:
+        """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names of those accepted.
+        Raises BadImage.
+        """
+        self._data, self._formats = data, formats
+        self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
+        if not self.needs_pillow:
+            try:
+                self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(
+                    data, strict=True
+                )
+                self.needs_pillow = colours in ("CMYK", "YCCK")
+            except Exception:  # not only ValueError: a wrong sampling factor is a KeyError
+                self.needs_pillow = True
+        if self.needs_pillow:
+            self.width, self.height = self._with_pillow(lambda image: image.size)
+        if not 0 < self.height * self.width <= MAX_PIXELS:
+            raise BadImage(
+                f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}"
+            )
+
+    def decode(self, scratch: Pixels | None = None) -> Pixels:
+        """The pixels, uint8 [height, width, 3], perhaps in the flat buffer `scratch`.
+
+        Raises BadImage.
+        """
+        if not self.needs_pillow:
+            size = self.height * self.width * 3
+            buffer = scratch[:size] if scratch is not None and scratch.size >= size else None
+            # strict: libjpeg's warnings are errors too; then Pillow decodes
+            with contextlib.suppress(Exception):
+                pixels: Pixels = simplejpeg.decode_jpeg(
+                    self._data, "RGB", buffer=buffer, strict=True
+                )
+                return pixels
+            self.needs_pillow = True
+        return self._with_pillow(_rgb)
+
+    def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
+        """`use` of Pillow's image, without its warnings ("(Possibly) corrupt EXIF data": the pixels
+        are fine).
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return use(Image.open(io.BytesIO(self._data), formats=self._formats))
+        except Exception as error:  # corrupt files raise many exception types
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            unknown = "cannot identify image file" in text
+            raise BadImage(
+                f"not a {' or '.join(self._formats)} file" if unknown else text
+            ) from None
+
+
+def _rgb(image: Image.Image) -> Pixels:
+    if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip at 255, not scale
+        grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    return np.array(image.convert("RGB"))
