@@ -6,7 +6,7 @@ Tab.
 
 import importlib
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from cl_train.commands import COMMANDS
 from cl_train.config.command_line import GROUPS, TYPED_KEYS, group_choices
@@ -48,7 +48,7 @@ def candidates(line: str) -> list[str]:
     if is_train and key in GROUPS:
         choices = group_choices(key)
     elif key == "model" and key in settings:
-        choices = model_names()
+        choices = model_names("timm" if value.startswith("timm/") else "torchvision")
     elif key in settings:
         item = settings[key]
         words = ("true", "false") if item.base_type is bool else item.metadata["choices"] or ()
@@ -57,12 +57,18 @@ def candidates(line: str) -> list[str]:
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
 
 
-def model_names() -> list[str]:
-    """torchvision's models, cached in a file, as importing torchvision takes seconds."""
-    path = cache_folder() / f"models-torchvision-{version('torchvision')}.txt"
+def model_names(package: str) -> list[str]:
+    """The models of torchvision or timm, cached in a file per version, because importing either
+    takes seconds; none if it is not installed.
+    """
+    try:
+        path = cache_folder() / f"models-{package}-{version(package)}.txt"
+    except PackageNotFoundError:
+        return []
     if not path.is_file():
         from cl_train.models import sources
 
+        known = sources.model_names() if package == "torchvision" else sources.timm_model_names()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, "\n".join(sources.model_names()) + "\n")
+        write_text(path, "\n".join(known) + "\n")
     return path.read_text(encoding="utf-8").split()

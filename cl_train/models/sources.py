@@ -48,6 +48,13 @@ def video_model_names() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models.video)
 
 
+def timm_model_names() -> list[str]:
+    """All models of timm, which must be installed, as `timm/<name>`."""
+    import timm
+
+    return [f"timm/{name}" for name in timm.list_models()]
+
+
 def usual_image_size(name: str) -> int:
     """Height and width in pixels that a model was designed for."""
     return 299 if name == "inception_v3" else 224
@@ -60,7 +67,7 @@ def check_model(name: str, weights: str | None = None) -> None:
     elif name.startswith("timm/"):
         timm = optional_module("timm", f"model={name}")
         if not timm.is_model(name.removeprefix("timm/").split(".")[0]):
-            near = suggest(name, [f"timm/{known}" for known in timm.list_models()])
+            near = suggest(name, timm_model_names())
             raise ConfigError(f"model={name}: timm has no such model{near}")
     elif name not in (*model_names(), *video_model_names()):
         others = "timm's are model=timm/<name>, your own model=package.module:function"

@@ -56,8 +56,7 @@ def _layout(
 ) -> layout_pb2.Layout:
     """For each pair a chart of speed, with its range, and one of both losses."""
     speeds, losses = [], []
-    # TensorBoard shows the last chart first.
-    for label, name, pair in reversed(list(zip(labels, names, pairs, strict=True))):
+    for label, name, pair in zip(labels, names, pairs, strict=True):
         ratio = ""
         if pair.interval and pair.verdict in ("faster", "slower"):
             ratio = f" {pair.interval.ratio:.2f}x"
@@ -66,7 +65,8 @@ def _layout(
         )
         title = f"{label}, images/s: {pair.candidate}{ratio} {pair.words}"
         margin = layout_pb2.MarginChartContent(series=[series])
-        speeds.append(layout_pb2.Chart(title=title, margin=margin))
+        # TensorBoard shows the last of these charts first.
+        speeds.insert(0, layout_pb2.Chart(title=title, margin=margin))
 
         tags = [f"loss/{name}/training", f"loss/{name}/validation"]
         lines = layout_pb2.MultilineChartContent(tag=[f"^{re.escape(tag)}$" for tag in tags])

@@ -72,10 +72,12 @@ def compare_folders(
         write_report(report, out)
     where = "For the report as files: out=FOLDER"
     if out:
-        curves = shlex.join(["tensorboard", "--logdir", str(out / DASHBOARD)])
-        where = f"Report: {out / 'comparison.md'}\nCurves: {curves}"
-    text = as_markdown(report) + "\n" if show_table else verdict_sentence(report) + " "
-    print(text + where, flush=True)
+        where = f"Report: {out / 'comparison.md'}"
+    if out and pairs:
+        where += f"\nCurves: {shlex.join(['tensorboard', '--logdir', str(out / DASHBOARD)])}"
+    print(
+        as_markdown(report) if show_table else verdict_sentence(report), where, sep="\n", flush=True
+    )
     return report
 
 

@@ -155,10 +155,14 @@ def test_the_same_key_has_the_same_type_in_every_command() -> None:
         ("cl-train train schedule.na", []),
         ("cl-train train -m precision=fp32,b", ["fp32,bf16"]),
         ("cl-train convert channels_last=f", ["false"]),
+        ("cl-train train model=timm/resnet1", ["timm/resnet18"]),
         ("cl-train nothing a", []),
     ],
 )
-def test_completion(line: str, expected: list[str]) -> None:
+def test_completion(
+    line: str, expected: list[str], cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
     found = candidates(line)
     assert set(expected) <= set(found) and (expected or not found)
 

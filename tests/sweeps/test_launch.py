@@ -245,12 +245,15 @@ def test_compare_and_the_sweep_reach_the_same_verdict(
         == 0
     )
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4, "one line for the sweep, one per job and the verdict"
+    assert len(lines) == 6, "of the sweep, each job, the verdict, the report and its curves"
     assert "resnet18_channels_last: completed" in lines[1] and "150.0 images/s" in lines[1]
     assert "left" in lines[1], "an estimate of the time left"
-    assert lines[-1].startswith("resnet18 (bf16): ") and lines[-1].endswith(
-        f"Report: {folder}/comparison.md"
-    )
+    assert lines[-3].startswith("resnet18 (bf16): ")
+    report = [
+        f"Report: {folder}/comparison.md",
+        f"Curves: tensorboard --logdir {folder}/tensorboard",
+    ]
+    assert lines[-2:] == report
     [by_sweep] = compared(folder)
     assert (by_sweep["baseline"], by_sweep["candidate"]) == ("contiguous", "channels_last")
     assert by_sweep["verdict"] == "faster" and by_sweep["ratio"] == pytest.approx(1.5, rel=0.02)
@@ -283,11 +286,9 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
     )
     assert [entry["job"] for entry in compared(folder, "failed")] == [1, 2]
     assert "killed by SIGKILL" in (folder / "comparison.md").read_text()
-    verdict, resume = capsys.readouterr().out.splitlines()[-2:]
-    assert (
-        "2 jobs did not finish" in verdict
-        and f"resume_sweep={folder} runs what is missing" in resume
-    )
+    verdict, report, resume = capsys.readouterr().out.splitlines()[-3:]
+    assert "2 jobs did not finish" in verdict and report.endswith("comparison.md")
+    assert f"resume_sweep={folder} runs what is missing" in resume
     (stand_in.parent / "mended").touch()
     calls(stand_in)
     assert run_sweep(["-m", f"resume_sweep={folder}"]) == 0
