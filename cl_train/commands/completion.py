@@ -58,9 +58,7 @@ def candidates(line: str) -> list[str]:
 
 
 def model_names(package: str) -> list[str]:
-    """The models of torchvision or timm, cached in a file per version, because importing either
-    takes seconds; none if it is not installed.
-    """
+    """Of torchvision or timm, cached in a file, as importing either takes seconds."""
     try:
         path = cache_folder() / f"models-{package}-{version(package)}.txt"
     except PackageNotFoundError:

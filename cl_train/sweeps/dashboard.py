@@ -55,7 +55,8 @@ def _layout(
     pairs: Sequence[Pair], labels: Sequence[str], names: Sequence[str]
 ) -> layout_pb2.Layout:
     """For each pair a chart of speed, with its range, and one of both losses."""
-    speeds, losses = [], []
+    speeds: list[layout_pb2.Chart] = []
+    losses: list[layout_pb2.Chart] = []
     for label, name, pair in zip(labels, names, pairs, strict=True):
         ratio = ""
         if pair.interval and pair.verdict in ("faster", "slower"):
