@@ -5,6 +5,7 @@ resumable.
     cl-train zoo speed=false                 without timing: minutes, on a CPU
     cl-train zoo model=torchvision           every classification model of torchvision
     cl-train zoo model=timm                  ten families of timm
+    cl-train zoo model=video,my_package.my_model:build frames=16      models of [N,C,D,H,W]
     cl-train zoo 'model=resnet*,timm/convnext_atto' device=cuda precision=fp16 batch_size=256
 
 Writes zoo-<precision>-<device>-torch<version>.json and .md after each model. Run the same command
@@ -38,6 +39,7 @@ def main(words: list[str]) -> int:
     is_group = len(settings.model) == 1 and settings.model[0] in suite.GROUPS
     group = settings.model[0] if is_group else "chosen"
     named = ("" if group == "tutorial" else f"-{group}") + ("" if settings.speed else "-layout")
+    named += f"-{settings.frames}frames" if settings.frames else ""
     version = ".".join(str(environment["torch"]).split("+")[0].split(".")[:2])
     path = Path(settings.out) / f"zoo{named}-{settings.precision}-{device.type}-torch{version}.json"
     table = suite.open_table(path, settings, environment)
@@ -66,8 +68,8 @@ def chosen_models(words: list[str]) -> list[str]:
     names: list[str] = []
     for word in words:
         found = list(GROUPS.get(word, ())) or fnmatch.filter(known, word)
-        if not found and word.startswith("timm/"):
-            models.check_model(word.partition(":")[0])
+        if not found and (word.startswith("timm/") or ":" in word):
+            models.check_model(word)
             found = [word]
         if not found:
             problems.append(f"model={word}: no such model{suggest(word, [*GROUPS, *known])}")
