@@ -5,7 +5,6 @@ resumable.
     cl-train zoo speed=false                 without timing: minutes, on a CPU
     cl-train zoo model=torchvision           every classification model of torchvision
     cl-train zoo model=timm                  ten families of timm
-    cl-train zoo model=video,my_package.my_model:build frames=16      models of [N,C,D,H,W]
     cl-train zoo 'model=resnet*,timm/convnext_atto' device=cuda precision=fp16 batch_size=256
 
 Writes zoo-<precision>-<device>-torch<version>.json and .md after each model. Run the same command
