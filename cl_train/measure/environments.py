@@ -30,6 +30,7 @@ BLOCK_S = 0.3
 # Relative distances above which two environments compute different things. Versions of torch choose
 # other algorithms, so even fp32 differs by rounding; a wrong kernel differs by whole values.
 _TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 3e-2, "fp16_o2": 3e-2, "bf16": 1e-1}
+_LEAST_ROUNDS = 4  # two rounds that drift alike look like a difference
 _PROFILED_STEPS = 7
 _SHOWN_OPERATORS = 5
 _LEAST_SHOWN_SHARE = 0.01  # of the step: smaller differences of an operator are noise
@@ -104,7 +105,12 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
             for runner in runners
         ]
         limit_s = 60.0 if settings.time_limit_s is None else settings.time_limit_s
-        done = alternate(blocks, target_ci=settings.target_ci, time_limit_s=limit_s)
+        done = alternate(
+            blocks,
+            target_ci=settings.target_ci,
+            time_limit_s=limit_s,
+            least_rounds=_LEAST_ROUNDS,
+        )
         others_pct = load.others_pct()
 
         ratio = done.speed_ratios()[1]
