@@ -62,6 +62,7 @@ with processes.StopRequest() as request:
     sys.stdin.read()  # until the test closes it
 sys.exit(128 + request.stop)
 """
+NOT_UNDER_NOHUP = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 
 
 def start(same_request_s: float = 0.05, script: str = POLITE) -> subprocess.Popen[str]:
@@ -78,7 +79,7 @@ def start(same_request_s: float = 0.05, script: str = POLITE) -> subprocess.Pope
 )
 def test_one_signal_stops_politely_and_a_second_one_at_once(signum: int, code: int) -> None:
     """SIGUSR1 asks for one save, and the program goes on."""
-    process = start()
+    process = start(script=NOT_UNDER_NOHUP + POLITE)
     assert process.stdout is not None
     for request, answer in ((signal.SIGUSR1, "save\n"), (signum, "stopping\n")):
         process.send_signal(request)
