@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "Not measured at this version yet."
 
 Record = dict[str, Any]
 Rows = list[list[str]]
@@ -92,7 +93,7 @@ def headline() -> str:
         words = f"{overhead['ratio']:.2f}x (rounds {min(ratios):.2f} to {max(ratios):.2f})"
         rows.append([what, words, "a bare loop of forward, backward, step"])
     if not rows:
-        return "Not measured at this version yet."
+        return NOT_MEASURED
     lines = dict.fromkeys(map(provenance, sources))
     return f"{table(['what', 'ratio', 'against'], rows)}\n\n" + "\n".join(lines)
 
@@ -101,7 +102,7 @@ def models() -> str:
     """Speed ratios of the tutorial's models: a picture, and what is decided."""
     found = record("models")
     if found is None:
-        return "Not measured at this version yet."
+        return NOT_MEASURED
     settings = found["settings"]
     lines = [
         f"Batches of {settings['batch_size'][0]}, {settings['image_size']} px, SGD."
@@ -140,7 +141,7 @@ def accuracy() -> str:
     """Seconds to the target and per epoch, by data set and program."""
     found = record("time-to-accuracy")
     if found is None:
-        return "Not measured at this version yet."
+        return NOT_MEASURED
     rows: Rows = []
     for data, summary in found["summary"].items():
         for name, row in summary.items():
@@ -159,7 +160,7 @@ def loader() -> str:
     """Images per second of each pipeline."""
     found = record("loader")
     if found is None:
-        return "Not measured at this version yet."
+        return NOT_MEASURED
     rows = [
         [row["pipeline"], str(row["workers"]), f"{row['images_per_s']:,.0f}", f"{row['ratio']:.2f}"]
         for row in found["rows"]
@@ -172,7 +173,7 @@ def updates() -> str:
     """Fused updates of each network, optimizer and number of threads."""
     found = record("updates")
     if found is None:
-        return "Not measured at this version yet."
+        return NOT_MEASURED
     rows: Rows = []
     for row in found["rows"]:
         name = f"{row['model']}, {row['update']}, {row['threads']}"
@@ -187,7 +188,7 @@ def sweeps() -> str:
     """Verdicts of real sweeps that compare a setting with itself."""
     found = record("aa-sweeps")
     if found is None:
-        return "Not measured at this version yet."
+        return NOT_MEASURED
     rows: Rows = []
     for name, of_name in grouped(found["sweeps"], "beside"):
         verdicts = [one["verdict"] for one in of_name]
