@@ -45,8 +45,8 @@ DEVICES = _Devices(("auto", "cpu", "cuda", "cuda:N"))
 BOOL_OR_AUTO = ("true", "false", "auto")
 MODEL_HELP = "a torchvision model, timm/<name>, or your own package.module:function"
 PRECISION_HELP = (
-    "precision of the step; auto = fp16 on CUDA from capability 7.0, bf16 on a CPU that has it, "
-    "else fp32"
+    "precision of the step; auto = fp16 on CUDA from capability 7.0, bf16 on a CPU where it "
+    "is faster, else fp32"
 )
 OVERWRITE_HELP = "replace an existing file, or write into a folder that holds other files, of `out`"
 # Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if

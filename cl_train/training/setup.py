@@ -87,7 +87,7 @@ def set_up(
     # 1. The process.
     cfg = prepare_process(cfg, dist)
     machine_load = MachineLoad()  # it measures from here on
-    precision = resolve_precision(cfg.precision, dist.device)
+    precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
     announce(cfg, precision, dist)
 

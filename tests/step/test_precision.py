@@ -8,6 +8,7 @@ import torch
 from torch import backends
 
 from cl_train.config.schema import PRECISIONS
+from cl_train.step import precision as precision_module
 from cl_train.step.precision import (
     BY_NAME,
     EMA,
@@ -28,6 +29,19 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
     assert precision.name in ("bf16", "fp32") and precision.reason
     assert "precision=auto" in resolve_precision("fp16_o2", CPU).reason
     assert resolve_precision("fp32", CPU) is BY_NAME["fp32"]
+
+
+@pytest.mark.parametrize("bf16_s, expected", [(0.25, "bf16"), (0.9, "fp32"), (2.0, "fp32")])
+def test_auto_is_bf16_on_a_cpu_only_where_a_matrix_product_is_faster_in_it(
+    bf16_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planted_s(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+        return bf16_s if work().dtype == torch.bfloat16 else 1.0
+
+    monkeypatch.setattr(precision_module, "timed_s", planted_s)
+    uncached = precision_module.bf16_is_faster_on_cpu.__wrapped__
+    monkeypatch.setattr(precision_module, "bf16_is_faster_on_cpu", uncached)
+    assert resolve_precision("auto", CPU).name == expected
 
 
 def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold() -> None:
