@@ -32,6 +32,7 @@ from cl_train.cli import exit_code
 from cl_train.config.schema import ConfigError, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
+from cl_train.step.precision import bf16_is_faster_on_cpu
 from cl_train.system.files import write_json
 from cl_train.system.machine import measured
 from cl_train.system.processes import MachineLoad
@@ -47,7 +48,7 @@ OURS = """{script} data=folder data.root={data} data.image_size={size} model=res
 # The default recipe of timm, without its warm-up of 5 in 300 epochs.
 TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18
     --input-size 3 {size} {size} --crop-pct 0.875 -b 32 -j 2 --epochs {epochs} --warmup-epochs 0
-    --seed {seed} --output {out} --device cpu --amp --amp-dtype bfloat16 --channels-last"""
+    --seed {seed} --output {out} --device cpu --channels-last {amp}"""
 TIMM_WITH_OUR_RECIPE = f"""{TIMM} --opt momentum --model-kwargs zero_init_last=False
     --lr-base 0.1 --weight-decay 1e-4 --sched-on-updates --smoothing 0 --scale 0.35 1 --hflip 0
     --color-jitter 0 --train-interpolation bilinear"""
@@ -169,7 +170,10 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
         sys.executable,
         *(["-c", SEEDED.format(**values)] if program.startswith("torchvision") else []),
     ]
-    command += [word.format(**values) for word in PROGRAMS[program][0].split()]
+    # timm gets the precision that train.py chooses by itself.
+    amp = "--amp --amp-dtype bfloat16" if bf16_is_faster_on_cpu() else ""
+    options = PROGRAMS[program][0].replace("{amp}", amp).split()
+    command += [word.format(**values) for word in options]
     run |= run_to_end(
         LINES[program.partition(",")[0]], command, folder / "run.log", RUN_LIMIT_S[data]
     )
