@@ -16,7 +16,7 @@ from cl_train import __version__
 from cl_train.commands import COMMANDS
 from cl_train.config.validation import command_help, suggest
 from cl_train.errors import ConfigError
-from cl_train.system.processes import end_with_torchrun, exit_without_teardown
+from cl_train.system.processes import end_with_parent, exit_without_teardown
 
 
 def program(*command: str) -> NoReturn:
@@ -70,7 +70,8 @@ def _run_command(words: list[str]) -> int:
         os.getcwd()  # os.path.exists(".") is true in a deleted folder
     except FileNotFoundError:
         raise ConfigError("the working folder was deleted: change to another folder") from None
-    end_with_torchrun()  # before the imports, which take seconds
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # before the imports, which take seconds
     if name in ("-h", "--help"):
         lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
         print(

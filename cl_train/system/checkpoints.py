@@ -38,35 +38,33 @@ _STEP_FILE = re.compile(r"step-(\d+)\.pt")
 def read_torch_file(path: Path) -> Any:
     """Loads a file of `torch.save` to the CPU; no code in it runs.
 
-    Raises CheckpointError, in one line: the file is missing, damaged or a program (TorchScript), or
-    has more than tensors and plain types.
+    Raises CheckpointError, in one line: the file is missing, damaged, or has more than tensors and
+    plain types.
     """
     try:
         with path.open("rb") as file, warnings.catch_warnings():
             is_archive = file.read(4) == b"PK\x03\x04"
-            damaged = zipfile.ZipFile(file).testzip() if is_archive else None
-            if damaged is not None:
-                raise ValueError(f"{damaged} has another checksum")
+            if is_archive and zipfile.ZipFile(file).testzip():
+                raise ValueError("wrong checksum")
             file.seek(0)
             warnings.simplefilter("ignore")  # a deprecated format is either read or refused
             # Many checkpoints contain a Namespace, of their arguments.
             with torch.serialization.safe_globals([argparse.Namespace]):
                 return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:
+        what = f"cannot be read: {error.strerror or error}"
+    except pickle.UnpicklingError:
         what = "has more than tensors and plain types; reading it could run code"
-        raise CheckpointError(f"{path}: {what}") from error
     except Exception as error:  # a damaged file raises BadZipFile, RuntimeError, EOFError, ...
         reason = (str(error) or type(error).__name__).splitlines()[0][:300]
-        what = "truncated, damaged or no usable file of torch.save"
-        raise CheckpointError(f"{path}: {what}: {reason}") from error
+        what = f"truncated, damaged or no usable file of torch.save: {reason}"
+    raise CheckpointError(f"{path}: {what}")
 
 
 def load(path: Path) -> dict[str, Any]:
     """Reads a checkpoint as `read_torch_file` does.
 
-    Raises CheckpointError also if it is none, or of a newer format.
+    Raises CheckpointError also if it is none of cl_train's, or of a newer format.
     """
     state = read_torch_file(path)
     if not is_checkpoint(state) or state.get("format_version") != FORMAT_VERSION:
@@ -187,23 +185,21 @@ class CheckpointStore:
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> CheckpointError:
-        what = f"{self._path(max(self._unwritten))}: {error}"
-        advice = "free some space and use resume=auto"
-        return CheckpointError(f"no checkpoint could be written for too long: {what}; {advice}")
+        what = f"no checkpoint could be written for too long: {self.folder}: {error}"
+        return CheckpointError(f"{what}; free some space and use resume=auto")
 
     def _write(self) -> None:
         """In the thread; what it raises ends the run."""
         try:
             self._write_all()
+            self._failing_since = None
         except OSError as error:
-            level = logging.WARNING if self._failing_since is None else logging.INFO
             self._failing_since = self._failing_since or time.monotonic()
             limit_min = MAX_MINUTES_WITHOUT_CHECKPOINT
             if time.monotonic() - self._failing_since > 60 * limit_min:
                 raise self._failure(error) from error
-            what = f"checkpoint {self._path(max(self._unwritten))} was not written: {error}"
             advice = f"free some space: training ends after {limit_min:g} minutes without one"
-            log.log(level, "%s; %s", what, advice)
+            log.warning("%s: no checkpoint written: %s; %s", self.folder, error, advice)
 
     def _write_all(self) -> None:
         for step in sorted(self._unwritten):
@@ -217,19 +213,13 @@ class CheckpointStore:
                 self._link_best(step)
 
             paths = self._steps()
-            for later in sorted(s for s in paths if s > step):  # a resume went back from them
+            for later in [s for s in paths if s > step]:  # a resume went back from them
                 path = paths.pop(later)
-                aside = path.with_suffix(f".pt.superseded-{time.time_ns()}")
-                os.replace(path, aside)
-                what = "is later than the checkpoint just written: renamed to"
-                log.warning("%s %s %s", path, what, aside.name)
+                path.replace(path.with_suffix(f".pt.superseded-{time.time_ns()}"))
+                log.warning("%s is later than the checkpoint just written: set aside", path)
             for old in sorted(paths)[: -self.keep]:
                 paths[old].unlink(missing_ok=True)
             del self._unwritten[step]
-
-        if self._failing_since is not None:
-            self._failing_since = None
-            log.warning("checkpoints are written again")
 
     def _link_best(self, step: int) -> None:
         """Atomically; a copy if the file system has no hard links."""

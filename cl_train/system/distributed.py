@@ -46,8 +46,8 @@ class Dist:
 
 
 def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch.device:
-    """Returns the device of a setting `device=`: `cuda` is the GPU of this rank, `auto` the same if
-    torch can use it, else the CPU, with a warning beside a GPU.
+    """Returns the device of a setting `device=`: `cuda` is the GPU of this rank, `auto` the same,
+    or the CPU where torch can use no GPU, with a warning if there is one.
 
     Raises ConfigError: there is no such CUDA device, or torch has no kernels for it.
     """
@@ -61,13 +61,12 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
             raise ConfigError(f"device=cuda: no GPU for local rank {local_rank}; {advice}")
         _check_kernels(device)
         return device
+    has_gpu = GPU_FILE.exists()
     problem = "this machine has no usable CUDA device"
-    if has_gpu := GPU_FILE.exists():
+    if has_gpu:
         cuda = torch.version.cuda
-        why = "it is a build without CUDA"
-        if cuda:
-            why = f"the driver is too old for CUDA {cuda} (see nvidia-smi)"
-            why += ", or CUDA_VISIBLE_DEVICES hides it"
+        why = f"the driver is too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides it"
+        why = why if cuda else "it is a build without CUDA"
         problem = f"torch {torch.__version__} cannot use this GPU: {why}"
     if name.startswith("cuda"):
         raise ConfigError(f"device={name}: {problem}; use device=cpu or device=auto")
@@ -84,20 +83,19 @@ def as_current(device: torch.device) -> AbstractContextManager[object]:
 def _check_kernels(device: torch.device) -> None:
     """Raises ConfigError: torch has no kernels for this GPU, and the first one would fail."""
     # Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for later GPUs.
-    capability, names = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-    pattern = r"(sm|compute)_(\d+)(\d)[af]?"
-    matches = [match for name in names if (match := re.fullmatch(pattern, name))]
-    built = [(match[1], (int(match[2]), int(match[3]))) for match in matches]
+    capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    names = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built]
+    versions = [(name[1], (int(name[2]), int(name[3]))) for name in names if name]
     runs = any(
         version <= capability and (kind == "compute" or version[0] == capability[0])
-        for kind, version in built
+        for kind, version in versions
     )
-    if built and not runs:  # without `built`, torch is not for NVIDIA's GPUs
-        gpu = f"{torch.cuda.get_device_name(device)} has compute capability"
+    if versions and not runs:  # without `versions`, torch is not for NVIDIA's GPUs
+        major, minor = capability
         raise ConfigError(
-            f"{gpu} {'.'.join(map(str, capability))}, and torch {torch.__version__} has kernels for"
-            f" {', '.join(names)} only: install a newer torch, for a GPU older than these its build"
-            " for CUDA 12.6, or use device=cpu"
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and"
+            f" torch {torch.__version__} kernels for {', '.join(built)} only: install a newer"
+            " torch, for an older GPU its build for CUDA 12.6, or use device=cpu"
         )
 
 
@@ -129,9 +127,8 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     except torch.distributed.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ConnectionError(
-            f"rank {launch.rank} did not meet the other {launch.world_size - 1} ranks at {address}"
-            f" within {timeout_s:g} s: start all ranks, and check MASTER_ADDR and MASTER_PORT"
-            f" ({str(error).splitlines()[0]})"
+            f"rank {launch.rank} did not meet the other ranks at {address} within {timeout_s:g} s:"
+            f" start all, and check MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
         ) from error
     global _groups
     _groups += 1
@@ -144,26 +141,20 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
         timeout=timeout,
         device_id=chosen if is_cuda else None,
     )
+    group = torch.distributed.group.WORLD
+    assert group is not None
     if is_cuda:
-        assert torch.distributed.group.WORLD is not None
-        give_nccl_more_time(torch.distributed.group.WORLD, chosen, timeout)
+        # NCCL's watchdog ends the process without naming a rank; gloo fails first and names it.
+        group._get_backend(chosen)._set_default_timeout(timeout + NCCL_GRACE)
     try:
         yield Dist(rank, world_size, chosen)
     except BaseException:
         if is_cuda:  # else the end would wait for collectives that a dead rank never joins
-            assert torch.distributed.group.WORLD is not None
             with suppress(RuntimeError):
-                torch.distributed.group.WORLD.abort()
+                group.abort()
         raise
     finally:
         torch.distributed.destroy_process_group()
-
-
-def give_nccl_more_time(
-    group: torch.distributed.ProcessGroup, device: torch.device, timeout: timedelta
-) -> None:
-    """NCCL's watchdog ends the process without naming a rank; gloo fails first and names it."""
-    group._get_backend(device)._set_default_timeout(timeout + NCCL_GRACE)
 
 
 def _store_prefix(name: str) -> str:
@@ -222,7 +213,8 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
     if dist.world_size == 1:
         yield
         return
-    store, stop = connect_to_store(), threading.Event()
+    store = connect_to_store()
+    stop = threading.Event()
 
     def beat() -> None:
         with suppress(RuntimeError):  # the store has ended, and the next collective fails
@@ -234,9 +226,8 @@ def watch_ranks(dist: Dist) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo's errors have no type of their own
-        if not isinstance(error, torch.distributed.DistError) and not any(
-            words in str(error) for words in _LOST
-        ):
+        is_gloos = any(words in str(error) for words in _LOST)
+        if not is_gloos and not isinstance(error, torch.distributed.DistError):
             raise
         raise RankFault(f"{find_silent_ranks(dist)} ({str(error).splitlines()[0]})") from error
     finally:
@@ -270,10 +261,9 @@ def find_silent_ranks(dist: Dist) -> str:
     reader.join(LISTEN_S + ANSWER_S)
     if len(readings) < 2:  # without torchrun, rank 0 holds the store
         return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not respond"
-    counters = enumerate(zip(*readings, strict=True))
     silent = [
         f"rank {rank} is dead or hangs"
-        for rank, (old, new) in counters
+        for rank, (old, new) in enumerate(zip(*readings, strict=True))
         if old == new and rank != dist.rank
     ]
     return ", ".join(silent) or "a rank hangs although its process is alive"

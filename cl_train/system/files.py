@@ -102,14 +102,12 @@ def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Pa
     Raises ConfigError at once: `path` is a folder, a link or a device, cannot be written, or exists
     without `overwrite`.
     """
-    if path.is_dir():
-        raise ConfigError(f"{key}={path} is a folder: name a file")
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise ConfigError(f"{key}={path} is a link or a device, not a file: choose another name")
+        raise ConfigError(f"{key}={path} is a folder, a link or a device: choose another name")
     if path.exists() and not overwrite:
         raise ConfigError(f"{key}={path} exists: choose another name, or write overwrite=true")
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    with _created(temporary, f"{key}={path}"), replacing(path, temporary):
+    with _new_folder(path.parent, f"{key}={path}", temporary), replacing(path, temporary):
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)  # safetensors creates the file anew, for its owner alone
@@ -120,11 +118,11 @@ def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> I
     """The folder `path`, which a command fills, perhaps in several calls.
 
     The block writes the `markers` first. A folder that has one of them is continued; a new one with
-    nothing else in it is removed after an exception. Raises ConfigError: `path` cannot be written,
+    nothing else in it is removed after a ConfigError. Raises ConfigError: `path` cannot be written,
     or has files of others without `overwrite`.
     """
     probe = path / f".tmp-{os.getpid()}"
-    with _created(probe, f"out={path}", removable=markers):
+    with _new_folder(path, f"out={path}", probe, removable=markers):
         probe.unlink()
         names = set(os.listdir(path))
         if names and names.isdisjoint(markers) and not overwrite:
@@ -134,32 +132,29 @@ def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> I
 
 
 @contextmanager
-def _created(
-    file: Path,
-    setting: str,
-    *,
-    removable: Collection[str] = (),
-    after: type[BaseException] = BaseException,
+def _new_folder(
+    folder: Path, setting: str, first: Path, *, removable: Collection[str] = ()
 ) -> Iterator[None]:
-    """Create `file` and its folders; `after` an exception, remove those with only `removable`."""
-    missing = [folder for folder in file.parents if not folder.exists()]
+    """Create `folder` and its file `first`; after a ConfigError, remove a new folder that holds
+    only the names `removable`. Raises ConfigError: it cannot be written.
+    """
+    is_new = not folder.exists()
     try:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
+            folder.mkdir(parents=True, exist_ok=True)
+            first.touch()
         except OSError as error:
             raise ConfigError(
                 f"{setting} cannot be written: {error.strerror or error}; choose another place"
             ) from None
         yield
-    except LockHeld:  # the folders are another run's
+    except LockHeld:  # the folder is another run's
         raise
-    except after:
-        for folder in missing:
-            with suppress(OSError):  # somebody else has put a file there
-                if folder == file.parent and set(os.listdir(folder)) <= set(removable):
-                    for path in folder.iterdir():
-                        (path.rmdir if path.is_dir() else path.unlink)()
+    except ConfigError:
+        with suppress(OSError):  # there is no folder, or one in it is not empty
+            if is_new and set(os.listdir(folder)) <= set(removable):
+                for path in folder.iterdir():
+                    (path.rmdir if path.is_dir() else path.unlink)()
                 folder.rmdir()
         raise
 
@@ -172,7 +167,8 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     Raises ConfigError: the folder cannot be written to, another run is writing to it, or an earlier
     run's results are in it and `resume` does not continue that run.
     """
-    if overwrite and continues(resume, folder):
+    is_continued = continues(resume, folder)
+    if overwrite and is_continued:
         what = f"resume={resume} continues the run in {folder}, which overwrite=true deletes"
         raise ConfigError(f"{what}: leave out one")
     lock = folder / ".lock"
@@ -180,7 +176,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     elsewhere = "choose another hydra.run.dir=FOLDER"
     removable = (lock.name, checkpoints.name, "train.log")
     with (
-        _created(lock, f"hydra.run.dir={folder}", removable=removable, after=ConfigError),
+        _new_folder(folder, f"hydra.run.dir={folder}", lock, removable=removable),
         ExitStack() as stack,
     ):
         try:
@@ -195,8 +191,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
             logs = [path for name in _LOGS for path in folder.glob(name)]
             for path in results + logs:
                 path.unlink()
-        is_ours = overwrite or continues(resume, folder)
-        if not is_ours and any(path.stat().st_size for path in results):
+        elif not is_continued and any(path.stat().st_size for path in results):
             what = f"{folder} holds the results of an earlier run, or files of the same names"
             advice = f"continue it with resume=auto, {elsewhere}"
             raise ConfigError(f"{what}: {advice}, or delete them with overwrite=true")
@@ -213,24 +208,21 @@ def continues(resume: str | None, folder: Path) -> bool:
 def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
     """Warn without space for `keep` checkpoints, the best and the next; ConfigError without any."""
     free_bytes = shutil.disk_usage(folder).free
-    count = keep + 2
-    sizes = f"{folder}: {free_bytes / 2**20:,.1f} MiB free for checkpoints of "
-    sizes += f"{checkpoint_bytes / 2**20:,.1f} MiB"
+    free_mib, size_mib = free_bytes / 2**20, checkpoint_bytes / 2**20
+    sizes = f"{folder}: {free_mib:,.1f} MiB free for checkpoints of {size_mib:,.1f} MiB"
     if free_bytes < checkpoint_bytes:
         raise ConfigError(f"{sizes}: free some space, or choose another hydra.run.dir=FOLDER")
-    if free_bytes < count * checkpoint_bytes:
+    if free_bytes < (keep + 2) * checkpoint_bytes:
         advice = "free some space or lower checkpoint.keep"
-        log.warning("%s, of which up to %d exist at a time: %s", sizes, count, advice)
-
-
-# --- records --------------------------------------------------------------------------------------
+        log.warning("%s, of which up to %d exist at a time: %s", sizes, keep + 2, advice)
 
 
 class AppendFile:
     """An append-only file; what cannot be written stays in memory until the next write."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._waiting = path, list[bytes]()
+        self.path = path
+        self._waiting: list[bytes] = []
 
     def append(self, record: bytes) -> None:
         """Write `record`, terminator included."""
@@ -243,16 +235,12 @@ class AppendFile:
 
     def flush(self) -> None:
         """Write the pending records. Raises OSError; they remain pending."""
-        if not self._waiting:
-            return
-        try:
-            self._write(b"".join(self._waiting))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        is_recovery = len(self._waiting) > 1
-        self._waiting.clear()
-        if is_recovery:
-            log.warning("%s is written again and complete", self.path)
+        if self._waiting:
+            try:
+                self._write(b"".join(self._waiting))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            self._waiting.clear()
 
     def _write(self, data: bytes) -> None:
         with open(self.path, "ab", buffering=0) as file:
@@ -265,9 +253,6 @@ class AppendFile:
                 raise
 
 
-# --- locks ----------------------------------------------------------------------------------------
-
-
 @contextmanager
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
     """Hold a lock on the file `path`, which stays, against other processes.
@@ -275,21 +260,21 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
     A POSIX record lock: it ends with the process, and forked children do not inherit it. If it is
     held, raise LockHeld, or with a `waiting_for` say so on stderr and wait. Raises OSError.
     """
+    is_told = False
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with open(descriptor, "r+b", buffering=0) as file:
-        holder = ""
         while True:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
-                before = holder
                 holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
             if waiting_for is None:
                 what = f"another run writes to {Path(path).parent} ({holder})"
                 elsewhere = "hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER"
                 raise LockHeld(f"{what}: stop it, or choose another {elsewhere}")
-            if holder != before:
+            if not is_told:
+                is_told = True
                 what = f"waiting for {waiting_for}: locked by {holder} ({path})"
                 print(what, file=sys.stderr, flush=True)
             time.sleep(0.2)

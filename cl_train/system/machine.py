@@ -1,6 +1,4 @@
-"""The machine: versions and hardware for `summary.json` and comparisons, memory, and the time that
-a device needs.
-"""
+"""The machine: versions and hardware, memory, and the time that a device needs."""
 
 import ctypes
 import gc
@@ -36,20 +34,18 @@ _OUT_OF_MEMORY = (
 
 def describe_environment(device: torch.device) -> dict[str, str | None]:
     """Versions and hardware; None for hardware that this machine does not have."""
-    versions = {"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}
-    cuda, cudnn, driver = None, None, None
-    if device.type == "cuda":
-        cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()
-        driver = _output_of(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        )
-    hardware = {
-        "cuda": cuda,
+    is_cuda = device.type == "cuda"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    cudnn = torch.backends.cudnn.version() if is_cuda else None
+    return {
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if is_cuda else None,
         "cudnn": str(cudnn) if cudnn else None,
         "cpu": cpu_name(),
-        "driver": driver,
+        "driver": _output_of(query) if is_cuda else None,
     }
-    return {**versions, "python": platform.python_version(), **hardware}
 
 
 def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, Any]:
@@ -80,24 +76,19 @@ def cpu_name() -> str:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """The commit of this package's checkout, and whether tracked files differ; None outside a
-    checkout.
-    """
+    """The commit of this package's checkout, and whether tracked files differ; else None."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
-    commit, changes = (
-        _output_of([*git, "rev-parse", "HEAD"]),
-        _output_of([*git, "status", "--porcelain", "-uno"]),
-    )
+    commit = _output_of([*git, "rev-parse", "HEAD"])
+    changes = _output_of([*git, "status", "--porcelain", "-uno"])
     return {"commit": commit, "dirty": bool(changes) if commit else None}
 
 
 def _output_of(command: list[str]) -> str | None:
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    return output.stdout.strip()
 
 
 def gpu_state(device: torch.device) -> dict[str, Any] | None:
@@ -137,25 +128,20 @@ def problem_of_gpu(state: Mapping[str, Any] | None) -> str | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU with torch's reserve; on a CPU what Linux has without swapping in a
-    container's limit.
+    """Free memory of a GPU with torch's reserve; on a CPU what Linux has without swapping, or its
+    container allows.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = None
-    with suppress(
-        OSError, ValueError, IndexError
-    ):  # not Linux; no limit ("max"), or other control groups
-        free = 1024 * int(
-            Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split(maxsplit=1)[0]
-        )
-        limit, used = (
-            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current")
-        )
-        stat = dict(
-            line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-        )
+    with suppress(OSError, ValueError, IndexError):  # not Linux; no limit ("max")
+        meminfo = Path("/proc/meminfo").read_text()
+        free = 1024 * int(meminfo.partition("MemAvailable:")[2].split(maxsplit=1)[0])
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        lines = (group / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in lines)
         cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
         free = max(0, min(free, limit - used + cache))
     return free
@@ -164,8 +150,7 @@ def available_bytes(device: torch.device) -> int | None:
 def peak_memory_of_step_gib(
     step: Callable[[], object], own_bytes: int, other_bytes: int, device: torch.device
 ) -> float:
-    """Peak memory in GiB of a process with only this step, after warm-up: without the workspace of
-    autotuning.
+    """Peak memory in GiB of a process with only this step, after warm-up.
 
     On a GPU the allocator's peak less `other_bytes`, the memory of other models. On a CPU
     `own_bytes`, the memory of this model between steps, plus the peak of torch's allocations within
@@ -177,11 +162,9 @@ def peak_memory_of_step_gib(
         step()
         wait_for(device)
         return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30
-    # acc_events: the only cycle ends here; without it torch 2.11 warns that it forgets earlier
-    # ones.
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
+    # Without acc_events torch 2.11 warns that it forgets earlier cycles.
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     held = peak = 0
@@ -193,32 +176,24 @@ def peak_memory_of_step_gib(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out.
-
-    Only torch's own allocators raise an exception of its own; libraries have messages.
-    """
+    """Whether memory ran out; only torch's own allocators have an exception of their own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(
-        part in str(error).lower() for part in _OUT_OF_MEMORY
-    )
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in message for part in _OUT_OF_MEMORY)
 
 
 def describe_out_of_memory(error: BaseException) -> str:
     """The first line of an out-of-memory error, of torch's to the GPU's free memory; no full stop
     at the end.
     """
-    reason, is_free, _ = (str(error).splitlines() or [type(error).__name__])[0].partition(
-        " is free"
-    )
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    reason, is_free, _ = first_line.partition(" is free")
     return f"out of memory: {reason.rstrip('.')}{is_free}"
 
 
 def release_memory() -> None:
-    """Free unreferenced memory on the device, and return what `keep_freed_memory` kept.
-
-    Waits for the device.
-    """
+    """Free unreferenced memory, also what `keep_freed_memory` kept. Waits for the device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -230,42 +205,33 @@ def keep_freed_memory(device: torch.device) -> None:
     rest of the process.
 
     glibc returns it to the kernel, and the page faults of the next step take up to a third of its
-    time (docs/performance.md). Variables MALLOC_* of the user win; other C libraries are left as
-    they are.
+    time (docs/performance.md). Variables MALLOC_* of the user win.
     """
-    if (
-        device.type == "cpu"
-        and sys.platform == "linux"
-        and not any(name.startswith("MALLOC_") for name in os.environ)
-    ):
+    has_users = any(name.startswith("MALLOC_") for name in os.environ)
+    if device.type == "cpu" and sys.platform == "linux" and not has_users:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
         mallopt(_M_TRIM_THRESHOLD, -1)  # never
         mallopt(_M_MMAP_MAX, 0)  # a tensor with a mapping of its own would lose it when it is freed
 
 
 def wait_for(device: torch.device) -> None:
-    """Block the host until `device` has finished all work; on a CPU, work is finished when its call
-    returns.
-    """
+    """Block the host until `device` has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class DeviceClock:
-    """Marks in the work of a device, and the seconds between them.
-
-    A GPU reaches a mark later than the host sets it.
-    """
+    """Marks in the work of a device, which a GPU reaches later than the host sets them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
+        self._device = device
+        self._is_cuda = device.type == "cuda"
 
     def mark(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(
-            enable_timing=True, blocking=True
-        )  # blocking: a waiting host leaves its core free
+        # blocking: a waiting host leaves its core free
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -280,10 +246,7 @@ class DeviceClock:
 
 
 def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` consecutive calls.
-
-    On a GPU the host waits once, after the last call.
-    """
+    """Seconds of each of `steps` consecutive calls; the host waits once, after the last one."""
     clock = DeviceClock(device)
     marks = [clock.mark()]
     for _ in range(steps):

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -78,23 +77,17 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     if not is_srun_task(environment) or {"RANK", "WORLD_SIZE"} & environment.keys():
         return
     tasks = environment["SLURM_STEP_NUM_TASKS"]
-    job, step, node = (
-        int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "NODEID")
-    )
-    counts = re.findall(
-        r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)
-    )
-    # 2(x3),1 is 2, 2, 2, 1
-    per_node = [count for count, repeats in counts for _ in range(int(repeats or 1))]
+    job, step = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
+    per_node = re.match(r"\d*", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))  # 2(x3),1
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)  # gpu[003-007,010] of gpu[003-007,010],other1
-    assert first is not None
+    assert per_node is not None and first is not None
     first_node = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])  # gpu003
     environment.update(
         RANK=environment.get("SLURM_PROCID", ""),
         LOCAL_RANK=environment.get("SLURM_LOCALID", ""),
         WORLD_SIZE=tasks,
-        LOCAL_WORLD_SIZE=per_node[min(node, len(per_node) - 1)],
+        LOCAL_WORLD_SIZE=per_node[0],
         MASTER_ADDR=environment.get("MASTER_ADDR") or first_node,
         MASTER_PORT=environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
     )
@@ -104,9 +97,7 @@ _is_bound = False  # `bind_to_cores` gave this process its own cores
 
 
 def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The usable cores, divided by the ranks on this machine unless `bind_to_cores` or `srun` did
-    it.
-    """
+    """The cores for one rank of this machine; `bind_to_cores` or `srun` may have divided them."""
     cores = len(_usable_cores()) or os.cpu_count() or 1
     is_bound_by_srun = "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", "")
     if _is_bound or (is_srun_task(environment) and is_bound_by_srun):
@@ -170,17 +161,6 @@ def end_with_parent(signum: int = signal.SIGKILL, *, by_kernel: bool = True) -> 
         os.kill(os.getpid(), signum)
 
 
-def end_with_torchrun() -> None:
-    """A rank of torchrun receives SIGTERM when its agent ends. ConfigError: it has ended."""
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host and port.isdecimal():
-        end_with_parent(signal.SIGTERM)
-        try:
-            socket.create_connection((host, int(port)), timeout=30).close()
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"torchrun does not respond at {host}:{port}: {error}") from None
-
-
 def map_in_processes(
     function: Callable[[Item], Result],
     items: Sequence[Item],
@@ -189,8 +169,9 @@ def map_in_processes(
     description: str,
     unit: str,
 ) -> Iterator[Result]:
-    """`function` of each item, in order, in `workers` forked processes (None: one per core; one is
-    this process), with a progress bar. Raises RuntimeError, which names the item: a process died.
+    """`function` of each item, in order, in `workers` forked processes, with a progress bar.
+
+    None: one per core; 1: this process. Raises RuntimeError: a process died at the item it names.
     """
     from tqdm import tqdm
 
@@ -198,11 +179,8 @@ def map_in_processes(
     count = min(workers or len(_usable_cores()), len(items))
     pool = ProcessPoolExecutor(count, fork, initializer=_start_worker) if count > 1 else None
     chunk = min(32, 1 + len(items) // (100 * max(1, count)))  # items sent at once
-    seconds = 0.1 if sys.stderr.isatty() else 30.0
-    with (
-        tqdm(desc=description, total=len(items), unit=unit, mininterval=seconds) as bar,
-        warnings.catch_warnings(),
-    ):
+    bar = tqdm(desc=description, total=len(items), unit=unit, mininterval=1.0)
+    with bar, warnings.catch_warnings():
         # Of the fork of a threaded process, whose workers start no threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         results = pool.map(function, items, chunksize=chunk) if pool else map(function, items)
@@ -253,9 +231,7 @@ class MachineLoad:
 
 
 def own_cpu_s() -> float:
-    """CPU seconds of this process, its descendants and waited children; under torchrun of all
-    ranks.
-    """
+    """CPU seconds of this process and all its descendants; under torchrun of all ranks."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -286,83 +262,55 @@ class StopRequest:
     """Context manager: SIGTERM, SIGINT and SIGHUP set `stop`, SIGUSR1 sets `save_requested`, in the
     main thread only.
 
-    The loop reads them between two optimizer steps. A second stop signal n exits at once with
-    128 + n and saves nothing: SIGINT at any time, the others from half a second after the first.
-    Without `ends_process` (a notebook) a second SIGINT raises KeyboardInterrupt instead.
+    The loop reads them between two optimizer steps. A second stop signal n exits with 128 + n and
+    saves nothing: SIGINT at any time, the others from half a second after the first. Without
+    `ends_process` (a notebook) a second SIGINT raises KeyboardInterrupt instead.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
-        self._ends_process, self._interrupts = ends_process, 0
+        self._ends_process = ends_process
+        self._save = False
+        self._stopped_at = 0.0
         self.stop: int | None = None  # the signal that requested the stop
-        self._save, self._stopped_at = False, 0.0
 
     @property
     def save_requested(self) -> bool:
         """True once after each SIGUSR1; reading it resets it."""
-        if not self._save:
-            return False
-        self._save = False
-        return True
+        requested, self._save = self._save, False
+        return requested
 
     def __enter__(self) -> "StopRequest":
         global _active
-        if not handles_signals():
-            return self
-        assert _active is None, "one StopRequest at a time"
-        signals = (*STOP_SIGNALS, SAVE_SIGNAL)
-        self._previous = {signum: signal.getsignal(signum) for signum in signals}
-        for signum, previous in self._previous.items():
-            if signum != signal.SIGHUP or previous != signal.SIG_IGN:  # ignored under nohup
-                signal.signal(signum, self._handle)
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
-        self._thread.start()
-        _active = self
+        if handles_signals():
+            assert _active is None, "one StopRequest at a time"
+            _active = self
+            signals = (*STOP_SIGNALS, SAVE_SIGNAL)
+            self._previous = {signum: signal.getsignal(signum) for signum in signals}
+            for signum, previous in self._previous.items():
+                if signum != signal.SIGHUP or previous != signal.SIG_IGN:  # ignored under nohup
+                    signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
         global _active
-        if _active is not self:  # in a forked child, or another thread
-            return
-        _active = None
-        signal.set_wakeup_fd(self._previous_fd)
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-        # shutdown ends the thread's recv; close alone would not, while a forked worker has a copy
-        # of the descriptor.
-        self._writer.shutdown(socket.SHUT_RDWR)
-        self._writer.close()
-        self._thread.join()
-        self._reader.close()
+        if _active is self:  # not in a forked child, or another thread
+            _active = None
+            for signum, handler in self._previous.items():
+                signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._interrupts += signum == signal.SIGINT
-        if self._interrupts > 1 and not self._ends_process:
-            raise KeyboardInterrupt
-
-    def _listen(self) -> None:
-        """In a thread: the main one, where handlers run, may never return from a collective. Python
-        writes the signals that have a handler to the wake-up descriptor.
-        """
-        while received := self._reader.recv(64):
-            for signum in received:
-                if signum == SAVE_SIGNAL:
-                    self._save = True
-                elif signum in STOP_SIGNALS:
-                    self._request_stop(signum)
-
-    def _request_stop(self, signum: int) -> None:
         now = time.monotonic()
-        if self.stop is None:
+        if signum == SAVE_SIGNAL:
+            self._save = True
+        elif self.stop is None:
             self.stop, self._stopped_at = signum, now
             if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                 again = "Ctrl-C again exits without saving"
                 os.write(2, f"\nstopping: the run is saved after this step; {again}\n".encode())
-        elif self._ends_process and (
-            signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S
-        ):
+        elif not self._ends_process:
+            if signum == signal.SIGINT:
+                raise KeyboardInterrupt
+        elif signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S:
             os.write(2, f"second {signal.Signals(signum).name}: exiting without saving\n".encode())
             os._exit(128 + signum)
 
@@ -372,7 +320,6 @@ def _reset_in_child() -> None:
     global _active
     if _active is not None:
         _active = None
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
