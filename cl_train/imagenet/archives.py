@@ -1,9 +1,8 @@
 """From the official ILSVRC2012 archives to `train/<wnid>/*.JPEG` and `val/<wnid>/*.JPEG`.
 
 The train archive is a tar of 1000 tars, the validation archive is flat, its labels are in the
-development kit. All are streamed. Nothing is extracted to a path that an archive names: a member
-must be a regular file with an official name, and is written to a path computed here. Anything else
-is an error.
+development kit. All are streamed. A member must be a regular file with an official name, and is
+written to a path computed here: no archive names a path.
 """
 
 import gzip
@@ -20,9 +19,10 @@ from tqdm import tqdm
 
 from cl_train.config.schema import ConfigError
 from cl_train.data.tar_shards import open_tar, read_member, regular_files
-from cl_train.imagenet.folders import SETTINGS, resumable_folder, write_image
+from cl_train.imagenet.folders import resumable_folder, write_image
 
-_GROUND_TRUTH = "/data/ILSVRC2012_validation_ground_truth.txt"
+_GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_VAL_NAME = r"ILSVRC2012_val_\d{8}\.JPEG"
 
 
 def unpack(
@@ -41,31 +41,21 @@ def unpack(
     that cannot be used.
     """
     paths = {"train": train, "val": val, "devkit": devkit}
-    problems = [
-        f"{name}={path}: no such file" for name, path in paths.items() if path and not path.exists()
-    ]
+    missing = [(name, path) for name, path in paths.items() if path and not path.exists()]
+    problems = [f"{name}={path}: no such file" for name, path in missing]
     if train is None and val is None:
-        problems.append(
-            "nothing to do: give train=ILSVRC2012_img_train.tar or val=ILSVRC2012_img_val.tar"
-        )
+        advice = "give train=ILSVRC2012_img_train.tar or val=ILSVRC2012_img_val.tar"
+        problems.append(f"nothing to do: {advice}")
     if val is not None and devkit is None:
-        problems.append(
-            "val=... needs devkit=ILSVRC2012_devkit_t12.tar.gz: the archive itself has no labels"
-        )
-    unknown = (
-        [] if train is None or (out / SETTINGS).exists() else sorted(out.glob("train/n????????"))
-    )
-    if unknown:
-        problems.append(
-            f"{unknown[0]} was made by another program and may lack images: move the classes away"
-        )
+        advice = "devkit=ILSVRC2012_devkit_t12.tar.gz: the archive itself has no labels"
+        problems.append(f"val=... needs {advice}")
     if problems:
         raise ConfigError(problems)
-    labels, counts = validation_labels(devkit) if devkit is not None else [], {}
-    sorts_in_place = (
-        val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
-    )
-    with resumable_folder(out, {"task": "tars"}, overwrite=overwrite or sorts_in_place):
+
+    labels = validation_labels(devkit) if devkit is not None else []
+    counts = {}
+    is_in_place = val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
+    with resumable_folder(out, {"task": "tars"}, overwrite=overwrite or is_in_place):
         if train is not None:
             counts["train"] = _unpack_train(train, out / "train")
         if val is not None:
@@ -76,29 +66,23 @@ def unpack(
 def _unpack_train(archive: Path, folder: Path) -> int:
     with open_tar(archive, str(archive)) as outer:
         members = _official_members(outer, str(archive), r"n\d{8}\.tar")
-        waiting = {
-            name: member for name, member in members.items() if not (folder / name[:-4]).exists()
-        }
-        _check_space(folder.parent, waiting)
-        for name, member in tqdm(waiting.items(), "train", unit="class", disable=None):
-            _unpack_class(
-                cast(IO[bytes], outer.extractfile(member)),
-                f"{archive}: {member.name}",
-                folder / name[:-4],
-            )
+        for name, member in tqdm(members.items(), "train", unit="class", disable=None):
+            stream = cast(IO[bytes], outer.extractfile(member))
+            _unpack_class(stream, f"{archive}: {member.name}", folder / name[:-4])
     return sum(len(os.listdir(folder / name[:-4])) for name in members)
 
 
 def _unpack_class(stream: IO[bytes], what: str, folder: Path) -> None:
     """The folder is created only when it is complete."""
+    if folder.exists():
+        return
     partial = folder.with_name(".partial")  # after an interruption the next run removes it
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         with open_tar(stream, what) as archive:
-            for name, member in _official_members(
-                archive, what, rf"{folder.name}_\d+\.JPEG"
-            ).items():
+            members = _official_members(archive, what, rf"{folder.name}_\d+\.JPEG")
+            for name, member in members.items():
                 (partial / name).write_bytes(read_member(archive, member, what))
         os.replace(partial, folder)
     finally:  # after an error; the disk may be full
@@ -108,61 +92,44 @@ def _unpack_class(stream: IO[bytes], what: str, folder: Path) -> None:
 
 
 def _place_val(source: Path, labels: list[str], folder: Path) -> int:
-    official = r"ILSVRC2012_val_\d{8}\.JPEG"
-
     def target(name: str) -> Path:
         number = int(name[-13:-5])
         if not 1 <= number <= len(labels):
-            raise ConfigError(
-                f"{source}: image number {number}, but there are {len(labels)} labels"
-            )
+            what = f"image number {number}, but there are {len(labels)} labels"
+            raise ConfigError(f"{source}: {what}")
         return folder / labels[number - 1] / name
 
     if source.is_dir():
         for path in sorted(source.iterdir()):
-            if re.fullmatch(official, path.name) and path.is_file() and not path.is_symlink():
+            if re.fullmatch(_VAL_NAME, path.name) and path.is_file():
                 target(path.name).parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target(path.name))
     else:
         with open_tar(source, str(source)) as archive:
-            members = _official_members(archive, str(source), official)
-            waiting = {
-                name: member for name, member in members.items() if not target(name).exists()
-            }
-            _check_space(folder.parent, waiting)
-            for name, member in tqdm(waiting.items(), "val", unit="image", disable=None):
-                write_image(target(name), read_member(archive, member, str(source)))
-    names = (
-        f"{wnid}/ILSVRC2012_val_{number:08d}.JPEG" for number, wnid in enumerate(labels, start=1)
-    )
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ConfigError(
-            f"{source}: {len(missing)} of {len(labels)} images are missing, such as {missing[0]}"
-        )
+            members = _official_members(archive, str(source), _VAL_NAME)
+            for name, member in tqdm(members.items(), "val", unit="image", disable=None):
+                if not target(name).exists():
+                    write_image(target(name), read_member(archive, member, str(source)))
+    names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, len(labels) + 1)]
+    if missing := [name for name in names if not target(name).is_file()]:
+        what = f"{len(missing)} of {len(labels)} images are missing, such as {missing[0]}"
+        raise ConfigError(f"{source}: {what}")
     return len(labels)
 
 
 def _official_members(
     archive: tarfile.TarFile, what: str, pattern: str
 ) -> dict[str, tarfile.TarInfo]:
-    found: dict[str, tarfile.TarInfo] = {}
+    members: dict[str, tarfile.TarInfo] = {}
     for member in regular_files(archive, what):
         name = member.name.removeprefix("./")
-        if not re.fullmatch(pattern, name) or name in found:
-            raise ConfigError(
-                f"{what}: {name[:200]!r} is a duplicate, or no name of the official archive"
-                f" ({pattern})"
-            )
-        found[name] = member
-    if not found:
+        if not re.fullmatch(pattern, name) or name in members:
+            problem = "is a duplicate, or no name of the official archive"
+            raise ConfigError(f"{what}: {name[:200]!r} {problem} ({pattern})")
+        members[name] = member
+    if not members:
         raise ConfigError(f"{what}: no files with the names of the official archive ({pattern})")
-    return found
-
-
-def _check_space(folder: Path, members: dict[str, tarfile.TarInfo]) -> None:
-    free, needed = shutil.disk_usage(folder).free, sum(member.size for member in members.values())
-    if free < needed:
-        raise ConfigError(f"{folder}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed")
+    return members
 
 
 def validation_labels(source: Path) -> list[str]:
@@ -177,26 +144,19 @@ def validation_labels(source: Path) -> list[str]:
             lines = source.read_text("ascii").split()
         else:
             with gzip.open(source) as packed, open_tar(cast(IO[bytes], packed), what) as archive:
-                members = (
-                    member
-                    for member in regular_files(archive, what)
-                    if member.name.endswith(_GROUND_TRUTH)
-                )
-                lines = read_member(archive, next(members), what).decode("ascii").split()
+                members = regular_files(archive, what)
+                truth = next(m for m in members if m.name.endswith(_GROUND_TRUTH))
+                lines = read_member(archive, truth, what).decode("ascii").split()
     except (OSError, EOFError, zlib.error, UnicodeError, StopIteration) as error:
-        raise ConfigError(
-            f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH[1:]} ({str(error) or 'not in it'})"
-        ) from error
+        why = str(error) or "not in it"
+        raise ConfigError(f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH} ({why})") from error
+
     # in the order of ILSVRC2012_ID, which is not alphabetical
-    known = (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
-    labels = [
-        known[int(line) - 1] if re.fullmatch(r"[1-9]\d{0,2}|1000", line) else line for line in lines
-    ]
-    bad = next(
-        (label for label in labels or ["nothing"] if not re.fullmatch(r"n\d{8}", label)), None
-    )
-    if bad is not None:
-        raise ConfigError(
-            f"{what}: {bad[:40]!r} is neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id"
-        )
+    wnids = (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
+    by_id = {str(number): wnid for number, wnid in enumerate(wnids, start=1)}
+    labels = [by_id.get(line, line) for line in lines]
+    for label in labels or ["nothing"]:
+        if not re.fullmatch(r"n\d{8}", label):
+            kinds = "neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id"
+            raise ConfigError(f"{what}: {label[:40]!r} is {kinds}")
     return labels

@@ -40,20 +40,17 @@ def resumable_folder(
     """
     for folder in outside:
         if out.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"out={out} lies inside '{folder}', which is read: give another folder"
-            )
-    record, lock = out / SETTINGS, out / _LOCK
+            raise ConfigError(f"out={out} lies inside '{folder}', which is read: give another")
+    record = out / SETTINGS
     with (
         output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)),
-        lock_file(lock, waiting_for=str(out)),
+        lock_file(out / _LOCK, waiting_for=str(out)),
     ):
         known = json.loads(record.read_text()) if record.is_file() else settings
-        if known != settings:
-            changed = ", ".join(
-                f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key]
-            )
-            raise ConfigError(f"out={out} was started with {changed}: give another folder")
+        changed = [f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key]]
+        if changed:
+            what = f"out={out} was started with {', '.join(changed)}"
+            raise ConfigError(f"{what}: give another folder")
         write_json(record, settings)
         yield
 
@@ -79,8 +76,7 @@ def resize_folder(
 
     One side, in pixels, is limited: the longest (400 by default) or the shortest. Returns what was
     written, and the images that cannot be decoded, which are left out. Raises ConfigError: a folder
-    that cannot be read, or an unusable
-    `out`; RuntimeError: a worker process died.
+    that cannot be read, or an unusable `out`; RuntimeError: a worker process died.
     """
     from cl_train.data.transforms import resized  # torch, for all workers
 
@@ -90,21 +86,12 @@ def resize_folder(
         raise ConfigError(f"'{root}' is not a folder")
     if not short_side:
         max_side = max_side or 400
-    settings = {
-        "task": "resize",
-        "max_side": max_side,
-        "short_side": short_side,
-        "quality": quality,
-    }
-    with resumable_folder(out, settings, overwrite=overwrite, outside=[root]):
-        files = (
-            os.path.join(below, name)
-            for below, _, names in os.walk(root, onerror=unreadable)
-            for name in names
-        )
-        names = sorted(
-            os.path.relpath(file, root) for file in files if file.lower().endswith(EXTENSIONS)
-        )
+    sizes = {"max_side": max_side, "short_side": short_side, "quality": quality}
+    with resumable_folder(out, {"task": "resize", **sizes}, overwrite=overwrite, outside=[root]):
+        walk = os.walk(root, onerror=unreadable)
+        files = (os.path.join(folder, name) for folder, _, names in walk for name in names)
+        images = sorted(file for file in files if file.lower().endswith(EXTENSIONS))
+        names = [os.path.relpath(image, root) for image in images]
         copy = partial(_copy, root, out, resized, max_side, short_side, quality)
         results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
     written = [result for result in results if isinstance(result, tuple)]
@@ -130,8 +117,7 @@ def _copy(
 ) -> tuple[int, int] | str | None:
     """Write an image of the required size, never enlarged; a small JPEG keeps its bytes.
 
-    Returns the bytes of the image and of its copy; or path and reason of a bad image; or None if
-    the copy exists.
+    Returns the bytes of the image and of its copy; path and reason of a bad image; None: it exists.
     """
     if (out / name).is_file():
         return None
@@ -146,9 +132,8 @@ def _copy(
         height, width = (max(1, round(side * scale)) for side in size)
         pixels = resized(pixels, (height, width))[0].permute(1, 2, 0).numpy()
     if scale < 1 or encoded.needs_pillow or not data.startswith(JPEG_MAGIC):
-        copy = simplejpeg.encode_jpeg(
-            np.ascontiguousarray(pixels), quality=quality, colorsubsampling="420"
-        )
+        pixels = np.ascontiguousarray(pixels)
+        copy = simplejpeg.encode_jpeg(pixels, quality=quality, colorsubsampling="420")
     write_image(out / name, copy)
     return len(data), len(copy)
 
@@ -165,15 +150,11 @@ def verify(
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
     if absent:
         raise ConfigError([f"'{root}' has no folder '{name}'" for name in absent])
-    found: dict[
-        str, dict[str, tuple[int, list[str]]]
-    ] = {}  # by split and class: images; other files, with the reason
+    # By split and class: the number of images; other files, with the reason.
+    found: dict[str, dict[str, tuple[int, list[str]]]] = {}
     for split in ("train", "val"):
-        names = sorted(
-            entry.name
-            for entry in os.scandir(root / split)
-            if entry.is_dir() and entry.name[0] != "."
-        )
+        folders = [entry.name for entry in os.scandir(root / split) if entry.is_dir()]
+        names = sorted(name for name in folders if name[0] != ".")
         check = partial(_check_class, root / split, deep)
         results = map_in_processes(check, names, workers, description=split, unit="class")
         found[split] = dict(zip(names, results, strict=True))
@@ -183,18 +164,15 @@ def verify(
         images = sum(count for count, _ in classes.values())
         lines.append(f"{split}: {images:,} images in {len(classes):,} classes")
         if expect == "imagenet" and (len(classes), images) != (CLASSES, official):
-            problems.append(
-                f"{lines[-1]}; ILSVRC2012 has {official:,} in {CLASSES:,} (another data set:"
-                " expect=any)"
-            )
+            expected = f"ILSVRC2012 has {official:,} in {CLASSES:,}"
+            problems.append(f"{lines[-1]}; {expected} (another data set: expect=any)")
         if only := sorted(classes.keys() - found[other]):
             problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
         if empty := [name for name, (count, _) in classes.items() if not count]:
             problems.append(f"{split}: {len(empty)} classes have no image: {listed(empty)}")
         if bad := [file for _, files in classes.values() for file in files]:
-            problems.append(
-                "\n  ".join([f"{split}: {len(bad)} files are not usable images:", *bad[:_SHOWN]])
-            )
+            title = f"{split}: {len(bad)} files are not usable images:"
+            problems.append("\n  ".join([title, *bad[:_SHOWN]]))
     return lines, problems
 
 

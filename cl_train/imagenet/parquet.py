@@ -1,5 +1,4 @@
-"""From Hugging Face parquet files, of ImageNet or of an own data set, to a folder of images or to
-tar shards.
+"""From Hugging Face parquet files, of ImageNet or of other images, to a folder or to tar shards.
 
 Columns: an image, a struct of `bytes` and `path`, and an integer label. `datasets` writes the bytes
 of downloaded images, and only the paths of local ones. Needs pyarrow.
@@ -27,15 +26,12 @@ from cl_train.system.processes import map_in_processes
 
 @dataclass(frozen=True)
 class _File:
-    """A parquet file without its pixels.
-
-    `label_names` is empty if it has no names for its labels.
-    """
+    """A parquet file without its pixels."""
 
     path: Path
     split: str
     image_column: str
-    label_names: tuple[str, ...]
+    label_names: tuple[str, ...]  # empty: its labels have none
     labels: list[int]
     names: list[str]
     shard: str = ""
@@ -99,72 +95,56 @@ def _read_file(split: str, path: Path) -> _File:
         if not pa.types.is_integer(file.schema_arrow.field(label).type):
             raise ValueError(f"its column {label} holds no integers")
         table = file.read(columns=[label, f"{image}.path"], use_threads=False)
-        labels, names = (
-            table[label].to_pylist(),
-            [row["path"] or "" for row in table[image].to_pylist()],
-        )
+        labels = table[label].to_pylist()
+        names = [row["path"] or "" for row in table[image].to_pylist()]
         label_names = tuple(map(str, features.get(label, {}).get("names") or ()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: not a file with columns for image and label, or damaged ({error})"
-        ) from None
+        what = "not a file with columns for image and label, or damaged"
+        raise ConfigError(f"{path}: {what} ({error})") from None
     if None in labels or min(labels, default=0) < 0:
         raise ConfigError(f"{path}: rows without a label")
     if label_names and max(labels, default=0) >= len(label_names):
-        raise ConfigError(
-            f"{path}: label {max(labels)}, but only {len(label_names)} labels have a name"
-        )
+        what = f"label {max(labels)}, but only {len(label_names)} labels have a name"
+        raise ConfigError(f"{path}: {what}")
     return _File(path, split, image, label_names, labels, names)
 
 
 def _class_names(files: list[_File]) -> list[str]:
-    """By label.
-
-    Raises ConfigError if a label has images of two WordNet ids, or two images would have one name.
-    """
+    """By label. Raises ConfigError: two labels, or two images, would have one name."""
     if other := [file.path for file in files if file.label_names != files[0].label_names]:
         raise ConfigError(f"{other[0]}: its labels have other names than those of {files[0].path}")
     rows = [
-        (file, label, name)
+        (file.split, label, name)
         for file in files
         for label, name in zip(file.labels, file.names, strict=True)
     ]
-    wnids: dict[int, str] = {}
-    for file, label, name in rows:
-        found = re.search(r"(n\d{8})\.\w+$", name)
-        if found and wnids.setdefault(label, found[1]) != found[1]:
-            raise ConfigError(
-                f"{file.path}: {name} has label {label}, as have images of {wnids[label]}"
-            )
+    wnids = {label: re.search(r"(n\d{8})\.\w+$", name) for _, label, name in rows}
     names = [re.sub(r"[^\w ,()+-]", "_", name).strip() for name in files[0].label_names]
-    used = {label for _, label, _ in rows}
-    if not names and max(used, default=0) >= len(used):
-        raise ConfigError(
-            f"labels go up to {max(used, default=0)}, but only {len(used)} different ones occur"
-        )
-    classes = [
-        wnids.get(label, names[label] if names else f"{label:04d}")
-        for label in range(len(names or used))
-    ]
+    if not names:
+        names = [f"{label:04d}" for label in range(len(wnids))]
+        if max(wnids, default=0) >= len(wnids):
+            what = f"labels go up to {max(wnids)}, but only {len(wnids)} different ones occur"
+            raise ConfigError(what)
+    classes = [wnid[1] if (wnid := wnids.get(label)) else name for label, name in enumerate(names)]
     if twice := [name for name, count in Counter(classes).items() if count > 1 or not name]:
         raise ConfigError(f"several labels have one name: {listed(twice)}")
     places = Counter(
-        (file.split, classes[label], _stem(name, classes[label]))
-        for file, label, name in rows
+        f"{split}/{classes[label]}/{_stem(name, classes[label])}"
+        for split, label, name in rows
         if name
     )
-    if twice := ["/".join(place) for place, count in places.items() if count > 1]:
+    if twice := [place for place, count in places.items() if count > 1]:
         raise ConfigError(f"{len(twice)} names belong to two images, such as {twice[0]}")
     return classes
 
 
 def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
     """(row in the split, label, file name, encoded image)"""
-    pq, row = optional_module("pyarrow.parquet", "prepare_imagenet parquet"), 0
+    pq = optional_module("pyarrow.parquet", "prepare_imagenet parquet")
+    row = 0
     try:
-        for batch in pq.ParquetFile(file.path).iter_batches(
-            64, columns=[file.image_column], use_threads=False
-        ):
+        table = pq.ParquetFile(file.path)
+        for batch in table.iter_batches(64, columns=[file.image_column], use_threads=False):
             for record in batch.to_pylist():
                 data, name = record[file.image_column]["bytes"], file.names[row]
                 if not data:
@@ -173,9 +153,8 @@ def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
                 yield file.first_row + row, file.labels[row], name, data
                 row += 1
     except (OSError, ValueError, TypeError, KeyError, BadImage) as error:
-        raise ConfigError(
-            f"{file.path}: damaged (row {row}, {file.names[row]!r}: {error})"
-        ) from None
+        what = f"damaged (row {row}, {file.names[row]!r}: {error})"
+        raise ConfigError(f"{file.path}: {what}") from None
 
 
 def _write(out: Path, classes: list[str], to: str, file: _File) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,21 +41,18 @@ def write_shards(
     reason. Raises ConfigError: `root` is not such a folder, or `out` cannot be used; RuntimeError:
     a worker process died.
     """
-    images, bad = dict[str, int](), list[str]()
-    outside = [
-        root / name for name in ("train", *VAL_NAMES)
-    ]  # a new folder there would become a class
+    images: dict[str, int] = {}
+    bad: list[str] = []
+    # A new folder in one of these would become a class.
+    outside = [root / name for name in ("train", *VAL_NAMES)]
     source = read_folder(root)
-    settings = {"images": source.fingerprint, "images_per_shard": images_per_shard, "seed": seed}
-    with resumable_folder(
-        out, {"task": "shards", **settings}, overwrite=overwrite, outside=outside
-    ):
+    settings: dict[str, Any] = {"task": "shards", "images": source.fingerprint}
+    settings |= {"images_per_shard": images_per_shard, "seed": seed}
+    with resumable_folder(out, settings, overwrite=overwrite, outside=outside):
         for name, split in (("train", source.train), ("val", source.val)):
             order = np.random.default_rng(seed).permutation(len(split))
             count = -(-len(split) // images_per_shard)
-            shares = [
-                (shard_name(root, name, number), order[number::count]) for number in range(count)
-            ]
+            shares = [(shard_name(root, name, k), order[k::count]) for k in range(count)]
             write = partial(_write_share, out, split, source.classes)
             results = map_in_processes(write, shares, workers, description=name, unit="shard")
             for (shard, _), (written, unreadable) in zip(shares, results, strict=True):
@@ -98,18 +96,15 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     if path.exists():
         with suppress(ConfigError):  # damaged since
             return len(index_shard(str(path)))
-    count, partial_path = 0, path.with_name(f".{path.name}.part")
+    count = 0
     with (
-        replacing(path, partial_path),
-        tarfile.open(partial_path, "w", format=tarfile.PAX_FORMAT) as archive,
+        replacing(path, path.with_name(f".{path.name}.part")) as part,
+        tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as archive,
     ):
         for name, label, data in samples:
             suffix = "png" if data.startswith(PNG_MAGIC) else "jpg"
-            for member_name, content in (
-                (f"{name}.{suffix}", data),
-                (f"{name}.cls", b"%d" % label),
-            ):
-                member = tarfile.TarInfo(member_name)
+            for member_suffix, content in ((suffix, data), ("cls", b"%d" % label)):
+                member = tarfile.TarInfo(f"{name}.{member_suffix}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
             count += 1

@@ -1,7 +1,6 @@
 """From the parquet files of the Hugging Face hub and of `datasets` to folders and shards."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,18 @@ pq = pytest.importorskip("pyarrow.parquet")
 WNIDS = ("n01440764", "n01443537")
 
 
-def write_parquet(root: Path, labels: tuple[Any, ...] = (0, 1)) -> dict[str, bytes]:
-    """Two train files and one validation file as on the Hugging Face hub.
-
-    Returns the images by official name.
-    """
+def write_parquet(root: Path) -> dict[str, bytes]:
+    """The files of Hugging Face's hub; returns the images by official name."""
     root.mkdir(parents=True, exist_ok=True)
     images = {}
-    for file, count in (
-        ("train-00000-of-00002", 5),
-        ("train-00001-of-00002", 4),
-        ("validation-00000-of-00001", 4),
-    ):
+    counts = {"train-00000-of-00002": 5, "train-00001-of-00002": 4, "validation-00000-of-00001": 4}
+    for file, count in counts.items():
         rows = []
         for number in range(count):
-            label = number % 2
-            wnid, stem = WNIDS[label], f"{file[:5]}{file[10]}_{number}"
-            data = jpeg(20 + number, 30, seed=number)
-            images[f"{wnid}/{stem}"] = data
-            rows.append(
-                {"image": {"bytes": data, "path": f"{stem}_{wnid}.JPEG"}, "label": labels[label]}
-            )
+            wnid, stem = WNIDS[number % 2], f"{file[:5]}{file[10]}_{number}"
+            data = images[f"{wnid}/{stem}"] = jpeg(20 + number, 30, seed=number)
+            image = {"bytes": data, "path": f"{stem}_{wnid}.JPEG"}
+            rows.append({"image": image, "label": number % 2})
         pq.write_table(pa.Table.from_pylist(rows), root / f"{file}.parquet", row_group_size=2)
     return images
 
@@ -54,49 +44,33 @@ def write_table(
     """As `datasets` writes it, with a ClassLabel of these `names`."""
     image, label = columns.split()
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table(
-        {
-            image: pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-            label: labels,
-        }
-    )
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    table = pa.table({image: pa.array(images, struct), label: labels})
     if names is not None:
         features = {"tags": [{"_type": "Value"}], image: {"_type": "Image"}}
         features |= {label: {"names": names, "_type": "ClassLabel"}, "boxes": [{"_type": "Value"}]}
-        table = table.replace_schema_metadata(
-            {"huggingface": json.dumps({"info": {"features": features}})}
-        )
+        document = json.dumps({"info": {"features": features}})
+        table = table.replace_schema_metadata({"huggingface": document})
     pq.write_table(table, path)
 
 
 @pytest.mark.slow
 def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_path: Path) -> None:
     images = write_parquet(tmp_path / "data")
+    folder, shards = tmp_path / "folder", tmp_path / "shards"
     for _ in range(2):
-        assert unpack_parquet(tmp_path, tmp_path / "folder", to="folder", workers=2) == {
-            "train": 9,
-            "val": 4,
-        }
-    found = {
-        f"{p.parent.name}/{p.stem}": p.read_bytes() for p in (tmp_path / "folder").rglob("*.JPEG")
-    }
-    assert found == images and read_folder(tmp_path / "folder").classes == WNIDS
-    assert (
-        main(
-            ["parquet", f"data.root={tmp_path / 'data'}", f"out={tmp_path / 'shards'}", "to=shards"]
-        )
-        == 0
-    )
-    source = read_shards(tmp_path / "shards")
+        counts = unpack_parquet(tmp_path, folder, to="folder", workers=2)
+        assert counts == {"train": 9, "val": 4}
+    found = {f"{p.parent.name}/{p.stem}": p.read_bytes() for p in folder.rglob("*.JPEG")}
+    assert found == images and read_folder(folder).classes == WNIDS
+    assert main(["parquet", f"data.root={tmp_path / 'data'}", f"out={shards}", "to=shards"]) == 0
+    source = read_shards(shards)
     assert source.classes == WNIDS and (len(source.train), len(source.val)) == (9, 4)
-    contents = {
-        split.read(index) for split in (source.train, source.val) for index in range(len(split))
-    }
+    splits = (source.train, source.val)
+    contents = {split.read(index) for split in splits for index in range(len(split))}
     assert contents == set(images.values())
-    assert (
-        json.loads((tmp_path / "shards/shards.json").read_text())["images"]["data-train-000001.tar"]
-        == 4
-    )
+    manifest = json.loads((shards / "shards.json").read_text())
+    assert manifest["images"]["data-train-000001.tar"] == 4
 
 
 @pytest.mark.parametrize("to", ["folder", "shards"])
@@ -112,27 +86,21 @@ def test_tables_of_datasets_keep_class_names_in_both_forms(
         path = root / "pictures" / f"{number}.img"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        shown = {
-            "embedded": path.name,
-            "absolute paths": str(path),
-            "relative paths": f"pictures/{number}.img",
-        }[form]
+        shown = str(path) if form == "absolute paths" else f"pictures/{path.name}"
         rows.append({"bytes": content if form == "embedded" else None, "path": shown})
     for split in ("train", "validation"):
         write_table(root / f"pets_{split}.parquet", rows, [2, 1, 0], names, "img fine_label")
     assert unpack_parquet(root, tmp_path / "out", to=to, workers=1) == {"train": 3, "val": 3}
     source = (read_folder if to == "folder" else read_shards)(tmp_path / "out")
     assert sorted(source.classes) == ["bear", "cat_tabby", "wolf"]
-    by_class = {
-        source.classes[source.train.labels[index]]: source.train.read(index) for index in range(3)
-    }
+    names = [source.classes[label] for label in source.train.labels]
+    by_class = {name: source.train.read(index) for index, name in enumerate(names)}
     assert by_class == {"bear": contents[0], "cat_tabby": contents[1], "wolf": contents[2]}
 
 
 TWO = [{"bytes": jpeg(20, 30, seed=number), "path": f"{number}.jpg"} for number in range(2)]
 WRONG: list[tuple[str, list[Any], list[Any], Any]] = [
     ("no integers", TWO, [0.0, 1.7], None),
-    ("no integers", TWO, [True, False], None),
     ("no integers", TWO, ["cat", "dog"], None),
     ("without a label", TWO, [0, None], None),
     ("without a label", TWO, [0, -1], None),
@@ -140,7 +108,6 @@ WRONG: list[tuple[str, list[Any], list[Any], Any]] = [
     ("label 2, but only 2", TWO, [0, 2], ["a", "b"]),
     ("one name: a_b", TWO, [0, 1], ["a/b", "a:b"]),
     ("two images", TWO[:1] * 2, [0, 0], None),
-    ("row 1, .*not a JPEG or PNG", [TWO[0], {"bytes": None, "path": None}], [0, 1], None),
     ("row 1, .*No such file", [TWO[0], {"bytes": None, "path": "/nowhere/1.jpg"}], [0, 1], None),
     ("row 0, .*not a JPEG or PNG", [{"bytes": None, "path": "train.parquet"}], [0], None),
     ("row 0, .*not a regular file", [{"bytes": None, "path": "/dev/zero"}], [0], None),
@@ -157,21 +124,18 @@ def test_wrong_tables_are_refused_at_once(
 
 
 def test_incomplete_and_damaged_sets_are_named_and_leave_nothing(tmp_path: Path) -> None:
-    data, first, second = (
-        tmp_path / "data",
-        *(tmp_path / f"data/train-0000{n}-of-00002.parquet" for n in (0, 1)),
-    )
-    changes: list[tuple[str, Callable[[], object]]] = [
-        ("no files", lambda: None),
-        ("label 0", lambda: write_parquet(data, labels=(0, 0))),
-        ("1 of 2 train", lambda: (write_parquet(data), first.unlink())),
-        (
-            "train-00001",
-            lambda: (write_parquet(data), second.write_bytes(second.read_bytes()[:-100])),
-        ),
-    ]
-    for message, change in changes:
-        change()
+    data = tmp_path / "data"
+    first, second = (data / f"train-0000{number}-of-00002.parquet" for number in (0, 1))
+
+    def check(message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
-    assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "out").exists()
+
+    check("no files")
+    write_parquet(data)
+    first.unlink()
+    check("1 of 2 train")
+    write_parquet(data)
+    second.write_bytes(second.read_bytes()[:-100])
+    check("train-00001")

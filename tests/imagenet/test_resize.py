@@ -35,10 +35,7 @@ def sizes(root):
 
 def test_layout_names_sizes_and_content(source, tmp_path):
     report = resize_folder(source, tmp_path / "copy", max_side=200, workers=2)
-    assert (
-        report.startswith("10 images written, 0 existed already")
-        and "cannot be decoded" not in report
-    )
+    assert report.startswith("10 images written, 0 existed") and "cannot be" not in report
     kept = {"cmyk.jpg": (60, 40), "small.jpg": (60, 40)}
     changed = {"large.JPEG": (200, 120), "really_png.JPEG": (191, 200), "tall.jpg": (40, 200)}
     assert sizes(tmp_path / "copy") == kept | changed
@@ -46,13 +43,10 @@ def test_layout_names_sizes_and_content(source, tmp_path):
     for path in (tmp_path / "copy").rglob("*.jp*g"):
         assert (picture(path).format, picture(path).mode) == ("JPEG", "RGB")
     small = "train/a/small.jpg"
-    assert (tmp_path / "copy" / small).read_bytes() == (source / small).read_bytes(), (
-        "not compressed twice"
-    )
+    assert (tmp_path / "copy" / small).read_bytes() == (source / small).read_bytes()
     resize_folder(source, tmp_path / "short", short_side=80, workers=1)
-    assert sizes(tmp_path / "short") | {"large.JPEG": (133, 80), "tall.jpg": (80, 400)} == sizes(
-        tmp_path / "short"
-    )
+    short = sizes(tmp_path / "short")
+    assert short["large.JPEG"] == (133, 80) and short["tall.jpg"] == (80, 400)
     with pytest.raises(ConfigError, match="not both"):
         resize_folder(source, tmp_path / "both", max_side=9, short_side=9)
     name = "train/a/large.JPEG"
@@ -61,9 +55,8 @@ def test_layout_names_sizes_and_content(source, tmp_path):
 
 def thumbnail(path):
     """Brightness only: JPEG's colour subsampling loses more than the resize."""
-    return np.asarray(
-        picture(path).convert("L").resize((40, 24), Image.Resampling.BOX), dtype=float
-    )
+    grey = picture(path).convert("L")
+    return np.asarray(grey.resize((40, 24), Image.Resampling.BOX), dtype=float)
 
 
 def test_a_second_run_continues_and_bad_images_are_left_out(source, tmp_path):
@@ -75,9 +68,6 @@ def test_a_second_run_continues_and_bad_images_are_left_out(source, tmp_path):
     (source / "train/a/broken.jpg").write_bytes(jpeg()[:300])
     report = resize_folder(source, copy, max_side=200, workers=2)
     assert report.startswith("2 images written, 8 existed already")
-    assert (
-        f"1 images cannot be decoded and were not copied:\n{source / 'train/a/broken.jpg'}: "
-        in report
-    )
+    assert f"1 images cannot be decoded and were not copied:\n{source}/train/a/broken" in report
     assert (copy / "train/a/large.JPEG").stat().st_mtime_ns == kept
     assert not list(copy.rglob(".*.part")) and not (copy / "train/a/broken.jpg").exists()

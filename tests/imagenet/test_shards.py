@@ -41,13 +41,10 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder: Path, tmp_p
     assert shards.classes == source.classes
     for ours, theirs in ((shards.train, source.train), (shards.val, source.val)):
         assert np.array_equal(ours.labels, theirs.labels)
-        assert [ours.read(index) for index in range(len(ours))] == [
-            theirs.read(index) for index in range(len(theirs))
-        ]
+        assert all(ours.read(index) == theirs.read(index) for index in range(len(theirs)))
     assert isinstance(shards.train, ShardSplit)
-    assert all(len(set(shards.train.labels[shard])) == 2 for shard in shards.train.by_shard()), (
-        "classes are mixed"
-    )
+    labels = [set(shards.train.labels[shard]) for shard in shards.train.by_shard()]
+    assert all(len(classes) == 2 for classes in labels), "classes are mixed"
 
 
 def batches(name: str, root: Path, **settings: Any) -> Batches:
@@ -66,10 +63,8 @@ def test_training_on_shards_has_the_batches_of_the_folder(folder: Path, tmp_path
     reference = batches("folder", folder)
     same(batches("shards", tmp_path / "shards", workers=2), reference)
     by_shard = batches("shards", tmp_path / "shards", shuffle="shards")
-    assert not all(
-        torch.equal(targets, other)
-        for (_, targets), (_, other) in zip(by_shard, reference, strict=True)
-    )
+    pairs = zip(by_shard, reference, strict=True)
+    assert not all(torch.equal(targets, other) for (_, targets), (_, other) in pairs)
     same(by_shard, batches("shards", tmp_path / "shards", shuffle="shards"))
 
 
