@@ -1,7 +1,7 @@
 """Combinations of settings that cannot work, or have no effect."""
 
-import functools
 import itertools
+import operator
 from collections.abc import Iterator
 
 from cl_train.config import schema as defined
@@ -18,22 +18,17 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         ("bce_threshold", cfg.loss == "bce", "loss=bce"),
         ("augment.timm_policy", cfg.augment.policy == "timm", "augment.policy=timm"),
         ("schedule.milestones", cfg.schedule.name == "step", "schedule=step"),
-        ("drop_path_constant", cfg.drop_path is not None, "drop_path=RATE"),
-        ("layer_scale", cfg.weights is None, "random weights: trained ones hold their own"),
-        *(
-            (f"data.{name}", has_class_folders, "data=folder")
-            for name in ("val_fraction", "val_split", "extensions")
-        ),
+        ("data.val_fraction", has_class_folders, "data=folder"),
+        ("data.val_split", has_class_folders, "data=folder"),
+        ("data.extensions", has_class_folders, "data=folder"),
     ]
     for key in sorted({key for keys in defined.OPTIMIZERS.values() for key in keys}):
         readers = [f"optim={name}" for name, keys in defined.OPTIMIZERS.items() if key in keys]
         is_read = cfg.optim.library == "timm" or f"optim={cfg.optim.name}" in readers
         needs.append((f"optim.{key}", is_read, " or ".join(readers)))
-    defaults = Config()
     for key, has_effect, remedy in needs:
-        value, default = (
-            functools.reduce(getattr, key.split("."), settings) for settings in (cfg, defaults)
-        )
+        get = operator.attrgetter(key)
+        value, default = get(cfg), get(Config())
         if value != default and not has_effect:
             hint = f"write {key}={'null' if default is None else default} if a recipe sets it"
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
@@ -66,20 +61,19 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
         yield f"data.extensions={data.extensions}: use some of {', '.join(defined.IMAGE_FORMATS)}"
     if data.val_resize is not None and data.val_resize < val_size:
         yield f"data.val_resize={data.val_resize} is smaller than the crop of {val_size} px"
-    for name in ("crop_scale", "crop_ratio"):
-        if getattr(augment, f"{name}_min") > getattr(augment, f"{name}_max"):
-            yield f"augment.{name}_min is above augment.{name}_max"
+    if augment.crop_scale_min > augment.crop_scale_max:
+        yield "augment.crop_scale_min is above augment.crop_scale_max"
+    if augment.crop_ratio_min > augment.crop_ratio_max:
+        yield "augment.crop_ratio_min is above augment.crop_ratio_max"
     if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
         yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
     points = data.size_schedule
     starts = [point[0] for point in points if len(point) == 2 and point[1] in range(8, 4097, 4)]
     is_rising = all(later > earlier for earlier, later in itertools.pairwise((*starts, epochs)))
     if points and (len(starts) < len(points) or starts[0] != 0 or not is_rising):
-        yield (
-            f"data.size_schedule={points}: write [[epoch,size],...], such as [[0,128],[6,160]]: "
-            f"epochs from 0 on, each later than the last and below epochs={epochs}; "
-            "sizes are multiples of 4 from 8 to 4096"
-        )
+        example = "write [[epoch,size],...], such as [[0,128],[6,160]]"
+        ranges = f"epochs rise from 0 to below {epochs}, sizes are multiples of 4 from 8 to 4096"
+        yield f"data.size_schedule={points}: {example}; {ranges}"
 
 
 def _run_problems(cfg: Config) -> Iterator[str]:

@@ -24,16 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from cl_train.config.environment import parse_environment
 from cl_train.config.main_amp import settings_of_main_amp
 from cl_train.config.schema import AUTO_REPEATS, CHOSEN_BY_GROUP, SETTINGS_OF_CODE, Config
-from cl_train.config.validation import (
-    flatten,
-    load,
-    names_code,
-    show,
-    suggest,
-    train_program,
-)
+from cl_train.config.validation import flatten, load, names_code, show, suggest, train_program
+from cl_train.config.words import CONF_DIR as CONF_DIR
 from cl_train.config.words import (
-    CONF_DIR,
     FIELDS,
     GROUPS,
     HYDRA_KEYS,
@@ -48,34 +41,14 @@ from cl_train.config.words import (
     settings_folders,
     word_problems,
 )
-from cl_train.config.words import (
-    group_choices as group_choices,
-)
+from cl_train.config.words import group_choices as group_choices
 from cl_train.errors import ConfigError
 
 MULTIRUN_KEYS = (
-    "nproc",
-    "environment",
-    "repeats",
-    "max_repeats",
-    "max_reruns",
-    "wait_for_quiet_s",
-    "time_limit_s",
-    "resume_sweep",
-    "rerun",
-    "compare_by",
-    "launcher",
+    *("nproc", "environment", "repeats", "max_repeats", "max_reruns", "wait_for_quiet_s"),
+    *("time_limit_s", "resume_sweep", "rerun", "compare_by", "launcher"),
 )
-_UNUSED_OF_HYDRA = (
-    "output",
-    "launcher",
-    "sweeper",
-    "help",
-    "hydra_help",
-    "hydra_logging",
-    "job_logging",
-    "env",
-)
+_UNUSED_OF_HYDRA = "output launcher sweeper help hydra_help hydra_logging job_logging env"
 # Of the run that left a file: how it started, not what it trained.
 _HOW_STARTED = ("config", "resume", "overwrite", "environment")
 
@@ -118,10 +91,7 @@ class CommandLine:
 
 def _unknown_option(option: str, words: Sequence[str]) -> str:
     if settings := settings_of_main_amp(words):
-        return (
-            f"no option {option}: it is one of apex's main_amp.py; write {' '.join(settings)} "
-            "(an earlier word gives way to a later one)"
-        )
+        return f"no option {option}: it is one of apex's main_amp.py; write {' '.join(settings)}"
     key = option.lstrip("-").replace("-", "_")
     is_setting = key in TYPED_KEYS
     hint = f"; settings have no dashes: {key}=..." if is_setting else suggest(key, TYPED_KEYS)
@@ -183,9 +153,8 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
     """Settings whose place is elsewhere: another command, or the choice of a group."""
     problems = []
     if run.cfg.optim.library == "torch":
-        problems = [
-            f"{word}: {chosen_by_group(word)}" for word in run.words if "optim.name=" in word
-        ]
+        names = [word for word in run.words if "optim.name=" in word]
+        problems = [f"{word}: {chosen_by_group(word)}" for word in names]
     for key in () if line.multirun else MULTIRUN_KEYS:
         value = getattr(run.cfg, key)
         if value == getattr(Config(), key):
@@ -195,9 +164,8 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
         word = f"{key}={'auto' if (key, value) == ('repeats', AUTO_REPEATS) else value}"
         if key == "launcher":
             word = f"launcher.gpus={','.join(value.gpus)}"
-        hint = ""
-        if key == "nproc":
-            hint = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..."
+        of_one = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..."
+        hint = of_one if key == "nproc" else ""
         problems.append(f"{word}: a setting of multirun, {train_program()} -m {word}{hint}")
     return problems
 
@@ -206,19 +174,14 @@ def _composed(
     words: tuple[str, ...], line: CommandLine, files: Callable[[tuple[str, ...]], DictConfig]
 ) -> Composed:
     """The settings of the files of the groups, then of the file to start from, then as typed."""
-    overrides = [parsed(word) for word in words]
-    typed = {override.key_or_group: override.value() for override in overrides}
+    typed = {parsed(word).key_or_group: parsed(word).value() for word in words}
     path, is_trusted = _start_file(typed)
     start = {} if path is None else _start_settings(path, typed, is_trusted, line.folders)
     chosen = [f"{key}={value}" for key, value in start.items() if key in GROUPS]
     # The images of an own folder are of any size, unlike the sample's.
     if path is None and "data.root" in typed and not typed.keys() & {"data", "experiment"}:
         chosen.append("data=folder")
-    chosen += [
-        word
-        for word, override in zip(words, overrides, strict=True)
-        if override.key_or_group in GROUPS
-    ]
+    chosen += [word for word in words if parsed(word).key_or_group in GROUPS]
     try:
         raw = copy.deepcopy(files(tuple(chosen)))
         for key, value in (*start.items(), *typed.items()):
@@ -233,9 +196,7 @@ def _composed(
 
     cfg = load(plain)
     if cfg.overwrite and "overwrite" not in typed:
-        raise ConfigError(
-            "overwrite=true deletes an earlier run: type it, instead of writing it into a file"
-        )
+        raise ConfigError("overwrite=true deletes an earlier run: type it on the command line")
     if path is not None and not is_trusted:
         named = code_named(cfg).items()
         refuse_code(path, [f"{key}={value}" for key, value in named if key not in typed])
@@ -253,7 +214,7 @@ def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
     main, *others = folders
     searched = [quoted(f"file://{folder}") for folder in others]
     # Without Hydra's own launcher, logging and help, whose files take as long as all others.
-    unused = [f"~hydra/{group}" for group in _UNUSED_OF_HYDRA]
+    unused = [f"~hydra/{group}" for group in _UNUSED_OF_HYDRA.split()]
     overrides = [*words, *unused, f"hydra.searchpath=[{','.join(searched)}]"]
     callers_hydra = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
     GlobalHydra.instance().clear()
@@ -279,13 +240,10 @@ def _start_file(typed: Mapping[str, Any]) -> tuple[Path | None, bool]:
         is_trusted = not path.is_dir()
         path = path if is_trusted else path / "config.yaml"
         if not path.is_file():
-            raise ConfigError(
-                f"config={typed['config']}: no such file, and no run folder with a config.yaml"
-            )
+            what = "no such file, and no run folder with a config.yaml"
+            raise ConfigError(f"config={typed['config']}: {what}")
         if typed.get("experiment"):
-            raise ConfigError(
-                "config= and experiment= cannot be combined: both say what the run starts from"
-            )
+            raise ConfigError("config= and experiment= cannot be combined: both say where to start")
         return path, is_trusted
     resume = typed.get("resume")
     if typed.get("evaluate_only") is not True or typed.get("experiment") or not resume:
@@ -353,7 +311,5 @@ def code_named(cfg: Config) -> dict[str, str]:
 def refuse_code(source: Path, words: Sequence[str]) -> None:
     """Raises ConfigError if `source`, which is data, names code: these `words`."""
     if words:
-        raise ConfigError(
-            f"{source} names code, and what a run left never runs any: to run it, repeat "
-            + " ".join(words)
-        )
+        what = "names code, and what a run left never runs any: to run it, repeat"
+        raise ConfigError(f"{source} {what} {' '.join(words)}")

@@ -106,11 +106,9 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     if isinstance(converted, str):
         is_allowed = converted in (limits["choices"] or (converted,))
     else:
-        is_allowed = abs(converted) <= max(_LARGEST, limits["maximum"] or 0) and all(
-            is_within(converted, limits[name])
-            for name, _, is_within in _LIMITS
-            if limits[name] is not None
-        )
+        is_allowed = abs(converted) <= max(_LARGEST, limits["maximum"] or 0)
+        for name, _, is_within in _LIMITS:
+            is_allowed &= limits[name] is None or is_within(converted, limits[name])
     if not is_allowed:
         raise ValueError
     return converted
@@ -120,15 +118,13 @@ def kind_of(setting: Setting) -> str:
     """The allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
     limits = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
-    kind = "list of " * setting.list_depth + (
-        "|".join(limits["choices"] or ()) or names[setting.base_type]
-    )
+    kind = "list of " * setting.list_depth
+    kind += "|".join(limits["choices"] or ()) or names[setting.base_type]
     if limits["minimum"] is not None and limits["maximum"] is not None:
         kind += f" {limits['minimum']:.10g} to {limits['maximum']:.10g}"
     else:
-        kind += "".join(
-            f" {sign} {limits[name]:.10g}" for name, sign, _ in _LIMITS if limits[name] is not None
-        )
+        given = [(sign, limits[name]) for name, sign, _ in _LIMITS if limits[name] is not None]
+        kind += "".join(f" {sign} {limit:.10g}" for sign, limit in given)
     return " or ".join([kind, *(limits["words"] or {})])
 
 
@@ -162,6 +158,7 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     for word in arguments:
         key, equals, text = word.partition("=")
         name = key.lstrip("-").replace("-", "_")
+        item = fields.get(key)
         if not equals or name != key:
             hint = f"key=value{suggest(name, fields)}"
             if name in fields:
@@ -169,22 +166,19 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             elif name == word and "model" in fields:
                 hint = f"key=value, such as model={word}"
             problems.append(f"{word}: write {hint}")
-        elif word == "channels_last=auto" and key in fields:
-            problems.append(
-                f"{word}: only train measures which layout is faster; write true or false"
-            )
-        elif not text and key in fields and not fields[key].optional and fields[key].default:
-            problems.append(
-                f"{word} is empty: give a value, or leave it out for {show(fields[key].default)}"
-            )
-        elif key in fields and fields[key].list_depth and not text.startswith("["):
+        elif item and word == "channels_last=auto":
+            what = "only train measures which layout is faster; write true or false"
+            problems.append(f"{word}: {what}")
+        elif item and not text and not item.optional and item.default:
+            default = show(item.default)
+            problems.append(f"{word} is empty: give a value, or leave it out for {default}")
+        elif item and item.list_depth and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
             values[key] = _value_of(text)
-    missing = {
-        key: item for key, item in fields.items() if item.metadata["required"] and key not in values
-    }
-    problems += [f"{key}=... is missing: {item.metadata['help']}" for key, item in missing.items()]
+    for key, item in fields.items():
+        if item.metadata["required"] and key not in values:
+            problems.append(f"{key}=... is missing: {item.metadata['help']}")
     return from_mapping(schema, values, problems)
 
 
@@ -225,19 +219,14 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # of the user's code
         what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{setting}={name}: cannot import '{module_name}' from here ({what})"
-        ) from error
+        problem = f"cannot import '{module_name}' from here ({what})"
+        raise ConfigError(f"{setting}={name}: {problem}") from error
     function = getattr(module, function_name, None)
-    if callable(function):
-        return function
-    if function is not None:
-        kind = type(function).__name__
-        raise ConfigError(f"{setting}={name}: it is no function, but of type {kind}")
-    near = suggest(function_name, [public for public in vars(module) if not public.startswith("_")])
-    raise ConfigError(
-        f"{setting}={name}: module '{module_name}' has no function '{function_name}'{near}"
-    )
+    if not callable(function):
+        near = suggest(function_name, [key for key in vars(module) if not key.startswith("_")])
+        problem = f"module '{module_name}' has no function '{function_name}'{near}"
+        raise ConfigError(f"{setting}={name}: {problem}")
+    return function
 
 
 def optional_module(module: str, setting: str) -> types.ModuleType:
@@ -257,7 +246,8 @@ def command_help(
     Args:
         doc: the docstring of its module: a summary, a blank line, then examples and notes.
         settings: dataclasses of settings by the title of their section; dataclasses in them have
-        their own sections. choices: the groups of settings, one line each.
+            their own sections.
+        choices: the groups of settings, one line each.
     """
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     indent = "\n" + " " * 34  # of the meanings
@@ -267,20 +257,18 @@ def command_help(
         sections[title] = [f"  {line}" for line in choices]
     for title, schema in settings.items():
         for key, item in setting_fields(schema).items():
+            if key in CHOSEN_BY_GROUP:
+                continue
             group = key.rpartition(".")[0]
-            section = (
-                f"{group}: {schema.__annotations__[group].__doc__}"
-                if group in schema.__annotations__
-                else title
-            )
+            of_group = schema.__annotations__.get(group)
+            section = f"{group}: {of_group.__doc__}" if of_group else title
             required = ", required" if item.metadata["required"] else ""
             default = "..." if required else "" if item.default == [] else show(item.default)
             name = f"  {key}={default}"
             first = f"{name:34}" if len(name) < 34 else name + indent
             meaning = f"{item.metadata['help']} [{kind_of(item)}{required}]"
-            if key not in CHOSEN_BY_GROUP:
-                lines = textwrap.wrap(meaning, width - 34, break_on_hyphens=False)
-                sections.setdefault(section, []).append(first + indent.join(lines))
+            lines = textwrap.wrap(meaning, width - 34, break_on_hyphens=False)
+            sections.setdefault(section, []).append(first + indent.join(lines))
     summary, _, examples = doc.strip().partition("\n\n")
     texts = ["\n".join([title, *rows]) for title, rows in sections.items()]
     summary = textwrap.fill(" ".join(summary.split()), width)

@@ -48,35 +48,24 @@ def word_problems(word: str, folders: Sequence[Path], multirun: bool) -> list[st
         return [f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"]
     key, value = override.key_or_group, override.value()
     is_sweep = override.is_sweep_override()
-    is_added = override.is_add() and not override.is_force_add()
+    words = alternatives(word, folders) if is_sweep and multirun else [f"{key}={value}"]
     for is_wrong, problem in (
         (override.is_delete(), "a setting cannot be removed; give it another value"),
         (is_sweep and not multirun, f"several values need multirun, {train_program()} -m ..."),
-        (
-            is_sweep and multirun and not alternatives(word, folders),
-            "the pattern or the range has no value",
-        ),
+        (not words, "the pattern or the range has no value"),
         (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
         (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
         (re.match(r"hydra\b(?![./]launcher)", key) and key not in HYDRA_KEYS, only_folders(key)),
-        (
-            key in GROUPS and isinstance(value, dict),
-            f"write {key}=NAME, or {key}.key=value for a single setting",
-        ),
+        (key in GROUPS and isinstance(value, dict), f"write {key}=NAME, or {key}.key=value"),
         (key in CHOSEN_BY_GROUP, chosen_by_group(word)),
-        (key in FIELDS and is_added, "the setting exists, so leave out the '+'"),
-        (
-            word == "resume=",
-            "the value is empty: give a checkpoint file, a run folder or auto, or leave it out",
-        ),
+        (key in FIELDS and word.startswith("+"), "the setting exists, so leave out the '+'"),
+        (word == "resume=", "the value is empty: give a checkpoint, a run folder or auto"),
     ):
         if is_wrong:
             return [f"{word}: {problem}"]
     if key not in GROUPS:
         return key_problems(key)
-    names = [str(value)]
-    if is_sweep:
-        names = [name.partition("=")[2] for name in alternatives(word, folders)]
+    names = [name.partition("=")[2] for name in words]
     return [problem for name in names for problem in choice_problems(key, name, folders)]
 
 
