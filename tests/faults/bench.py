@@ -1,5 +1,4 @@
-"""What the faults share: tiny runs to act on, undisturbed ones to compare with, and the count of
-what was lost.
+"""What the faults share: tiny runs, undisturbed ones to compare with, and what was lost.
 
 Each row is a test with one fault, which is planted with a small count in the ordinary tests, and
 often by `--full`.
@@ -30,51 +29,38 @@ MAX_ORPHAN_S = 5.0
 
 
 class Bench:
-    """Images, a folder, and undisturbed runs; of the row that runs, how often it tried, and what
-    was lost.
-    """
+    """Images, a folder, undisturbed runs, and how often the row that runs tried, and lost."""
 
     def __init__(self, folder: Path, is_full: bool) -> None:
-        self.folder, self.images, self.is_full = folder, folder / "images", is_full
-        self.patience = (
-            1.0 if is_full else 60.0
-        )  # factor of the times within which a program must end
-        write_images(
-            self.images, {"train": 17, "val": 5}
-        )  # 51 and 15: neither divides by the batch of 8
+        self.folder = folder
+        self.images = folder / "images"
+        self.is_full = is_full
+        # A factor of the times within which a program must end.
+        self.patience = 1.0 if is_full else 60.0
+        # 51 and 15: neither divides by the batch of 8.
+        write_images(self.images, {"train": 17, "val": 5})
         self._references: dict[str, Path] = {}
         self.seconds = 0.0  # that the last undisturbed run took
         self.begin_row()
 
     def begin_row(self) -> None:
-        self.tried, self.lost, self.random, self._started = (
-            0,
-            list[str](),
-            Random(1),
-            time.monotonic(),
-        )
+        self.tried = 0
+        self.lost: list[str] = []
+        self.random = Random(1)
 
     def end_row(self, name: str) -> None:
-        print(
-            f"{name}: {len(self.lost)} of {self.tried} lost,"
-            f" {time.monotonic() - self._started:.0f} s"
-        )
+        print(f"{name}: {len(self.lost)} of {self.tried} lost")
         assert self.tried and not self.lost, self.lost
 
     def count(self, quick: Any, full: Any) -> Any:
-        """How often a fault is planted.
-
-        With `quick=None` even one try takes long: only by --full.
-        """
+        """How often a fault is planted; with `quick=None` only by --full."""
         if quick is None and not self.is_full:
             pytest.skip("takes long even for one try: --full")
         return full if self.is_full else quick
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """One more try, which is lost by the first assertion in the block that fails, or by an
-        exception.
-        """
+        """One more try, which the first exception or failed assertion in the block loses."""
         self.tried += 1
         try:
             yield
@@ -89,17 +75,13 @@ class Bench:
                 yield number
 
     def words(self, run: Path, **settings: Any) -> list[str]:
-        """The command line of a run that can be killed a hundred times; `settings` with `__` for
-        the dot of a key.
-        """
+        """The command line of a tiny run; `settings` with `__` for the dot of a key."""
         values: dict[str, Any] = {
             "model": "tests.networks:dropout", "data": "folder", "data.root": f"'{self.images}'",
-            "data.image_size": 32,
-            "data.workers": 0, "batch_size": 8, "epochs": tiny.EPOCHS, "precision": "fp32",
-            "device": "cpu",
-            "ema_decay": 0.9, "log_every": 2, "warmup_steps": 2, "optim.lr": 0.5,
-            "checkpoint.every_steps": 1,
-            "checkpoint.keep": 3, "resume": "auto", "hydra.run.dir": f"'{run}'",
+            "data.image_size": 32, "data.workers": 0, "batch_size": 8, "epochs": tiny.EPOCHS,
+            "precision": "fp32", "device": "cpu", "ema_decay": 0.9, "optim.lr": 0.5,
+            "log_every": 2, "warmup_steps": 2, "checkpoint.every_steps": 1, "checkpoint.keep": 3,
+            "resume": "auto", "hydra.run.dir": f"'{run}'",
         }  # fmt: skip
         values |= {key.replace("__", "."): value for key, value in settings.items()}
         return [f"{key}={value}" for key, value in values.items() if value is not None]
@@ -121,18 +103,11 @@ class Bench:
         environment: Mapping[str, str] = {},
         **settings: Any,
     ) -> list[Forked]:
-        """What torchrun would start, without its five seconds of imports, at the same global
-        batch.
-        """
+        """What torchrun would start, at the same global batch, without its imports."""
         if world == 1:
             return [self.start(run, *hooks, environment=environment, **settings)]
-        shared = {
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **environment,
-        }
-        shared |= {"MASTER_PORT": str(free_ports(1)[0])}
+        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        shared |= {**environment, "MASTER_PORT": str(free_ports(1)[0])}
         ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
         settings = {"batch_size": 8 // world} | settings
         return [self.start(run, *hooks, environment=rank, **settings) for rank in ranks]
@@ -146,24 +121,24 @@ class Bench:
         world: int = 1,
         **settings: Any,
     ) -> str:
-        """A run to its end, with this exit code; the output of rank 0, in which `said` (a pattern)
-        is.
-        """
+        """A run to its end, with this exit code; rank 0's output, with the pattern `said`."""
         ranks = self.start_ranks(run, world, *hooks, **settings)
-        codes, output = [rank.wait() for rank in ranks], ranks[0].output()
-        assert codes == [code] * world, f"{run.name}: exit codes {codes}: {output[-600:]}"
-        assert "Traceback" not in output and re.search(said, output), (
-            f"{run.name} says {output[-600:]}"
-        )
+        codes = [rank.wait() for rank in ranks]
+        output = ranks[0].output()
+        told = f"{run.name}: exit codes {codes}: {output[-600:]}"
+        assert codes == [code] * world and "Traceback" not in output, told
+        assert re.search(said, output), told
         return output
 
     def reference(self, world: int = 1, **settings: Any) -> Path:
         """An undisturbed run with these settings; it is run once."""
         key = "-".join([str(world), *(f"{name}={value}" for name, value in settings.items())])
         if key not in self._references:
-            run, started = self.folder / f"reference-{len(self._references)}", time.monotonic()
+            run = self.folder / f"reference-{len(self._references)}"
+            started = time.monotonic()
             self.run(run, world=world, **settings)
-            self.seconds, self._references[key] = time.monotonic() - started, run
+            self.seconds = time.monotonic() - started
+            self._references[key] = run
         return self._references[key]
 
     def check_resumed(self, run: Path, reference: Path, **settings: Any) -> None:
@@ -184,9 +159,7 @@ class Bench:
 
 
 def wait_for(path: Path, content: str = "") -> None:
-    """Until `path` is there: a folder with `content` in the name of a file, or a file with
-    `content` in it.
-    """
+    """Until there is a folder with `content` in the name of a file, or a file that holds it."""
 
     def is_there() -> bool:
         if path.is_dir():

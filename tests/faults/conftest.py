@@ -7,19 +7,14 @@ from tests.faults.bench import Bench
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full",
-        action="store_true",
-        help="inject every fault with its full count; -k NAME: some rows",
-    )
+    what = "inject every fault with its full count; -k NAME: some rows"
+    parser.addoption("--full", action="store_true", help=what)
 
 
 @pytest.fixture(scope="session")
 def shared_bench(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Bench:
-    return Bench(
-        tmp_path_factory.mktemp("bench"),
-        is_full=bool(pytestconfig.getoption("--full", default=False)),
-    )
+    is_full = bool(pytestconfig.getoption("--full", default=False))
+    return Bench(tmp_path_factory.mktemp("bench"), is_full)
 
 
 @pytest.fixture

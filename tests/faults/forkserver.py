@@ -24,9 +24,7 @@ multiprocessing.set_forkserver_preload(["tests.faults.preloaded"])
 
 
 class Forked(ForkServerProcess):
-    """A process, in a session of its own, that calls a function: one of a module, or `partial` of
-    it.
-    """
+    """A process, in a session of its own, that calls a picklable function."""
 
     def __init__(self, function: Function, log: Path, environment: Mapping[str, str] = {}) -> None:
         super().__init__()
@@ -36,8 +34,7 @@ class Forked(ForkServerProcess):
     def run(self) -> None:
         """In the child."""
         os.setsid()
-        # A shell starts background jobs, such as these tests, with SIGINT ignored; a terminal does
-        # not.
+        # A shell starts background jobs, such as these tests, with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,5 +1,4 @@
-"""Faults planted inside a training process: hooks that it calls before train.py, and models that
-fail.
+"""Faults planted inside a training process: hooks that it calls before train.py, and models.
 
 As a program: train.py with slower steps.
 """
@@ -54,10 +53,8 @@ out_of_memory = partial(failing, how="memory")
 
 
 class Slow(nn.Module):
-    """Sleeps PLANT_MS per training batch and PLANT_EVAL_MS per validation batch.
-
-    In the evaluation it creates PLANT_MARKER, or for the moving average of the weights
-    PLANT_MARKER.ema.
+    """Sleeps PLANT_MS per training batch and PLANT_EVAL_MS per validation batch, in which it
+    creates PLANT_MARKER, or for the moving average of the weights PLANT_MARKER.ema.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -67,9 +64,8 @@ class Slow(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         time.sleep(int(os.environ.get("PLANT_MS" if self.training else "PLANT_EVAL_MS", 0)) / 1000)
         marker = os.environ.get("PLANT_MARKER")
-        if (
-            marker and not self.training and len(images) > 2
-        ):  # not in the trial before the first step
+        is_trial = len(images) <= 2  # before the first step
+        if marker and not self.training and not is_trial:
             is_ema = not next(self.parameters()).requires_grad
             Path(f"{marker}.ema" if is_ema else marker).touch()
         return self.body(images)
@@ -86,10 +82,7 @@ def short_retries() -> None:
 
 
 def before_step(act: Callable[[int, Any, Any], None]) -> None:
-    """Call `act(number of the step, its parts, its batches)` before each step of the run.
-
-    The step that is tried before the first one is not counted.
-    """
+    """Call `act(number of the step, its parts, its batches)` before each step of the run."""
     original, numbers = cl_train.training.setup.build_train_state, itertools.count(1)
 
     def build_train_state(*arguments: Any) -> Any:
@@ -105,9 +98,7 @@ def before_step(act: Callable[[int, Any, Any], None]) -> None:
 
 
 def slow_steps(ms: int, answer_s: int = 3) -> None:
-    """Each step takes `ms` milliseconds more, so that a signal from outside finds the run at
-    work.
-    """
+    """Each step takes `ms` milliseconds more, so that a signal finds the run at work."""
     before_step(lambda *_: time.sleep(ms / 1000))
     cl_train.system.distributed.ANSWER_S = answer_s
 
@@ -165,9 +156,7 @@ def bad_gradient(value: float, steps: Container[int]) -> None:
 
 
 def bad_images(steps: Container[int]) -> None:
-    """The images of these steps are NaN: loss, gradients and BatchNorm's statistics go bad
-    together.
-    """
+    """The images of these steps are NaN: loss, gradients and BatchNorm's statistics go bad."""
 
     def spoil(step: int, parts: Any, micro_batches: Any) -> None:
         for batch in micro_batches if step in steps else ():
@@ -177,9 +166,7 @@ def bad_images(steps: Container[int]) -> None:
 
 
 def full_disk(steps: Container[int], minutes: float = 30) -> None:
-    """Writing checkpoints of these steps fails half way: no space left; the run gives up after
-    `minutes`.
-    """
+    """Writing checkpoints of these steps fails; the run gives up after `minutes`."""
     cl_train.system.checkpoints.MAX_MINUTES_WITHOUT_CHECKPOINT = minutes
     original = cl_train.system.checkpoints.os.fsync
 
@@ -194,10 +181,7 @@ def full_disk(steps: Container[int], minutes: float = 30) -> None:
 
 
 def bad_worker(number: int, leaves: bool) -> None:
-    """Reading this image of a worker's life raises something unforeseen.
-
-    Or the worker `leaves` by os._exit, as a decoder that calls exit() would.
-    """
+    """Reading this image of a worker's life raises, or the worker `leaves` as by exit()."""
     original, calls, parent = cl_train.data.transforms.ImageReader.read, [0], os.getpid()
 
     def read(self: Any, *arguments: Any, **named: Any) -> int:
@@ -217,17 +201,12 @@ def check_layout(layout: torch.memory_format) -> None:
     """
 
     def check(step: int, parts: Any, micro_batches: Any) -> None:
-        for parameters in parts.optimizer.param_groups:
-            for parameter in parameters["params"]:
-                assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=layout), (
-                    parameter.stride()
-                )
-                for value in parts.optimizer.state.get(parameter, {}).values():
-                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                        assert value.stride() == parameter.stride(), (
-                            value.stride(),
-                            parameter.stride(),
-                        )
+        for parameter in parts.model.parameters():
+            strides = parameter.stride()
+            assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=layout), strides
+            for value in parts.optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    assert value.stride() == strides, (value.stride(), strides)
 
     before_step(check)
 
@@ -249,18 +228,15 @@ def slow_data() -> None:
 
 
 def write_for_ever(folder: Path, background: bool) -> None:
-    """Save 8 MB checkpoints whose values are their step, and note each finished save in
-    `confirmed`.
-    """
+    """Save 8 MB checkpoints whose values are their step, and note each finished save."""
     store = cl_train.system.checkpoints.CheckpointStore(folder, keep=3, background=background)
     values = torch.empty(EIGHT_MB)
     confirmed = os.open(folder.with_suffix(".confirmed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     step = 0
     while True:
         step += 1
-        store.write_step(
-            {"values": values.fill_(step), "progress": {"step": step}}, step, best=step % 4 == 1
-        )
+        state = {"values": values.fill_(step), "progress": {"step": step}}
+        store.write_step(state, step, best=step % 4 == 1)
         if background and step % 3:
             continue  # let saves overlap with the next step
         store.wait()
