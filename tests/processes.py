@@ -78,7 +78,7 @@ def send_and_wait(pid: int, signum: int) -> None:
 
 
 def is_signal_received() -> bool:
-    """Whether the thread that reads signals has seen one to the run in this process."""
+    """Whether the run in this process has seen a signal."""
     request = processes._active
     return request is not None and (request.stop is not None or request._save)
 

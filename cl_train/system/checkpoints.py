@@ -1,7 +1,7 @@
 """Checkpoint files, and the `checkpoints/` folder of a run; `training/state.py` has their content.
 
-A checkpoint is a file of `torch.save`, written under a temporary name, synced and renamed: a `.pt`
-file is always whole. `torch.load` verifies no checksum, so every load does.
+A file of `torch.save` is written under a temporary name, synced and renamed: a `.pt` file is always
+whole. `torch.load` verifies no checksum, so every load does.
 """
 
 import argparse
@@ -106,8 +106,8 @@ def _sync_folder(folder: Path) -> None:
 def snapshot(tree: Any, where: str = "state") -> Any:
     """Returns a deep copy on the CPU with contiguous tensors; the host waits for the device.
 
-    A state dict keeps the versions of its modules (`_metadata`): without them torch takes each for
-    the oldest. Raises TypeError: a value or key of another type.
+    A state dict keeps the versions of its modules (`_metadata`). Raises TypeError: a value or key
+    of another type.
     """
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -129,9 +129,8 @@ def snapshot(tree: Any, where: str = "state") -> Any:
 class CheckpointStore:
     """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link). A thread writes them.
 
-    A failed write is logged and keeps the earlier files. The next one, or `finish`, repeats it if
-    it was of the best model or the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
-    Without `background`, `write_step` waits.
+    A failed write is logged and keeps the earlier files; the next one, or `finish`, repeats that of
+    the best model and the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
@@ -240,8 +239,8 @@ class CheckpointStore:
         return {int(match[1]): path for path in paths if (match := _STEP_FILE.fullmatch(path.name))}
 
     def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
-        """The newest whole checkpoint, at last `best.pt`: path, state, and why newer ones were
-        skipped; None without a checkpoint. CheckpointError: none of several is whole.
+        """The newest whole checkpoint: path, state, and why newer ones were skipped; None without
+        a checkpoint. CheckpointError: none of several is whole.
         """
         skipped: list[str] = []
         newest_first = [path for _, path in sorted(self._steps().items(), reverse=True)]
@@ -260,9 +259,8 @@ def resume_path(resume: str) -> Path:
     path = Path(resume).expanduser()
     if path.is_file() or path.is_dir():
         return path
-    raise ConfigError(
-        f"resume={resume}: no such file or folder; give a checkpoint, a run folder, or auto"
-    )
+    what = "no such file or folder; give a checkpoint, a run folder, or auto"
+    raise ConfigError(f"resume={resume}: {what}")
 
 
 def load_for_resume(

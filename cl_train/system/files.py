@@ -25,13 +25,7 @@ from cl_train.errors import LockHeld as LockHeld
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
-_RESULTS = (
-    "config.yaml",
-    "metrics.jsonl",
-    "summary.json",
-    "checkpoints/step-*.pt",
-    "checkpoints/best.pt",
-)
+_RESULTS = "config.yaml metrics.jsonl summary.json checkpoints/step-*.pt checkpoints/best.pt"
 _LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
 
 
@@ -186,7 +180,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         except OSError as error:
             where = error.filename or folder
             raise ConfigError(f"{where}: {error.strerror}; {elsewhere}") from None
-        results = [path for name in _RESULTS for path in folder.glob(name)]
+        results = [path for name in _RESULTS.split() for path in folder.glob(name)]
         if overwrite:
             logs = [path for name in _LOGS for path in folder.glob(name)]
             for path in results + logs:

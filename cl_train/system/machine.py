@@ -23,11 +23,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
 _SLOWED = 0x8 | 0x20 | 0x40 | 0x80  # NVML: hardware slowdown, software and hardware heat, brake
 # Parts of messages, in lower case, of errors that have no type of their own.
 _OUT_OF_MEMORY = (
-    "out of memory",  # CUDA's runtime and driver, also when a CUDA graph is instantiated; NCCL
+    "out of memory",  # CUDA, NCCL
     "can't allocate memory",  # the CPU's allocator
     "not enough memory",  # the same on other systems
-    "_alloc_failed",  # CUBLAS_STATUS_, CUSOLVER_STATUS_, CUDNN_STATUS_
-    "allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ since cuDNN 9
+    "_alloc_failed",  # cuBLAS, cuSOLVER, cuDNN
+    "allocation_failed",  # cuDNN 9
     "unable to find an engine to execute",  # cuDNN: no algorithm's workspace could be allocated
 )
 
@@ -92,8 +92,8 @@ def _output_of(command: list[str]) -> str | None:
 
 
 def gpu_state(device: torch.device) -> dict[str, Any] | None:
-    """Clock, heat and power of a GPU now, whether heat or a brake slows it, and how many other
-    processes use it. None: it is no GPU, or nvidia-smi cannot tell, as for a part of one (MIG).
+    """Clock, heat and power of a GPU, whether heat or a brake slows it, and the other processes on
+    it. None: a CPU, or nvidia-smi cannot tell, as for a part of a GPU (MIG).
     """
     if device.type != "cuda":
         return None

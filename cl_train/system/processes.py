@@ -28,8 +28,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the ter
 SAVE_SIGNAL = signal.SIGUSR1
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Slurm signals torchrun and its ranks, and torchrun passes the signal on: two SIGTERMs within
-# milliseconds are one.
+# Slurm signals torchrun and its ranks, and torchrun passes the signal on.
 _SAME_REQUEST_S = 0.5
 
 
@@ -44,18 +43,15 @@ class Launch(NamedTuple):
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """The variables of torchrun, or None. Raises ConfigError: some are missing or invalid."""
-    rank, world_size = environment.get("RANK"), environment.get("WORLD_SIZE")
-    if (rank, world_size) == (None, None) or (
-        (rank, world_size) == ("0", "1") and "MASTER_ADDR" not in environment
-    ):
+    ranks = (environment.get("RANK"), environment.get("WORLD_SIZE"))
+    if ranks == (None, None) or (ranks == ("0", "1") and "MASTER_ADDR" not in environment):
         return None
-    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    are_numbers = all(environment.get(name, "").isdecimal() for name in numbers)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    are_numbers = all(environment.get(name, "").isdecimal() for name in names[:4])
     if are_numbers and environment.get("MASTER_ADDR"):
-        launch = Launch(*(int(environment[name]) for name in numbers[:3]))
+        launch = Launch(*(int(environment[name]) for name in names[:3]))
         if launch.local_rank <= launch.rank < launch.world_size:
             return launch
-    names = (*numbers, "MASTER_ADDR")
     found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in names)
     alone = "unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
     raise ConfigError(f"the environment has {found}: start with torchrun or srun, or {alone}")
@@ -71,8 +67,7 @@ def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
 def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     """In one of several tasks of `srun`, set torchrun's variables unless they are set.
 
-    Rank 0 is on the first node. The port, 20000 to 29999, follows from job and step, so that jobs
-    on one node do not collide.
+    Rank 0 is on the first node. The port follows from job and step: jobs on a node do not collide.
     """
     if not is_srun_task(environment) or {"RANK", "WORLD_SIZE"} & environment.keys():
         return
@@ -106,9 +101,8 @@ def cores_of_process(world_size: int, environment: Mapping[str, str] = os.enviro
 
 
 def bind_to_cores(environment: Mapping[str, str] = os.environ) -> None:
-    """Binds this process to its share of neighbouring cores of a machine that runs several ranks.
-
-    Threads and memory of a rank stay on one socket. Call it before torch starts threads.
+    """Binds a rank to its share of neighbouring cores, so that its threads and memory stay on one
+    socket. Call it before torch starts threads.
     """
     ranks = int(environment.get("LOCAL_WORLD_SIZE", 1))
     cores = sorted(_usable_cores(), key=_position_of_core)
@@ -143,8 +137,7 @@ def _usable_cores() -> set[int]:
 def end_with_parent(signum: int = signal.SIGKILL, *, by_kernel: bool = True) -> None:
     """Call in a child: it receives `signum` when its parent has ended.
 
-    Linux sends it when the thread ends that started the child. Elsewhere, and without `by_kernel`,
-    a thread of the child watches the parent.
+    Linux sends it when the thread ends that started the child. Else a thread watches the parent.
     """
     parent_pid = getattr(multiprocessing.parent_process(), "pid", os.getppid())
 
@@ -169,9 +162,8 @@ def map_in_processes(
     description: str,
     unit: str,
 ) -> Iterator[Result]:
-    """`function` of each item, in order, in `workers` forked processes, with a progress bar.
-
-    None: one per core; 1: this process. Raises RuntimeError: a process died at the item it names.
+    """`function` of each item, in order, in `workers` forked processes (None: one per core; one is
+    this process), with a progress bar. Raises RuntimeError, which names the item: a process died.
     """
     from tqdm import tqdm
 
@@ -189,7 +181,7 @@ def map_in_processes(
                 yield result
                 bar.update()
         except BrokenExecutor:
-            where = f"{description}: a worker died at {str(items[int(bar.n)])[:200]} or later"
+            where = f"{description}: a worker died at {items[int(bar.n)]} or later"
             raise RuntimeError(f"{where}; if memory is short, use fewer workers") from None
         finally:
             if pool:
@@ -259,12 +251,12 @@ def handles_signals() -> bool:
 
 
 class StopRequest:
-    """Context manager: SIGTERM, SIGINT and SIGHUP set `stop`, SIGUSR1 sets `save_requested`, in the
-    main thread only.
+    """In its block, in the main thread, SIGTERM, SIGINT and SIGHUP set `stop`, SIGUSR1 sets
+    `save_requested`.
 
-    The loop reads them between two optimizer steps. A second stop signal n exits with 128 + n and
-    saves nothing: SIGINT at any time, the others from half a second after the first. Without
-    `ends_process` (a notebook) a second SIGINT raises KeyboardInterrupt instead.
+    A second stop signal n exits with 128 + n and saves nothing: SIGINT at any time, the others from
+    half a second after the first. Without `ends_process` (a notebook) a second SIGINT raises
+    KeyboardInterrupt instead.
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
@@ -276,8 +268,10 @@ class StopRequest:
     @property
     def save_requested(self) -> bool:
         """True once after each SIGUSR1; reading it resets it."""
-        requested, self._save = self._save, False
-        return requested
+        if not self._save:
+            return False
+        self._save = False
+        return True
 
     def __enter__(self) -> "StopRequest":
         global _active
