@@ -37,14 +37,10 @@ needs_namespaces = pytest.mark.skipif(
 def start_nodes(folder: Path, *words: str) -> list[subprocess.Popen[bytes]]:
     """Two agents with one process each; the second one sees an empty run folder of its own."""
     (port,) = free_ports(1)
-    agent = (
-        f"--nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port={port} --node-rank="
-    )
+    agent = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1"
+    agent += f" --master-addr=127.0.0.1 --master-port={port}"
     program = shlex.join(["train.py", *SETTINGS, f"hydra.run.dir={folder / 'run'}", *words])
-    commands = [
-        f"exec {sys.executable} -m torch.distributed.run {agent}{node} {program}"
-        for node in range(2)
-    ]
+    commands = [f"exec {agent} --node-rank={node} {program}" for node in range(2)]
     mount = f"mount -t tmpfs tmpfs {shlex.quote(str(folder / 'run'))}"
     commands[1] = f"exec unshare -m sh -c {shlex.quote(f'{mount} && {commands[1]}')}"
     environment = ENVIRONMENT | {"GATE": str(folder / "gate")}
@@ -60,11 +56,8 @@ def test_killed_nodes_without_a_shared_folder_resume_exactly(
     """SIGKILL to the agents and, before they notice, to their processes, which wait in step 10 at
     the gate.
     """
-    words, undisturbed, log = (
-        (f"data.root={image_folder}", *GATED),
-        tmp_path / "undisturbed",
-        tmp_path / "log",
-    )
+    words = (f"data.root={image_folder}", *GATED)
+    undisturbed, log = tmp_path / "undisturbed", tmp_path / "log"
     run, gate = tmp_path / "run", tmp_path / "gate"
     run.mkdir()
     gate.mkdir()

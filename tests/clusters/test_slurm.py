@@ -72,35 +72,25 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
     The first node has this machine's host name.
     """
-    folder, host, (port, port_1, port_2) = (
-        tmp_path_factory.mktemp("slurm"),
-        socket.gethostname(),
-        free_ports(3),
-    )
+    folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname()
+    port, port_1, port_2 = free_ports(3)
     for name in ("state", f"spool.{host}", f"spool.{host}-2"):
         (folder / name).mkdir()
     values = {"folder": folder, "host": host, "port": port, "port_1": port_1, "port_2": port_2}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
-    environment = {
-        name: value for name, value in ENVIRONMENT.items() if not name.startswith("SLURM")
-    }
-    python = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
-    environment |= {
-        "SLURM_CONF": str(folder / "slurm.conf"),
-        "PATH": python,
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    outer = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("SLURM")}
+    programs = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
+    own = {"SLURM_CONF": str(folder / "slurm.conf"), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = outer | own | {"PATH": programs}
     subprocess.run(["mungekey", "-k", folder / "munge.key"], check=True)
     munge_files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
-    daemons = {
-        ("munged", "-F", "--force", f"--socket={folder}/munge.socket", *munge_files): (
-            folder / "munge.socket"
-        ).exists,
+    munge = ("munged", "-F", "--force", f"--socket={folder}/munge.socket", *munge_files)
+    idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
+    daemons: dict[tuple[str, ...], Callable[[], bool]] = {
+        munge: (folder / "munge.socket").exists,
         ("slurmctld", "-D", "-c"): lambda: "is UP" in ask(environment, "scontrol", "ping"),
         ("slurmd", "-D", "-N", host): lambda: True,
-        ("slurmd", "-D", "-N", f"{host}-2"): lambda: (
-            ask(environment, "sinfo", "-h", "-t", "idle", "-o", "%D") == "2"
-        ),
+        ("slurmd", "-D", "-N", f"{host}-2"): lambda: ask(environment, *idle) == "2",
     }
     running = []
     try:
@@ -122,16 +112,10 @@ def submit(cluster: dict[str, str], image_folder: Path) -> Callable[..., str]:
     def submit(script: str, folder: Path, *settings: str, **environment: str) -> str:
         folder.mkdir()
         words = [f"data.root={image_folder}", f"hydra.run.dir={folder / 'run'}", *settings]
-        command = [
-            "sbatch",
-            "--parsable",
-            f"--output={folder / 'log'}",
-            f"scripts/slurm/{script}.sbatch",
-            *words,
-        ]
-        done = subprocess.run(
-            command, cwd=ROOT, env=cluster | environment, capture_output=True, text=True, check=True
-        )
+        command = ["sbatch", "--parsable", f"--output={folder / 'log'}"]
+        command += [f"scripts/slurm/{script}.sbatch", *words]
+        run = partial(subprocess.run, capture_output=True, text=True, check=True)
+        done = run(command, cwd=ROOT, env=cluster | environment)
         return done.stdout.strip()
 
     return submit

@@ -22,13 +22,7 @@ from cl_train.models.files import SavedModel, write_weights
 from cl_train.sweeps.plan import Job
 from cl_train.system import checkpoints
 
-NAMES = {
-    "model": "evil:f",
-    "loss": "evil:f",
-    "metrics": "evil:f",
-    "log_to": ["evil:f"],
-    "data": {"dataset": "evil:f"},
-}
+NAMES = dict.fromkeys(("model", "loss", "metrics"), "evil:f") | {"log_to": ["evil:f"]}
 TINY = "data=synthetic data.synthetic_images=4 data.synthetic_classes=2 data.image_size=32"
 TINY += " batch_size=2 max_steps=1 device=cpu precision=fp32 log_to=[] checkpoint.background=false"
 ALL = "model=evil:f loss=evil:f metrics=evil:f log_to=[evil:f] data.dataset=evil:f"
@@ -47,9 +41,6 @@ TABLE = [
     ("sweep", "train -m resume_sweep=SWEEP", ALL.removesuffix(" data.dataset=evil:f")),
     ("sweep", "train -m resume_sweep=SWEEP model=other:f", "model=evil:f"),
     ("sweep model", "train -m resume_sweep=SWEEP", "model=evil:f"),
-    ("sweep loss", "train -m resume_sweep=SWEEP", "loss=evil:f"),
-    ("sweep metrics", "train -m resume_sweep=SWEEP", "metrics=evil:f"),
-    ("sweep log_to", "train -m resume_sweep=SWEEP", "log_to=[evil:f]"),
     ("sweep dataset", "train -m resume_sweep=SWEEP", "data.dataset=evil:f"),
     ("sweep recipe", "train -m resume_sweep=SWEEP", "loss=evil:f"),
     ("sweep file", "train -m resume_sweep=SWEEP", "loss=evil:f"),
@@ -59,11 +50,6 @@ TABLE = [
     ("checkpoint", f"train weights=RUN {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
     ("checkpoint", f"train evaluate_only=true resume=RUN/checkpoints/best.pt {TINY}", ""),
     ("checkpoint", "predict weights=RUN data.root=images out=x.csv", "model=evil:f"),
-    (
-        "checkpoint",
-        "predict weights=RUN/checkpoints/best.pt data.root=images out=x.csv",
-        "model=evil:f",
-    ),
     ("checkpoint", "convert RUN out=x.pth", "model=evil:f"),
     ("checkpoint", "convert RUN out=x.onnx input=1,3,32,32", "model=evil:f"),
     ("checkpoint", "audit weights=RUN model=squeezenet1_1 data.image_size=32 batch_size=2", ""),
@@ -83,9 +69,6 @@ TABLE = [
 JOBS = {
     "sweep": ["model=evil:f", "loss='evil:f'", "metrics=evil:f", "log_to=[evil:f]"],
     "sweep model": ["model='evil:f'"],
-    "sweep loss": ["loss=evil:f"],
-    "sweep metrics": ["metrics=evil:f"],
-    "sweep log_to": ["log_to=[evil:f]"],
     "sweep dataset": ["data=dataset", "data.dataset=evil:f"],
     "sweep recipe": ["experiment=evil"],
     "sweep file": ["config=conf/experiment/evil.yaml"],
