@@ -66,10 +66,6 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
 
 def _run_command(words: list[str]) -> int:
     name, *rest = words
-    try:
-        os.getcwd()  # os.path.exists(".") is true in a deleted folder
-    except FileNotFoundError:
-        raise ConfigError("the working folder was deleted: change to another folder") from None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # before the imports, which take seconds
     if name in ("-h", "--help"):

@@ -291,7 +291,7 @@ def _start_settings(
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {_on_one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected settings, key: value")

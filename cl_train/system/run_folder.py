@@ -125,7 +125,7 @@ def read_records(folder: Path) -> tuple[list[Record], list[int]]:
             record = json.loads(line)
             if not isinstance(record["step"], int):
                 raise ValueError
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             damaged += [number] if number < len(lines) else []
             continue
         records.append({"kind": "train"} | record)
