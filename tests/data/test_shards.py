@@ -22,7 +22,7 @@ def _own_cache(tmp_path, monkeypatch):
 def test_images_are_sorted_by_label_and_name_and_read_as_they_were(tmp_path, manifest):
     root = write(tmp_path / "s", sound_shards(), manifest=manifest)
     source = read_shards(root, workers=1)
-    assert source.classes == WNIDS
+    assert source.classes == (WNIDS if manifest else ("0", "1", "2"))
     assert source.train.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 6 and len(source.val) == 6
     contents = {name: content for members in sound_shards().values() for name, content in members}
     names = [source.train.name(index).partition(".tar/")[2] for index in range(18)]
@@ -33,10 +33,9 @@ def test_images_are_sorted_by_label_and_name_and_read_as_they_were(tmp_path, man
         [name for name, _ in sound_shards()[f"im-train-{n:04d}.tar"][::2]] for n in range(3)
     ]
     os.truncate(root / "im-train-0001.tar", 600)  # after the start
+    of_shard = [index for index in range(18) if "im-train-0001" in source.train.name(index)]
     with pytest.raises(BadImage):
-        source.train.read(
-            next(index for index in range(18) if "im-train-0001" in source.train.name(index))
-        )
+        source.train.read(of_shard[0])
     (root / "im-train-0001.tar").unlink()
     if manifest:
         with pytest.raises(ConfigError, match="missing"):
@@ -76,20 +75,11 @@ def relabelled(name_of, label_of):
     }
 
 
-def test_labels_from_json_classes_without_wordnet_ids_and_other_tar_files(tmp_path):
-    shards = relabelled(
-        lambda name: name.replace("n0", "x").replace(".cls", ".json"),
-        lambda n: b'{"label": %s}' % n,
-    )
-    source = read_shards(
-        write(tmp_path / "s", shards | {"im-test-0000.tar": []}, manifest=False), workers=1
-    )
-    assert source.classes == ("0", "1", "2") and np.bincount(source.train.labels).tolist() == [
-        6,
-        6,
-        6,
-    ]
-    assert "im-test-0000.tar" in source.notes[0]
+def test_labels_from_json_and_other_tar_files(tmp_path):
+    shards = relabelled(lambda name: name.replace(".cls", ".json"), lambda n: b'{"label": %s}' % n)
+    shards["im-test-0000.tar"] = []
+    source = read_shards(write(tmp_path / "s", shards, manifest=False), workers=1)
+    assert np.bincount(source.train.labels).tolist() == [6, 6, 6]
 
 
 def test_a_shell_pattern_takes_some_shards_and_none_is_an_error(tmp_path):
@@ -97,7 +87,7 @@ def test_a_shell_pattern_takes_some_shards_and_none_is_an_error(tmp_path):
     assert len(read_shards(f"{root}/im-*-000[02].tar", workers=1).train) == 12
     for pattern, words in (
         ("*/im-train*.tar", "no val shards"),
-        ("s/im-{train,val}-0000.tar", "use a shell pattern"),
+        ("s/im-{train,val}-0000.tar", "braces are not expanded"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_shards(tmp_path / pattern, workers=1)
@@ -105,17 +95,16 @@ def test_a_shell_pattern_takes_some_shards_and_none_is_an_error(tmp_path):
         assert len(read_shards(root.rename(tmp_path / name), workers=1).train) == 18
         root = tmp_path / name
     for empty in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match="no train shards") as caught:
+        with pytest.raises(ConfigError, match="no train and no val shards"):
             read_shards(empty)
-        assert len(caught.value.problems) == 2
 
 
 def wrong_shards():
     """Shards without a manifest, and the words of their error."""
     members = sound_shards()["im-train-0001.tar"]
     (image, (name, _)), rest = members[:2], members[2:]
-    yield relabelled(str, lambda label: b"%d" % (int(label) + 1)), "start at 0"
-    for label in (b"true", b"1.0", b'"1"', b"null", b"[1]", b"-1", b"1e3", b"10000000"):
+    yield relabelled(str, lambda label: b"%d" % (int(label) + 1)), "each class needs an image"
+    for label in (b"1.0", b'"1"', b"[1]", b"-1"):
         for wrong in ((name, label), (name.replace("cls", "json"), b'{"label": %s}' % label)):
             yield sound_shards() | {"im-train-0001.tar": [image, wrong, *rest]}, "is not a label"
 
@@ -125,12 +114,7 @@ def test_wrong_labels_and_damaged_manifests_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=words):
             read_shards(write(tmp_path / str(number), shards, manifest=False), workers=1)
     root = write(tmp_path / "s", sound_shards())
-    for text in (
-        "{",
-        "[]",
-        '{"classes": 3, "images": {}}',
-        '{"classes": [], "images": {"x.tar": 1}}',
-    ):
+    for text in ("{", "[]", '{"classes": [], "images": {"x-train.tar": 1}}'):
         (root / "shards.json").write_text(text)
         with pytest.raises(ConfigError, match=r"shards\.json"):
             read_shards(root, workers=1)
