@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import time
 import zipfile
 from collections import Counter
@@ -26,8 +25,6 @@ Indices = npt.NDArray[np.int64]
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 _CACHED_FROM = 50_000  # images; listing fewer takes less than a second
-# a folder that changed this shortly ago may change again without a new modification time
-_SETTLED_NS = 2_000_000_000
 _NAMED = 5  # names in a message; a folder can hold a thousand
 
 
@@ -87,7 +84,7 @@ def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str
 def listed(names: Sequence[object]) -> str:
     """For messages: the first few, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(map(str, names[:_NAMED])) + more if names else "nothing"
+    return (", ".join(map(str, names[:_NAMED])) or "nothing") + more
 
 
 # --- folders: root/train/<class>/* and root/val/<class>/*, or one folder that is split in two -----
@@ -134,16 +131,8 @@ def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
     ConfigError: no images.
     """
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
-    top = os.fsencode(folder)
-    suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
-    files = sorted(
-        os.path.relpath(os.path.join(below, name), top)
-        for below, _, names in os.walk(top, onerror=unreadable)
-        for name in names
-        if not name.startswith(b".")
-    )
-    images = [name for name in files if name.lower().endswith(suffixes)]
-    note = ignored_files(folder, [os.fsdecode(name) for name in set(files).difference(images)])
+    images, _, ignored = _files_below(os.fsencode(folder), b"", extensions)
+    note = ignored_files(folder, ignored)
     if not images:
         what = f"data.root '{root}' has no images ({', '.join(extensions)}) in it or below it"
         raise ConfigError(f"{what}. {note}" if note else what)
@@ -162,15 +151,11 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
     """The folders that hold the classes of both splits; the same folder if it is to be split, or
     without training.
     """
-    if re.match(r"\w+:/", str(root)):
-        raise ConfigError(
-            f"data.root '{root}' is a URL: copy or mount it, data is read from the file system"
-        )
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise ConfigError(
-            f"data.root '{root}' {what}; give the folder that holds train/ and val/, or try"
-            " data=sample"
+            f"data.root '{root}' {what}; give the folder that holds train/ and val/ in the file"
+            " system, not a URL, or try data=sample"
         )
     train, val_names = root / "train", [cfg.val_split] if cfg.val_split else VAL_NAMES
     val = next((root / name for name in val_names if (root / name).is_dir()), None)
@@ -180,19 +165,16 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
         return (train, train) if train.is_dir() else (root, root)
     if val is not None and (train.is_dir() or not training):
         return train if training else val, val
-    lacking = ["'train'"] if training and not train.is_dir() else []
-    if val is None:
-        lacking.append(" or ".join(f"'{name}'" for name in val_names))
-    entries = listed(sorted(os.listdir(root)))
+    lacking = " or ".join(f"'{name}'" for name in val_names) if val is None else "'train'"
     raise ConfigError(
-        f"data.root '{root}' has no folder {' and no folder '.join(lacking)}. Found: {entries}."
+        f"data.root '{root}' has no folder {lacking}. Found: {listed(sorted(os.listdir(root)))}."
         " Classes without a split: data.val_fraction=0.1; ImageNet's archives: cl-train"
         " prepare_imagenet; no data: data=sample"
     )
 
 
 def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
-    settled_ns = time.time_ns() - _SETTLED_NS
+    started_ns = time.time_ns()
     classes = _class_names(base)
     if different := sorted(set(classes) ^ set(_class_names(val))):
         raise ConfigError(
@@ -208,7 +190,7 @@ def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
     source = ImageSource(tuple(classes), train, held_out, fingerprint, notes)
     if len(train) + len(held_out) >= _CACHED_FROM:
         folders = [folder for _, of_split, _ in listings.values() for folder in of_split]
-        save_index(key, source, folders, settled_ns)
+        save_index(key, source, folders, started_ns)
     return source
 
 
@@ -240,26 +222,14 @@ def ignored_files(folder: Path, names: Sequence[str]) -> str:
 def _list(
     folder: Path, classes: list[str], cfg: DataConfig
 ) -> tuple[list[list[bytes]], list[bytes], str]:
-    """Returns each class's images, relative to `folder`, the folders that were read, and a note.
-
-    FIFOs are images too: the reader reports them.
-    """
+    """Returns each class's images, relative to `folder`, the folders that were read, and a note."""
     top = os.fsencode(folder)
-    suffixes = tuple(os.fsencode(extension.lower()) for extension in cfg.extensions)
     images, folders, ignored = list[list[bytes]](), [top], list[str]()
     for class_name in classes:
-        of_class = list[bytes]()
-        for below, _, names in os.walk(
-            os.path.join(top, os.fsencode(class_name)), onerror=unreadable
-        ):
-            folders.append(below)
-            prefix = below[len(top) + 1 :] + b"/"
-            for name in names:
-                if name.lower().endswith(suffixes):
-                    of_class.append(prefix + name)
-                elif not name.startswith(b"."):
-                    ignored.append(os.fsdecode(prefix + name))
-        images.append(sorted(of_class))
+        of_class, below, others = _files_below(top, os.fsencode(class_name), cfg.extensions)
+        images.append(of_class)
+        folders += below
+        ignored += others
     note = ignored_files(folder, ignored)
     least = 1 if cfg.val_fraction is None else 2
     if empty := [name for name, files in zip(classes, images, strict=True) if len(files) < least]:
@@ -269,6 +239,27 @@ def _list(
             f" {note}"
         )
     return images, folders, note
+
+
+def _files_below(
+    top: bytes, folder: bytes, extensions: Sequence[str]
+) -> tuple[list[bytes], list[bytes], list[str]]:
+    """Returns the images below `top/folder` relative to `top`, sorted, the folders that were read,
+    and the other files.
+    """
+    suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
+    images, folders, others = list[bytes](), list[bytes](), list[str]()
+    for below, _, names in os.walk(os.path.join(top, folder), onerror=unreadable):
+        folders.append(below)
+        prefix = os.path.join(below, b"")[len(top) + 1 :]
+        for name in names:
+            if name.startswith(b"."):
+                continue
+            if name.lower().endswith(suffixes):
+                images.append(prefix + name)
+            else:
+                others.append(os.fsdecode(prefix + name))
+    return sorted(images), folders, others
 
 
 def _divide(
