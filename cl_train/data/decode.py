@@ -38,8 +38,8 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 
     Raises BadImage: not a regular, readable file of a possible size.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    flags |= os.O_NONBLOCK  # opening a FIFO without a writer would block forever
+    # O_NONBLOCK: opening a FIFO without a writer would block forever
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         with open(os.open(path, flags), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
@@ -70,9 +70,8 @@ class Encoded:
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
         if not self.needs_pillow:
             try:
-                self.height, self.width, colours, _ = simplejpeg.decode_jpeg_header(
-                    data, strict=True
-                )
+                header = simplejpeg.decode_jpeg_header(data, strict=True)
+                self.height, self.width, colours, _ = header
                 self.needs_pillow = colours in ("CMYK", "YCCK")
             except Exception:  # not only ValueError: a wrong sampling factor is a KeyError
                 self.needs_pillow = True
@@ -93,27 +92,23 @@ class Encoded:
             buffer = scratch[:size] if scratch is not None and scratch.size >= size else None
             # strict: libjpeg's warnings are errors too; then Pillow decodes
             with contextlib.suppress(Exception):
-                pixels: Pixels = simplejpeg.decode_jpeg(
-                    self._data, "RGB", buffer=buffer, strict=True
-                )
+                decode = simplejpeg.decode_jpeg
+                pixels: Pixels = decode(self._data, "RGB", buffer=buffer, strict=True)
                 return pixels
             self.needs_pillow = True
         return self._with_pillow(_rgb)
 
     def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
-        """`use` of Pillow's image, without its warnings ("(Possibly) corrupt EXIF data": the pixels
-        are fine).
-        """
+        """`use` of Pillow's image, without its warnings, such as of corrupt EXIF data."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return use(Image.open(io.BytesIO(self._data), formats=self._formats))
         except Exception as error:  # corrupt files raise many exception types
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            unknown = "cannot identify image file" in text
-            raise BadImage(
-                f"not a {' or '.join(self._formats)} file" if unknown else text
-            ) from None
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if "cannot identify image file" in reason:
+                reason = f"not a {' or '.join(self._formats)} file"
+            raise BadImage(reason) from None
 
 
 def _rgb(image: Image.Image) -> Pixels:

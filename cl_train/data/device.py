@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,11 +59,8 @@ class Normalise:
     """(x / 255 - mean) / std in float32, in the requested dtype and memory format."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat) -> None:
-        if (
-            not len(mean) == len(std) > 0
-            or not all(map(math.isfinite, [*mean, *std]))
-            or min(std) <= 0
-        ):
+        are_numbers = all(map(math.isfinite, [*mean, *std]))
+        if not len(mean) == len(std) > 0 or not are_numbers or min(std) <= 0:
             raise ValueError(
                 f"mean {list(mean)} and std {list(std)}: one number per channel each, std above 0"
             )
@@ -77,10 +74,9 @@ class Normalise:
                 " torch.contiguous_format"
             )
         self.format = form
-        self._scale = torch.tensor(
-            [1 / (255 * s) for s in std], dtype=torch.float32, device=form.device
-        )
+        scale = [1 / (255 * s) for s in std]
         offset = [-m / s for m, s in zip(mean, std, strict=True)]
+        self._scale = torch.tensor(scale, dtype=torch.float32, device=form.device)
         self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -90,12 +86,10 @@ class Normalise:
         """
         form = self.format
         if images.is_floating_point():
-            return images.to(
-                form.dtype, memory_format=form.memory_format, copy=form.device.type == "cpu"
-            )
-        out = torch.empty(
-            images.shape, dtype=form.dtype, device=form.device, memory_format=form.memory_format
-        )
+            on_host = form.device.type == "cpu"  # in the loader's memory, which is filled again
+            return images.to(form.dtype, memory_format=form.memory_format, copy=on_host)
+        layout: dict[str, Any] = {"dtype": form.dtype, "memory_format": form.memory_format}
+        out = torch.empty(images.shape, device=form.device, **layout)
         if form.device.type != "cpu":
             self.in_one_kernel(images, out)
             return out
@@ -111,18 +105,15 @@ class Normalise:
         return out
 
     def in_one_kernel(self, images: Tensor, out: Tensor) -> None:
-        """uint8 in, `out`'s dtype and layout out, float32 between: on CUDA without any intermediate
-        tensor.
-        """
+        """uint8 -> `out`'s dtype and layout by float32: on CUDA without an intermediate tensor."""
         torch.addcmul(self._offset.view(-1, 1, 1), images, self._scale.view(-1, 1, 1), out=out)
 
 
 def to_device(
     batches: Iterable[RawBatch], normalise: Normalise, mix: MixLabels | None = None, ahead: int = 1
 ) -> Iterator[Batch]:
-    """Yields the loader's batches on the device, normalised, then mixed.
-
-    On CUDA `ahead` of them are prepared in advance.
+    """Yields the loader's batches on the device, normalised, then mixed; on CUDA `ahead` of them in
+    advance.
     """
     device = normalise.format.device
 
@@ -135,9 +126,7 @@ def to_device(
     return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead))
 
 
-# one per device: the allocator caches memory per stream, and a stream per epoch would keep that of
-# each epoch
-@cache
+@cache  # the allocator caches memory per stream: one per epoch would keep that of each epoch
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
@@ -167,9 +156,8 @@ def _prepared(
     try:
         for host in batches:
             with torch.cuda.stream(side):
-                moved = tree_map_only(
-                    Tensor, lambda tensor: tensor.to(device, non_blocking=True), host
-                )
+                move = partial(Tensor.to, device=device, non_blocking=True)
+                moved = tree_map_only(Tensor, move, host)
                 copying.append(side.record_event())
                 ready.append((prepare(moved), side.record_event()))
             while copying and copying[0].query():
@@ -187,17 +175,17 @@ def _prepared(
 
 
 class DevicePrefetcher:
-    """Iterates over a DataLoader's batches on the device, copied and normalised in advance.
+    """Iterates over a DataLoader's batches on the device, copied and normalised in advance:
+    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`.
 
-    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`. On CUDA, copies and kernels run
-    on a side stream; copies overlap with the computation if the loader pins its memory. On a CPU,
-    nothing is prepared in advance.
+    On CUDA, copies and kernels run on a side stream; copies overlap with the computation if the
+    loader pins its memory. On a CPU, nothing is prepared in advance.
 
     Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H,
     W] with a channel for each entry of `mean` are images: they become (x / 255 - mean) / std in
-    `dtype` and `memory_format`. In a batch without them, the first floating-point tensor [N, C, H,
-    W] is assumed to be normalised images, and is converted to `dtype` and `memory_format`. Other
-    tensors are only moved, everything else is passed on.
+    `dtype` and `memory_format`. Without them, the first floating-point tensor [N, C, H, W] is
+    assumed to be normalised images, and is converted too. Other tensors are only moved, everything
+    else is passed on.
 
     Args:
         loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
@@ -220,9 +208,8 @@ class DevicePrefetcher:
         ahead: int = 1,
     ) -> None:
         self._loader, self._ahead, self._channels = loader, ahead, len(mean)
-        self._normalise = Normalise(
-            mean, std, DeviceFormat(torch.device(device), dtype, memory_format)
-        )
+        form = DeviceFormat(torch.device(device), dtype, memory_format)
+        self._normalise = Normalise(mean, std, form)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

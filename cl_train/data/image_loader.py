@@ -20,6 +20,7 @@ from cl_train.config.validation import load
 from cl_train.data.build import Data, ImageData, build_data
 from cl_train.data.device import DeviceFormat, Normalise, to_device
 from cl_train.data.images import EXTENSIONS
+from cl_train.data.loader import DataSettings
 from cl_train.system.distributed import Dist
 
 
@@ -87,9 +88,6 @@ def image_loader(
 ) -> ImageLoader:
     """Batches of a folder of images, loaded as in train.py.
 
-    `with image_loader(root, batch_size=256, device="cuda") as loader:`, then for every epoch
-    `for images, targets in loader: ...`.
-
     Training images get torchvision's RandomResizedCrop and horizontal flip; order and random
     numbers depend only on `seed` and the epoch; the last, smaller batch is dropped. Validation
     images are resized and centre-cropped, each once. Each iteration is the next epoch;
@@ -107,15 +105,13 @@ def image_loader(
         val_fraction, extensions: as the settings `data.val_fraction` and `data.extensions`.
 
     Returns:
-        An iterable over (images, targets): images uint8, or `dtype` on a device, [N, 3, image_size,
-        image_size]; targets int64 [N]. It has a length, and workers that `close()`, or the end of a
-        `with` block, ends.
+        An iterable over (images [N, 3, image_size, image_size], targets int64 [N]) with a length,
+        and workers that `close()`, or the end of a `with` block, ends.
 
     Raises:
         ConfigError: a wrong type or range, no such folder, no classes, or too few images for a
             batch.
         BadImageError, WorkerError: while iterating; the message names the image.
-        RuntimeError: another thread is iterating.
     """
     if split not in ("train", "val") or not isinstance(batch_size, int):
         raise ValueError(
@@ -140,19 +136,17 @@ def image_loader(
     if device is not None:
         normalise = Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    data = build_data(
-        cfg.data, augment, batch_size=batch_size, seed=seed, dist=dist, training=split == "train"
-    )
+    is_training = split == "train"
+    data = build_data(DataSettings(cfg.data, augment, batch_size, seed, dist, training=is_training))
     return ImageLoader(data, split, normalise)
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:
     if rank is None and world_size is None:
-        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank, world_size = (
-            (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
-        )
-    if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return Dist(0, 1, device)
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(
             f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size"
         )
@@ -185,12 +179,11 @@ def channels_last_collate(samples: Sequence[Any]) -> Any:
 def _collate(members: list[Any]) -> Any:
     first = members[0]
     if isinstance(first, (Mapping, tuple, list, Tensor, np.ndarray, Image.Image)):
-        expected = _described(first)
-        for index, member in enumerate(members):
-            if _described(member) != expected:
+        forms = list(map(_described, members))
+        for index, form in enumerate(forms):
+            if form != forms[0]:
                 raise ValueError(
-                    f"cannot collate: sample {index} has {_described(member)}, sample 0 has"
-                    f" {expected}"
+                    f"cannot collate: sample {index} has {form}, sample 0 has {forms[0]}"
                 )
     if _is_image(first):
         return _stack(members)
@@ -203,10 +196,9 @@ def _collate(members: list[Any]) -> Any:
 
 
 def _is_image(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 3 and (value.dtype == torch.uint8 or value.is_floating_point())
-    if isinstance(value, np.ndarray):
-        return value.ndim == 3 and (value.dtype == np.uint8 or value.dtype.kind == "f")
+    if isinstance(value, (Tensor, np.ndarray)):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return value.ndim == 3 and (dtype == "uint8" or "float" in dtype)
     return isinstance(value, Image.Image)
 
 
@@ -230,23 +222,14 @@ def _described(value: Any) -> tuple[Any, ...]:
 
 
 def _stack(images: list[Any]) -> Tensor:
-    """Images of equal size -> [N, C, H, W] with channels_last strides, also where N, C, H or W is
-    1.
-    """
+    """Images of equal size -> [N, C, H, W] in channels_last, also where N, C, H or W is 1."""
     first = images[0]
-    if 0 in (first.size if isinstance(first, Image.Image) else first.shape):
-        raise ValueError(f"cannot collate images without pixels: {_described(first)}")
     if isinstance(first, Tensor):
-        if first.device.type != "cpu" or first.layout != torch.strided:
-            raise ValueError(
-                f"cannot collate {first.layout} images on {first.device}: use dense ones on the CPU"
-            )
         channels, height, width = first.shape
         batch = _empty((len(images), height, width, channels), first.dtype)
         if channels > 4 or all(image.stride(0) == 1 for image in images):
-            torch.cat(
-                [image.permute(1, 2, 0) for image in images], out=batch.view(-1, width, channels)
-            )
+            rows = batch.view(-1, width, channels)
+            torch.cat([image.permute(1, 2, 0) for image in images], out=rows)
         else:
             for row, image in zip(batch, images, strict=True):
                 # contiguous images: half the time of one strided copy
@@ -265,9 +248,7 @@ def _stack(images: list[Any]) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised batch; in a worker in shared memory, so that sending it to the parent does
-    not copy it again.
-    """
+    """An uninitialised batch; in a worker in shared memory, so that sending it does not copy it."""
     size = math.prod(shape) * dtype.itemsize
     if get_worker_info() is None:  # NumPy asks for huge pages, which fault in faster
         return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)

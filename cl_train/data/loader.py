@@ -12,8 +12,6 @@ the GPU: 6 slots. Without such copies 2 more are filled in advance instead.
 import contextlib
 import itertools
 import math
-import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cl_train.config.schema import DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.decode import BadImage
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import Indices
@@ -32,7 +30,7 @@ from cl_train.data.loader_report import BadImages, WorkerTimes
 from cl_train.data.order import SizeSchedule, order_of_rank
 from cl_train.data.transforms import ImageReader
 from cl_train.data.user_dataset import DatasetReader
-from cl_train.data.workers import Progress, Workers, shared
+from cl_train.data.workers import Workers, shared
 from cl_train.errors import BadImageError, ConfigError
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
@@ -42,6 +40,39 @@ Reader = ImageReader | DatasetReader  # of the samples of one split; each worker
 _MAX_WORKERS = 32
 _MIN_ROWS = 8  # per task: smaller ones cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What a run wants of its data; `batch_size`: of a rank and micro-step.
+
+    Without `training` the validation images stand for the training images too.
+    """
+
+    data: DataConfig
+    augment: AugmentConfig
+    batch_size: int
+    seed: int
+    dist: Dist
+    accumulate_steps: int = 1
+    training: bool = True
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.dist.world_size * self.accumulate_steps
+
+    @property
+    def workers(self) -> int:
+        """The loader processes of each split on this rank."""
+        if self.data.workers is not None:
+            return self.data.workers
+        return min(_MAX_WORKERS, cores_of_process(self.dist.world_size))
+
+    def batch_count(self, samples: int, *, training: bool) -> int:
+        """The batches of this rank; training drops the last one, which is incomplete."""
+        if training:
+            return samples // (self.batch_size * self.dist.world_size)
+        return -(-len(range(self.dist.rank, samples, self.dist.world_size)) // self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -85,7 +116,7 @@ class Task(NamedTuple):
 class Done(NamedTuple):
     """What a worker reports of a task; pixels and labels are in the slot."""
 
-    task: Task
+    number: int  # of the batch
     bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
     missing: list[int]  # rows for which there was no good sample
 
@@ -96,7 +127,8 @@ def fill(
     times: npt.NDArray[np.float64],
     attempts: int,
     task: Task,
-    progress: Progress,
+    worker: int,
+    begin: Callable[[int], None],
 ) -> Done:
     """Reads the samples of a task into their rows; the next good sample replaces a bad one.
 
@@ -105,13 +137,13 @@ def fill(
     images, labels = slots.batch(task.number, task.image_size)
     targets = labels.numpy()  # writing a number into a tensor takes ten times as long
     samples = slots.samples[task.number % len(slots.samples)]
-    reader.times = times[progress.worker]
-    done = Done(task, [], [])
+    reader.times = times[worker]
+    done = Done(task.number, [], [])
     for row in range(task.first_row, task.end_row):
         index = int(samples[row])
         for candidate in range(index, index + attempts):
             sample = candidate % len(reader)
-            progress.begin(sample)
+            begin(sample)
             try:
                 targets[row] = reader.read(images[row], sample, task.epoch, random_index=index)
                 break
@@ -125,97 +157,88 @@ def fill(
 class HostLoader:
     """One rank's batches of one split in shared memory, filled by workers that live until `close`.
 
-    `samples`: of all ranks; `times`: as `WorkerTimes`, of each worker.
+    `order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and bad
+    samples are replaced by the following ones. None: each sample once, without bad ones.
+    `samples`: of all ranks; `times`: as `WorkerTimes`, of each worker. Raises ConfigError: lack of
+    memory.
     """
 
     def __init__(
         self,
         reader: Reader,
         sizes: SizeSchedule,
-        batch_size: int,
-        cfg: DataConfig,
-        dist: Dist,
+        settings: DataSettings,
         bad_images: BadImages,
         order_of: Callable[[int], Indices] | None,
     ) -> None:
-        """`order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and
-        bad samples are replaced by the following ones. None: each sample once, without bad ones.
-        Raises ConfigError: lack of memory.
-        """
-        self.reader, self.sizes, self.batch_size = reader, sizes, batch_size
-        self._cfg, self._dist, self._bad_images, self._order_of = cfg, dist, bad_images, order_of
+        self.reader, self.sizes, self.batch_size = reader, sizes, settings.batch_size
+        self._settings, self._bad_images, self._order_of = settings, bad_images, order_of
         self.samples, self.label_shape = len(reader), reader.label_shape
-        self.workers = worker_count(cfg, dist)
+        self.workers = settings.workers
         self.times = shared((max(1, self.workers), len(WorkerTimes._fields)), torch.float64).numpy()
 
-        self._tasks_per_batch = max(1, min(batch_size // _MIN_ROWS, self.workers))
-        copied = COPIES_UNDER_WAY if dist.device.type == "cuda" else 0
+        self._tasks_per_batch = max(1, min(self.batch_size // _MIN_ROWS, self.workers))
+        copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
         busy = -(-self.workers // self._tasks_per_batch)  # batches that give each worker a task
-        prepared = max(cfg.prefetch + COPIES_UNDER_WAY - copied, busy)
+        prepared = max(settings.data.prefetch + COPIES_UNDER_WAY - copied, busy)
         self._ahead = prepared if self.workers else 0  # batches, of the one that is requested
         self._slot_count = self._ahead + 1 + copied
         self._check_memory()
 
         self._slots: Slots | None = None
         self._pool: Workers | None = None
-        self._pinned: list[Tensor] = []
-        self._user: tuple[threading.Thread, int] | None = None  # thread and process
         self._iteration = object()
-
-    def _check_memory(self) -> None:
-        pixels = self._slot_count * self.batch_size * self.sizes.image_sizes[-1] ** 2 * 3
-        batches_gib = pixels * self.reader.dtype.itemsize / 2**30
-        order_gib = 16 * self.samples / 2**30
-        free = available_bytes(torch.device("cpu"))  # the size of /dev/shm does not matter
-        if free is not None and batches_gib + order_gib > free / 2**30:
-            raise ConfigError(
-                f"the loader's batches need {batches_gib:.1f} GiB of memory, the order of"
-                f" {self.samples} samples {order_gib:.1f} GiB, and {free / 2**30:.1f} GiB are free:"
-                f" lower batch_size or data.prefetch={self._cfg.prefetch}, or is the length of the"
-                " data set wrong?"
-            )
+        self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
-        rank, ranks = self._dist.rank, self._dist.world_size
-        if self._order_of is None:
-            return -(-len(range(rank, self.samples, ranks)) // self.batch_size)
-        return self.samples // (self.batch_size * ranks)
+        return self._settings.batch_count(self.samples, training=self._order_of is not None)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
 
         Each is valid until the next is requested, on CUDA until the third. Ends an earlier
-        iteration. Raises BadImageError, WorkerError; RuntimeError: another thread is iterating.
+        iteration. Raises BadImageError, WorkerError; RuntimeError: another iteration has begun.
         """
-        self._claim()
         iteration = self._iteration = object()
-        try:
-            samples = self._samples_of(epoch)
-            numbers = range(first_batch, -(-len(samples) // self.batch_size))
-            workers, slots = self._started()
-            workers.drain()  # what an earlier iteration prepared in advance
-            not_submitted = iter(numbers)
-            finished: dict[int, list[Done]] = {number: [] for number in numbers}
-            for number in itertools.islice(not_submitted, self._ahead):
-                self._submit(number, epoch, samples)
-            for number in numbers:
-                for following in itertools.islice(not_submitted, 1):
-                    self._submit(following, epoch, samples)  # into memory that is released by now
-                while len(finished[number]) < self._tasks_per_batch:
-                    done = workers.result()
-                    finished[done.task.number].append(done)
-                rows = min(self.batch_size, len(samples) - number * self.batch_size)
-                images, targets = slots.batch(number, self.sizes.image_size_at(epoch))
-                good = self._good_rows(sorted(finished.pop(number)), rows)
-                images = images[good].to(memory_format=torch.channels_last)
-                yield RawBatch(images, targets[good], number, epoch)
-                if self._iteration is not iteration:
-                    raise RuntimeError("another iteration over this loader has begun")
-        finally:
-            if self._iteration is iteration:
-                self._user = None
-                if self._pool is not None:
-                    self._pool.skip()
+        image_size = self.sizes.image_size_at(epoch)
+        samples = self._samples_of(epoch)
+        count = self.batch_count()
+        workers, slots = self.start()
+        self._pin(slots)
+        workers.drain()  # what an earlier iteration prepared in advance
+        finished: dict[int, list[Done]] = {number: [] for number in range(first_batch, count)}
+        submitted = first_batch
+        for number in range(first_batch, count):
+            while submitted < min(number + self._ahead + 1, count):
+                # into memory that is released by now
+                share = samples[submitted * self.batch_size : (submitted + 1) * self.batch_size]
+                for task in self._tasks(submitted, epoch, share):
+                    workers.submit(task)
+                submitted += 1
+            while len(finished[number]) < self._tasks_per_batch:
+                done = workers.result()
+                finished[done.number].append(done)
+            rows = min(self.batch_size, len(samples) - number * self.batch_size)
+            good = self._good_rows(finished.pop(number), rows)
+            images, targets = slots.batch(number, image_size)
+            images = images[good].to(memory_format=torch.channels_last)
+            yield RawBatch(images, targets[good], number, epoch)
+            if self._iteration is not iteration:
+                raise RuntimeError("another iteration over this loader has begun")
+
+    def start(self) -> tuple[Workers, Slots]:
+        """Starts the workers, unless they run."""
+        if self._pool is not None and not self._pool.is_running:
+            self.close()  # after a failure: new workers, in new memory
+        if self._pool is None or self._slots is None:
+            largest = self.sizes.image_sizes[-1]
+            slots = Slots.of(self.reader, self._slot_count, self.batch_size, largest)
+            attempts = 1 if self._order_of is None else _SUBSTITUTES
+            work = partial(fill, slots, self.reader, self.times, attempts)
+            timeout_s = self._settings.data.worker_timeout_s
+            self._pool = Workers(work, self.workers, timeout_s, self.reader.name)
+            self._slots = slots
+        return self._pool, self._slots
 
     def close(self) -> None:
         """Ends the workers and frees the memory. A later iteration starts new ones."""
@@ -225,60 +248,21 @@ class HostLoader:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._pool = self._slots = None
 
-    def _claim(self) -> None:
-        user = threading.current_thread(), os.getpid()
-        if self._user is not None and self._user != user and self._user[0].is_alive():
-            raise RuntimeError(
-                "another thread or process is iterating over this loader: give each one its own"
-            )
-        self._user = user
-
     def _samples_of(self, epoch: int) -> Indices:
         """Returns the indices of this rank's samples in their order."""
-        rank, ranks = self._dist.rank, self._dist.world_size
+        rank, ranks = self._settings.dist.rank, self._settings.dist.world_size
         if self._order_of is None:
             return np.arange(rank, self.samples, ranks)
         return order_of_rank(self._order_of(epoch), self.batch_size, rank, ranks)
 
-    def _started(self) -> tuple[Workers, Slots]:
-        if self._pool is not None and not self._pool.is_running:
-            self.close()  # after a failure: new workers, in new memory
-        if self._pool is None or self._slots is None:
-            largest = self.sizes.image_sizes[-1]
-            slots = Slots.of(self.reader, self._slot_count, self.batch_size, largest)
-            attempts = 1 if self._order_of is None else _SUBSTITUTES
-            work = partial(fill, slots, self.reader, self.times, attempts)
-            timeout_s = self._cfg.worker_timeout_s
-            self._pool = Workers(work, self.workers, timeout_s, self.reader.name)
-            self._slots = slots
-            if self._dist.device.type == "cuda":
-                self._pin(slots)
-        return self._pool, self._slots
-
-    def _pin(self, slots: Slots) -> None:
-        """Page-locks the slots: copies to the GPU overlap with computation. Only after the fork: a
-        driver may withhold registered memory from later children (MADV_DONTFORK), and workers that
-        write to it would crash.
-        """
-        for memory in (slots.pixels, slots.targets):
-            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-                self._pinned.append(memory)
-                continue
-            # Copies still work, only slower. CUDA reports the error again at the next kernel, which
-            # clears it.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._dist.device)
-
-    def _submit(self, number: int, epoch: int, samples: Indices) -> None:
-        """Hands the tasks of batch `number` of `samples` to the workers."""
-        assert self._pool is not None and self._slots is not None
-        share = samples[number * self.batch_size : (number + 1) * self.batch_size]
+    def _tasks(self, number: int, epoch: int, share: Indices) -> Iterator[Task]:
+        """Writes the samples of batch `number` into its slot; yields the tasks of their rows."""
+        assert self._slots is not None
         self._slots.samples[number % self._slot_count, : len(share)] = share
-        image_size = self.sizes.image_size_at(epoch)
-        parts = self._tasks_per_batch
+        image_size, parts = self.sizes.image_size_at(epoch), self._tasks_per_batch
         bounds = [len(share) * part // parts for part in range(parts + 1)]
         for first_row, end_row in itertools.pairwise(bounds):
-            self._pool.submit(Task(number, epoch, image_size, first_row, end_row))
+            yield Task(number, epoch, image_size, first_row, end_row)
 
     def _good_rows(self, done: list[Done], rows: int) -> slice | list[int]:
         """Returns which of a batch's rows hold a sample; a list makes a copy of them.
@@ -294,9 +278,29 @@ class HostLoader:
             raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
         return [row for row in range(rows) if row not in missing]
 
+    def _pin(self, slots: Slots) -> None:
+        """Page-locks the slots: copies to the GPU overlap with computation. Only after the fork: a
+        driver may withhold registered memory from later children (MADV_DONTFORK), and workers that
+        write to it would crash.
+        """
+        if self._pinned or self._settings.dist.device.type != "cuda":
+            return
+        for memory in (slots.pixels, slots.targets):
+            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+                self._pinned.append(memory)
+                continue
+            # Copies still work, only slower. CUDA reports the error again at the next kernel, which
+            # clears it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._settings.dist.device)
 
-def worker_count(cfg: DataConfig, dist: Dist) -> int:
-    """Returns the loader processes of this rank."""
-    if cfg.workers is not None:
-        return cfg.workers
-    return min(_MAX_WORKERS, cores_of_process(dist.world_size))
+    def _check_memory(self) -> None:
+        pixels = self._slot_count * self.batch_size * self.sizes.image_sizes[-1] ** 2 * 3
+        needed_gib = (pixels * self.reader.dtype.itemsize + 16 * self.samples) / 2**30
+        free = available_bytes(torch.device("cpu"))  # the size of /dev/shm does not matter
+        if free is not None and needed_gib > free / 2**30:
+            raise ConfigError(
+                f"the loader's batches and the order of {self.samples} samples need"
+                f" {needed_gib:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: lower"
+                f" batch_size or data.prefetch={self._settings.data.prefetch}"
+            )

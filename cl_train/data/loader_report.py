@@ -66,22 +66,19 @@ def bottleneck_advice(
         return f"{waits}; data.workers={workers}, and this process has {cores} cores"
     busy_s = times.read_s + times.decode_s + times.resize_s + times.dataset_s
     idle_pct = 100 * (1 - busy_s / (seconds * max(1, workers)))
-    rate = f"{times.images / busy_s:.0f} images/s per worker"
     if times.read_s > 0.4 * busy_s:
-        file_ms = f"{1e3 * times.read_s / times.images:.1f} ms"
+        file_ms = 1e3 * times.read_s / times.images
         remedy = "use a local disk or a smaller copy of the data"
-        cause = f"storage: reading a file takes {file_ms}; {remedy}"
+        cause = f"storage: reading a file takes {file_ms:.1f} ms; {remedy}"
     elif workers > 0 and idle_pct > 15:
         idle = f"workers are idle {idle_pct:.0f} % of the time"
         cause = f"the number of prepared batches: {idle}; raise data.prefetch"
     elif workers < cores:
-        few = f"{max(1, workers)} of {cores} cores ({rate})"
+        few = f"{max(1, workers)} of {cores} cores"
         cause = f"too few workers: {few}; use data.workers={cores}"
     elif times.dataset_s > busy_s / 2:
         cause = f"your Dataset: __getitem__ takes {1e3 * times.dataset_s / times.images:.1f} ms"
     else:
-        decode_pct = 100 * times.decode_s / busy_s
-        cause = (
-            f"decoding, {decode_pct:.0f} % ({rate}); use smaller images (prepare_imagenet resize)"
-        )
+        share = f"{100 * times.decode_s / busy_s:.0f} % of the workers' time"
+        cause = f"decoding, {share}; use smaller images (prepare_imagenet resize)"
     return f"{waits}; the bottleneck is {cause}"

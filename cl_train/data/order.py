@@ -1,5 +1,4 @@
-"""The order, the random numbers and the size of the images: pure functions of the seed, the epoch
-and the index.
+"""The order, the random numbers and the size of the images, by seed, epoch and index alone.
 
 Philox is a counter-based generator: a key and a counter determine the numbers, so workers, ranks
 and resumed runs share no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
@@ -39,12 +38,10 @@ def shard_permutation(
     a mixture of all classes.
     """
     count = sum(map(len, shards))
-    words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS]).random_raw(
-        len(shards) + count
-    )
-    order = np.concatenate(
-        [shards[shard] for shard in np.argsort(words[: len(shards)], kind="stable")]
-    )
+    philox = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS])
+    words = philox.random_raw(len(shards) + count)
+    order_of_shards = np.argsort(words[: len(shards)], kind="stable")
+    order = np.concatenate([shards[shard] for shard in order_of_shards])
     shift = words[len(shards) :] >> np.uint64(11)  # 53 bits, which a float64 holds exactly
     return order[np.argsort(np.arange(count) + shift * (distance / 2**53), kind="stable")]
 

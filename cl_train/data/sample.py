@@ -1,8 +1,5 @@
-"""The sample data: ten classes of textures, generated with ImageNet's layout and proportions.
-Imagenette: fetched.
-
-A class is a pattern, the same after a flip or in a crop. All else differs in every image, its mean
-colour too.
+"""The sample data: ten classes of textures, generated with ImageNet's layout and proportions, and
+Imagenette, fetched. A class is a pattern; all else differs in every image, its mean colour too.
 """
 
 import shutil
@@ -33,9 +30,7 @@ _SEED = 2012
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """Number of the images, and the scale of their sides: at 1 files are as large as ImageNet's,
-    100 kB.
-    """
+    """Images, and the scale of their sides: at 1 files are as large as ImageNet's, 100 kB."""
 
     train_per_class: int = 110
     val_per_class: int = 22
@@ -48,9 +43,8 @@ FIRST_RUN = SampleSpec(scale=0.32)
 
 def _wave(x: Field, duty: float = 0.5) -> Field:
     """A smooth square wave of period 1: 1 in the share `duty` of it."""
-    return (0.5 + 0.5 * np.tanh(3 * (np.sin(2 * np.pi * x) - np.cos(np.pi * duty)))).astype(
-        np.float32
-    )
+    height = 3 * (np.sin(2 * np.pi * x) - np.cos(np.pi * duty))
+    return (0.5 + 0.5 * np.tanh(height)).astype(np.float32)
 
 
 def _turned(x: Field, y: Field, degrees: float) -> Field:
@@ -85,9 +79,7 @@ PATTERNS: dict[str, Pattern] = {  # sorted by name
     ),
     "rings": lambda x, y: _wave(3.2 * _from_centre(x / 2, y / 2)),
     "rows": lambda x, y: _wave(y),
-    "triangles": lambda x, y: np.max(
-        [_lines(_turned(x, y, degrees)) for degrees in (30, 90, 150)], axis=0
-    ),
+    "triangles": lambda x, y: np.max([_lines(_turned(x, y, d)) for d in (30, 90, 150)], axis=0),
     "zigzags": lambda x, y: _wave(y + 1.4 * np.abs(x / 2 - np.floor(x / 2) - 0.5)),
 }
 
@@ -105,10 +97,8 @@ def render(pattern: Pattern, width: int, height: int, rng: np.random.Generator) 
     dark, light = dark.astype(np.float32), light.astype(np.float32)
     image = dark + shape[:, :, None] * (light - dark)
     slope = rng.uniform(-30, 30, 2)
-    image += (
-        np.linspace(-1, 1, width)[None, :, None] * slope[0]
-        + np.linspace(-1, 1, height)[:, None, None] * slope[1]
-    )
+    horizontal, vertical = np.linspace(-1, 1, width), np.linspace(-1, 1, height)
+    image += horizontal[None, :, None] * slope[0] + vertical[:, None, None] * slope[1]
     grain = rng.integers(0, 256, (height, width), dtype=np.uint8).astype(np.float32)
     image += ((grain - 127.5) * np.float32(_NOISE / 74))[:, :, None]
     return image.clip(0, 255).astype(np.uint8)
@@ -116,9 +106,8 @@ def render(pattern: Pattern, width: int, height: int, rng: np.random.Generator) 
 
 def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> None:
     split, label, number = place
-    rng = np.random.Generator(
-        np.random.Philox(key=[_SEED, split == "val"], counter=[0, label, number, 0])
-    )
+    philox = np.random.Philox(key=[_SEED, split == "val"], counter=[0, label, number, 0])
+    rng = np.random.Generator(philox)
     name, pattern = list(PATTERNS.items())[label]
     path = folder / split / name / f"{name}_{number:05d}.JPEG"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,27 +116,22 @@ def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> Non
 
 
 def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -> None:
-    """Write `folder/{train,val}/<class>/*.JPEG`: the same pixels for any number of processes (None:
-    all cores).
-    """
+    """Write `folder/{train,val}/<class>/*.JPEG`; `processes`: None = one per core."""
     counts = {"train": spec.train_per_class, "val": spec.val_per_class}
     places = [
-        (split, label, n)
-        for split in counts
+        (split, label, number)
+        for split, count in counts.items()
         for label in range(len(PATTERNS))
-        for n in range(counts[split])
+        for number in range(count)
     ]
-    write = partial(_write_image, folder, spec.scale)
-    list(
-        map_in_processes(
-            write, places, processes, description="generating the sample data", unit="image"
-        )
-    )
+    write, what = partial(_write_image, folder, spec.scale), "generating the sample data"
+    list(map_in_processes(write, places, processes, description=what, unit="image"))
 
 
 def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
-    """Generate the sample if it is missing, and return its folder; several runs and ranks may do so
-    at once. Raises ConfigError if `folder` holds something else.
+    """Generate the sample if it is missing, and return its folder; several processes may do so.
+
+    Raises ConfigError: `folder` holds something else.
     """
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"
     if marker.is_file() and marker.read_text() == version:
@@ -169,9 +153,8 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
 
 def read_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Of `data.root` if it is given, else generated in `root`."""
-    return read_folder(
-        ensure_sample(root, FIRST_RUN) if cfg.root is None else root, cfg, training=training
-    )
+    folder = ensure_sample(root, FIRST_RUN) if cfg.root is None else root
+    return read_folder(folder, cfg, training=training)
 
 
 def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
@@ -183,19 +166,16 @@ def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSour
     if not (folder / "train").is_dir():
         if not cfg.download:
             raise ConfigError(
-                f"no Imagenette in '{root}'; data.download=true fetches it, or give"
-                " data.root=FOLDER"
+                f"no Imagenette in '{root}': data.download=true fetches it, or give data.root"
             )
         from torchvision.datasets import Imagenette
 
         root.mkdir(parents=True, exist_ok=True)
         with lock_file(root / ".lock", waiting_for="Imagenette"):
+            is_missing = not (folder / "train").is_dir()  # another process may have been faster
             try:
-                Imagenette(
-                    str(root), split="train", size="320px", download=not (folder / "train").is_dir()
-                )
+                Imagenette(str(root), split="train", size="320px", download=is_missing)
             except (OSError, RuntimeError) as error:
-                raise ConfigError(
-                    f"Imagenette could not be fetched into '{root}': {error}"
-                ) from None
+                what = f"Imagenette could not be fetched into '{root}'"
+                raise ConfigError(f"{what}: {error}") from None
     return read_folder(folder, cfg, training=training)

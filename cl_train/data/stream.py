@@ -1,9 +1,10 @@
-"""An IterableDataset of the user, through a plain `torch.utils.data.DataLoader`.
-
-A stream controls its order: it depends on the number of workers, and a resumed epoch begins anew.
+"""An IterableDataset of the user, through a plain `torch.utils.data.DataLoader`. It controls its
+order, and a resumed epoch begins anew.
 """
 
 import itertools
+import logging
+import multiprocessing
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,157 +13,131 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from cl_train.config.schema import DataConfig
 from cl_train.data.device import RawBatch
-from cl_train.data.loader import worker_count
+from cl_train.data.loader import DataSettings
 from cl_train.data.loader_report import BadImages, WorkerTimes
 from cl_train.data.transforms import seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
 from cl_train.data.workers import ignore_parents_signals
 from cl_train.errors import WorkerError
-from cl_train.system.distributed import Dist
+
+log = logging.getLogger(__name__)
 
 
-class _Samples(IterableDataset[Any]):
-    """Yields (pixels [size, size, 3], label) of each sample, or (name, reason) of a bad one.
+class _Batches(IterableDataset[Any]):
+    """Yields ([images, labels], bad samples with their reasons); in training full batches only."""
 
-    In training the next good sample, or at the end the last one, also takes the place of a bad one.
-    """
+    epoch = 0
 
-    def __init__(self, dataset: Any, form: SampleForm, dist: Dist) -> None:
-        self.dataset, self.form, self.dist, self.epoch = dataset, form, dist, 0
+    def __init__(self, dataset: Any, form: SampleForm, settings: DataSettings) -> None:
+        self.dataset, self.form, self.settings = dataset, form, settings
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[list[Tensor], list[tuple[str, str]]]]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        form, stream = self.form, iter(self.dataset)
-        good: list[tuple[Any, Any]] = []  # the last good sample
-        missing = 0
+        form, dist, stream = self.form, self.settings.dist, iter(self.dataset)
+        good, bad = list[Any](), list[tuple[str, str]]()
         for number in itertools.count():
-            index = (number * workers + worker) * self.dist.world_size + self.dist.rank
+            index = (number * workers + worker) * dist.world_size + dist.rank
             pixels = torch.empty(form.size, form.size, 3, dtype=form.dtype)
             try:
                 with seeded_everywhere(form.transform.seed, self.epoch, index):
                     sample = next(stream)
                 label = form.write(pixels.permute(2, 0, 1), sample, self.epoch, index)
+                good.append((pixels, label))
             except StopIteration:
                 break
-            except (Exception, SystemExit) as error:
-                yield f"{form.name(number)} in worker {worker}", reason_of(error)
-                missing += form.transform.training
-            else:
-                good = [(pixels, label)]
-                yield from good * (1 + missing)
-                missing = 0
-        yield from good * missing
-
-
-def _collate(samples: list[Any]) -> tuple[list[Tensor], list[tuple[str, str]]]:
-    bad = [sample for sample in samples if isinstance(sample[0], str)]
-    good = [sample for sample in samples if isinstance(sample[0], Tensor)]
-    return default_collate(good) if good else [], bad
+            except Exception as error:
+                bad.append((f"{form.name(number)} in worker {worker}", reason_of(error)))
+            if len(good) == self.settings.batch_size:
+                yield default_collate(good), bad
+                good, bad = [], []
+        yield default_collate(good) if good and not form.transform.training else [], bad
 
 
 class StreamLoader:
     """Has the public members of `HostLoader`; `samples`: of all ranks and workers together."""
 
     def __init__(
-        self,
-        dataset: Any,
-        form: SampleForm,
-        batch_size: int,
-        cfg: DataConfig,
-        dist: Dist,
-        bad_images: BadImages,
+        self, dataset: Any, form: SampleForm, settings: DataSettings, bad_images: BadImages
     ) -> None:
-        check_first(form, lambda: next(iter(dataset)), cfg.worker_timeout_s)
+        check_first(form, lambda: next(iter(dataset)), settings.data.worker_timeout_s)
         self.samples, self.label_shape = len(dataset), form.label_shape
-        self.workers = worker_count(cfg, dist)
+        self.workers = settings.workers
         self.times = np.zeros((1, len(WorkerTimes._fields)))  # not measured
-        self._batch_size, self._dist, self._bad_images = batch_size, dist, bad_images
+        self._settings, self._bad_images = settings, bad_images
         self._is_training = form.transform.training
-        self._source = _Samples(dataset, form, dist)
-        options: dict[str, Any] = {
-            "multiprocessing_context": "fork",
-            "timeout": cfg.worker_timeout_s,
-            "prefetch_factor": max(1, cfg.prefetch // max(1, self.workers)),
-            "worker_init_fn": lambda worker: ignore_parents_signals(),
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of more workers than cores
-            self._loader = DataLoader(
-                self._source,
-                batch_size,
-                num_workers=self.workers,
-                collate_fn=_collate,
-                pin_memory=dist.device.type == "cuda",
-                generator=torch.Generator(),  # the training's own numbers stay as they are
-                **options if self.workers else {},
-            )
+        self._source = _Batches(dataset, form, settings)
+        if self._is_training and settings.dist.is_main:
+            log.warning("an IterableDataset controls its order: resume is not exact")
 
     def batch_count(self) -> int:
-        rank, ranks = self._dist.rank, self._dist.world_size
-        if self._is_training:
-            return self.samples // (self._batch_size * ranks)
-        return -(-len(range(rank, self.samples, ranks)) // self._batch_size)
+        return self._settings.batch_count(self.samples, training=self._is_training)
+
+    def start(self) -> None:
+        """Nothing to do: the workers begin and end with their epoch."""
+
+    close = start
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
-        """Yields full batches in training, otherwise all samples; raises as `HostLoader`."""
-        count, size, number = self.batch_count(), self._batch_size, first_batch
-        batches: Iterator[list[Tensor]] = self._joined(epoch)
-        if self._is_training:
-            batches = itertools.islice(batches, count - first_batch)
-        for images, targets in batches:
-            if self._is_training and len(targets) < size:
-                break
-            if number * size + len(targets) > self.samples:
+        """Yields the samples; in training full batches, `batch_count()` in an epoch, of a stream
+        that begins again when it ends early. Raises as `HostLoader`.
+        """
+        if not self._is_training:
+            seen = 0
+            for number, (images, targets) in enumerate(self._good(epoch)):
+                yield RawBatch(images, targets, number, epoch)
+                seen += len(targets)
+                if seen > self.samples:  # perhaps endless; the evaluation counts the samples
+                    return
+            return
+        number = first_batch
+        while number < self.batch_count():
+            before = number
+            for images, targets in itertools.islice(self._good(epoch), self.batch_count() - before):
+                yield RawBatch(images, targets, number, epoch)
+                number += 1
+            if number == before:
+                reasons = "; ".join(self._bad_images.reasons.values())
                 raise WorkerError(
-                    f"data.dataset: the val dataset yields more than the {self.samples} samples of"
-                    " its length. It must end, and divide its samples among ranks and workers"
-                    " (torch.utils.data.get_worker_info)"
+                    f"data.dataset: no worker gets {self._settings.batch_size} good training"
+                    f" samples, a batch: lower data.workers={self.workers} or batch_size. {reasons}"
                 )
-            yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
-            number += 1
-        if self._is_training and number < count:
-            last = [f"; {name}: {reason}" for name, reason in self._bad_images.reasons.items()][-1:]
-            raise WorkerError(
-                f"data.dataset ended after {number} of {count} batches of {size} samples on rank"
-                f" {self._dist.rank}: its length is {self.samples}, of all ranks and workers"
-                f" together{''.join(last)}"
-            )
 
-    def close(self) -> None:
-        """Nothing to do: the workers end with their epoch."""
-
-    def _joined(self, epoch: int) -> Iterator[list[Tensor]]:
-        """Yields batches of the full size, joined of those of the workers, then the rest."""
-        size, joined = self._batch_size, list[Tensor]()
-        for loaded, bad in self._loaded(epoch):
+    def _good(self, epoch: int) -> Iterator[list[Tensor]]:
+        """Yields the images and labels that the workers load. Raises BadImageError."""
+        for batch, bad in self._loaded(epoch):
             for name, reason in bad:
                 self._bad_images.add(name, reason, skipped=True)
-            if joined and loaded:
-                loaded = [torch.cat(parts) for parts in zip(joined, loaded, strict=True)]
-            joined = loaded or joined
-            while joined and len(joined[1]) >= size:
-                yield [part[:size] for part in joined]
-                joined = [part[size:] for part in joined]
-        if joined and len(joined[1]):
-            yield joined
+            if batch:
+                yield [batch[0].permute(0, 3, 1, 2), batch[1]]
 
     def _loaded(self, epoch: int) -> Iterator[tuple[list[Tensor], list[tuple[str, str]]]]:
         self._source.epoch = epoch
         if hasattr(self._source.dataset, "set_epoch"):
             self._source.dataset.set_epoch(epoch)
+        options: dict[str, Any] = {
+            "num_workers": self.workers,
+            "pin_memory": self._settings.dist.device.type == "cuda",
+            "generator": torch.Generator(),  # the training's own numbers stay as they are
+        }
+        if self.workers:
+            options["multiprocessing_context"] = "fork"
+            options["timeout"] = self._settings.data.worker_timeout_s
+            options["worker_init_fn"] = lambda worker: ignore_parents_signals()
+        before = multiprocessing.active_children()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a fork of a threaded process
-            batches = iter(self._loader)
+            warnings.simplefilter("ignore")  # of more workers than cores, and of their fork
+            loaded = iter(DataLoader(self._source, batch_size=None, **options))
+        workers = [child for child in multiprocessing.active_children() if child not in before]
+        problem = ""
         try:
-            yield from batches
+            yield from loaded
         except RuntimeError as error:  # a worker died or hangs
-            if isinstance(batches, _MultiProcessingDataLoaderIter):
-                batches._shutdown_workers()
-                for worker in batches._workers:
-                    worker.kill()  # it ignores SIGTERM, and the program would wait for it
-            raise WorkerError(f"data.dataset: {' '.join(str(error).split())}") from error
+            problem = " ".join(str(error).split())
+        del loaded  # torch ends its workers
+        for worker in workers:
+            worker.kill()  # one that hangs: it ignores SIGTERM, and the program would wait for it
+        if problem:
+            raise WorkerError(f"data.dataset: {problem}")

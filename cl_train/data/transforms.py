@@ -1,9 +1,7 @@
 """From an encoded image to a row of a batch: crop, resize, flip, augmentation; MixUp and CutMix of
-a whole batch.
+a whole batch. Random numbers depend on the seed, the epoch and the image or batch alone.
 
-Random numbers depend on the seed, the epoch and the image or batch alone. Crops are plain
-arithmetic: torchvision draws each number with a tensor operation, which costs about 60 us per
-image.
+Crops are plain arithmetic: torchvision draws with tensor operations, about 60 us per image.
 """
 
 import math
@@ -36,11 +34,8 @@ RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, p
 def random_resized_crop(
     height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]
 ) -> tuple[int, ...]:
-    """Top, left, height and width of RandomResizedCrop for `uniform`, `2 * _ATTEMPTS + 2` numbers
-    in [0, 1).
-
-    Source: Szegedy et al., "Going deeper with convolutions", 2014;
-    torchvision.transforms.v2.RandomResizedCrop.
+    """Top, left, height and width as of torchvision's RandomResizedCrop (Szegedy et al., "Going
+    deeper with convolutions", 2014), by `2 * _ATTEMPTS + 2` numbers in [0, 1).
     """
     area, least, most = height * width, augment.crop_scale_min, augment.crop_scale_max
     log_min, log_max = math.log(augment.crop_ratio_min), math.log(augment.crop_ratio_max)
@@ -157,9 +152,8 @@ def resized(
 ) -> Tensor:
     """`pixels` (uint8 [H, W, 3]) at `size`, with antialiasing: uint8 [1, 3, h, w]."""
     image = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
-    resize = (
-        torch.ops.aten._upsample_bicubic2d_aa if bicubic else torch.ops.aten._upsample_bilinear2d_aa
-    )
+    aten = torch.ops.aten
+    resize = aten._upsample_bicubic2d_aa if bicubic else aten._upsample_bilinear2d_aa
     if out is None:
         return resize(image, size, False, None, None)
     return resize.out(image, size, False, None, None, out=out)
@@ -167,9 +161,7 @@ def resized(
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global CPU generator, from which torchvision draws, and restore its state
-    afterwards.
-    """
+    """Seed torch's global CPU generator, from which torchvision draws, for the block."""
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also reset the GPU's generators
         torch.default_generator.manual_seed(seed)
@@ -178,9 +170,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed the global generators of torch, numpy and Python by the arguments; restore their states
-    afterwards.
-    """
+    """Seed the global generators of torch, numpy and Python by the arguments, for the block."""
     word = int(RandomNumbers().of(seed, epoch, index).integers(2**32))
     numpy_state, python_state = np.random.get_state(), random.getstate()
     np.random.seed(word)
@@ -201,24 +191,18 @@ def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int
     missing, or `timm_policy` fails.
     """
     fill = [round(255 * mean) for mean in data.mean]
-    bilinear = v2.InterpolationMode.BILINEAR
-    one_of_three = [
-        v2.Grayscale(3),
-        v2.RandomSolarize(128, p=1.0),
-        v2.GaussianBlur(13, sigma=(0.1, 2.0)),
-    ]
+    ops, magnitude = cfg.randaugment_ops, cfg.randaugment_magnitude
+    bilinear = {"interpolation": v2.InterpolationMode.BILINEAR}
+    blur, solarize = v2.GaussianBlur(13, sigma=(0.1, 2.0)), v2.RandomSolarize(128, p=1.0)
+    one_of_three = v2.RandomChoice([v2.Grayscale(3), solarize, blur])
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "timm": lambda: _timm_policy(cfg.timm_policy, fill, data.interpolation),
-        "randaugment": lambda: v2.RandAugment(
-            cfg.randaugment_ops, cfg.randaugment_magnitude, interpolation=bilinear
-        ),
-        "trivialaugment": lambda: v2.TrivialAugmentWide(interpolation=bilinear),
-        "autoaugment": lambda: v2.AutoAugment(interpolation=bilinear),
+        "randaugment": lambda: v2.RandAugment(ops, magnitude, **bilinear),
+        "trivialaugment": lambda: v2.TrivialAugmentWide(**bilinear),
+        "autoaugment": lambda: v2.AutoAugment(**bilinear),
         "augmix": v2.AugMix,
         # Touvron et al., "DeiT III: revenge of the ViT", 2022
-        "three_augment": lambda: v2.Compose(
-            [v2.RandomChoice(one_of_three), v2.ColorJitter(0.3, 0.3, 0.3)]
-        ),
+        "three_augment": lambda: v2.Compose([one_of_three, v2.ColorJitter(0.3, 0.3, 0.3)]),
     }
     steps = [] if cfg.policy == "none" else [policies[cfg.policy]()]
     if cfg.erase > 0:
@@ -255,10 +239,8 @@ def _timm_policy(name: str, fill: list[int], interpolation: str) -> Callable[[Te
         return make(name, {"translate_const": int(image_size * 0.45), **settings})
 
     def augment(image: Tensor) -> Tensor:
-        augmented: Tensor = v2.functional.pil_to_tensor(
-            transform(image.shape[-1])(v2.functional.to_pil_image(image))
-        )
-        return augmented
+        augmented = transform(image.shape[-1])(v2.functional.to_pil_image(image))
+        return v2.functional.pil_to_tensor(augmented)
 
     try:
         for seed in range(100):  # 0.03 s
@@ -271,9 +253,7 @@ def _timm_policy(name: str, fill: list[int], interpolation: str) -> Callable[[Te
 
 
 def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> MixLabels | None:
-    """MixUp and CutMix (if both are on, one of them at random per batch) for normalised images on
-    the device.
-    """
+    """MixUp and CutMix of normalised images on the device; of both, one at random per batch."""
     kinds = ((v2.MixUp, cfg.mixup), (v2.CutMix, cfg.cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha > 0]
     if not mixes:

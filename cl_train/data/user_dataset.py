@@ -4,9 +4,8 @@ No value is converted unless its meaning is certain; a message names the sample.
 """
 
 import math
-import operator
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
@@ -23,11 +22,10 @@ from cl_train.config.validation import user_function
 from cl_train.data.decode import BadImage, Pixels
 from cl_train.data.images import ImageSource
 from cl_train.data.transforms import ImageTransform, seeded_everywhere
-from cl_train.data.workers import Progress, Workers
+from cl_train.data.workers import Workers
 from cl_train.errors import WorkerError
 
 Label = int | npt.NDArray[np.float32]
-_MOST_CLASSES = 1_000_000
 _SHOWN = 300  # characters of a message of the user's code
 
 
@@ -44,30 +42,23 @@ def read_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource
             if len(built[-1]) == 0:
                 raise ValueError(f"the {split} dataset is empty")
             classes = _class_names(built[0])
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             raise ConfigError(
                 f"data.dataset={cfg.dataset}: ({split!r}, {size}) must return a Dataset with a"
                 " length, and the one for 'train' `classes` (names) or `num_classes`:"
                 f" {reason_of(error)}"
             ) from error
-    return ImageSource(
-        classes, built[0], built[1], f"{cfg.dataset}-{len(built[0])}-{len(built[1])}"
-    )
+    train, val = built
+    return ImageSource(classes, train, val, f"{cfg.dataset}-{len(train)}-{len(val)}")
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:
     names: Any = getattr(dataset, "classes", None)
     count: Any = getattr(dataset, "num_classes", None)
     if names is None:
-        if isinstance(count, bool) or not 1 <= operator.index(count) <= _MOST_CLASSES:
-            raise ValueError(f"`num_classes` is {count}, not a number from 1 to {_MOST_CLASSES}")
-        return tuple(f"class_{label}" for label in range(count))
-    if isinstance(names, str) or not isinstance(names, Sequence | np.ndarray):
-        raise TypeError(
-            f"`classes` must be a list of names in the order of the labels, not {_described(names)}"
-        )
-    if len(names) == 0 or count not in (None, len(names)):
-        raise ValueError(f"`classes` has {len(names)} names, and `num_classes` is {count}")
+        names = [f"class_{label}" for label in range(count)]
+    if isinstance(names, str) or len(names) == 0 or count not in (None, len(names)):
+        raise ValueError(f"`classes` is {names!r:.40}, and `num_classes` is {count}")
     return tuple(map(str, names))
 
 
@@ -94,13 +85,14 @@ class SampleForm:
         image, label = _image_and_label(sample)
         if isinstance(image, Tensor) and image.is_floating_point():
             self.dtype = torch.float32
-        self.label_shape = np.shape(checked_label(label, self.classes))
+        self.label_shape = np.shape(_checked_label(label, self.classes))
         self.write(torch.empty(self.size, self.size, 3, dtype=self.dtype).permute(2, 0, 1), sample)
 
     def write(self, row: Tensor, sample: Any, epoch: int = 0, random_index: int = 0) -> Label:
         """Writes the image into `row`; returns the label. Raises TypeError, ValueError."""
-        image, given_label = _image_and_label(sample)
-        image, label = checked_image(image, row), checked_label(given_label, self.classes)
+        given_image, given_label = _image_and_label(sample)
+        image = _checked_image(given_image, row)
+        label = _checked_label(given_label, self.classes)
         if np.shape(label) != self.label_shape:
             raise TypeError(
                 f"the label is {_described(given_label)}, unlike that of the first sample"
@@ -145,7 +137,7 @@ class DatasetReader:
                 sample = self._dataset[index]
             loaded = perf_counter()
             label = self._form.write(row, sample, epoch, random_index)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             raise BadImage(reason_of(error)) from error
         self.times += (0, 0, perf_counter() - loaded, 1, loaded - begin)
         return label
@@ -157,15 +149,14 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
     It is read in a worker: the workers must not share a file that the dataset opens when it reads.
     """
 
-    def first(task: None, progress: Progress) -> tuple[torch.dtype, tuple[int, ...], str]:
-        progress.begin(0)
-        problem = ""
+    def first(task: None, worker: int, begin: Callable[[int], None]) -> tuple[Any, ...]:
+        begin(0)
         try:
             with seeded_everywhere(form.transform.seed, 0, 0):
                 form.take_from(read())
-        except (Exception, SystemExit) as error:
-            problem = reason_of(error)
-        return form.dtype, form.label_shape, problem
+        except Exception as error:
+            return form.dtype, form.label_shape, reason_of(error)
+        return form.dtype, form.label_shape, ""
 
     try:
         with closing(Workers(first, 1, timeout_s, form.name)) as workers:
@@ -183,44 +174,30 @@ def _image_and_label(sample: Any) -> tuple[Any, Any]:
     return sample[0], sample[1]
 
 
-def checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
+def _checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
     """uint8 [H, W, 3] of an image that needs transforms, or a tensor to copy into `row`.
 
     Raises TypeError: neither.
     """
     pixels = image
-    # the modes I and F have more than 8 bits per channel
-    if isinstance(image, Image.Image) and image.mode[0] not in "IF":
-        pixels = np.array(image.convert("RGB"))
-    elif isinstance(image, Tensor) and image.device.type == "cpu" and image.layout == torch.strided:
-        is_of_row = (
-            image.shape == row.shape and image.is_floating_point() == row.is_floating_point()
-        )
-        if is_of_row and (image.dtype == torch.uint8 or image.is_floating_point()):
+    if isinstance(image, Tensor):
+        are_floats = image.is_floating_point() and row.is_floating_point()
+        if image.shape == row.shape and (are_floats or image.dtype == row.dtype):
             return image.detach()
-        pixels = (
-            image.permute(1, 2, 0).numpy()
-            if image.ndim == 3 and image.dtype == torch.uint8
-            else image
-        )
-    is_picture = (
-        isinstance(pixels, np.ndarray)
-        and pixels.dtype == np.uint8
-        and pixels.ndim == 3
-        and pixels.size > 0
-    )
-    if not is_picture or pixels.shape[2] != 3 or row.is_floating_point():
-        expected = (
-            "a PIL image of 8 bits per channel, a uint8 array [H, W, 3], or a uint8 tensor"
-            " [3, H, W]"
-        )
-        if row.is_floating_point():
-            expected = f"{_described(row)}, as the first sample"
-        raise TypeError(f"the image must be {expected}, not {_described(image)}")
-    return np.require(pixels, requirements=["C", "W"])
+        if image.ndim == 3 and image.dtype == torch.uint8:
+            pixels = image.permute(1, 2, 0).numpy()
+    elif isinstance(image, Image.Image) and image.mode[0] not in "IF":  # of more than 8 bits
+        pixels = np.array(image.convert("RGB"))
+    is_picture = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.size > 0
+    if is_picture and pixels.shape[2:] == (3,) and not row.is_floating_point():
+        return np.require(pixels, requirements=["C", "W"])
+    expected = "a PIL image of 8 bits per channel, a uint8 array [H, W, 3] or tensor [3, H, W]"
+    if row.is_floating_point():
+        expected = f"{_described(row)}, as the first sample"
+    raise TypeError(f"the image must be {expected}, not {_described(image)}")
 
 
-def checked_label(label: Any, classes: int) -> Label:
+def _checked_label(label: Any, classes: int) -> Label:
     """The number of a class, or float32 [classes].
 
     Raises TypeError or ValueError: the label is neither.
@@ -233,7 +210,7 @@ def checked_label(label: Any, classes: int) -> Label:
             return np.asarray(vector, np.float32)
     is_scalar = isinstance(label, Tensor | np.ndarray | np.generic) and math.prod(label.shape) == 1
     value = label.item() if is_scalar else label
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not isinstance(value, int):
         raise TypeError(f"the label is {_described(label)}, not a whole number")
     if not 0 <= value < classes:
         raise ValueError(f"label {value} of {classes} classes")
@@ -241,12 +218,10 @@ def checked_label(label: Any, classes: int) -> Label:
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, Tensor) and (value.device.type != "cpu" or value.layout != torch.strided):
-        return f"a tensor {value.layout} on {value.device}"
     if isinstance(value, Tensor | np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     if isinstance(value, Image.Image):
-        return f"a PIL image of mode {value.mode}, {value.width} x {value.height} pixels"
+        return f"a PIL image of mode {value.mode}"
     return f"{type(value).__name__} {value!r:.40}"
 
 

@@ -13,6 +13,7 @@ import torch
 
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.build import build_data, size_schedule
+from cl_train.data.loader import DataSettings
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
 from cl_train.memory_format.layout import CONTIGUOUS, Layout
 from cl_train.step.precision import resolve_precision
@@ -65,9 +66,8 @@ def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
 def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     device, single_process = dist.device, Dist(0, 1, dist.device)
     augment = replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
-    with closing(
-        build_data(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)
-    ) as data:
+    one_image = DataSettings(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)
+    with closing(build_data(one_image)) as data:
         images, classes = data.train_images, data.num_classes
     size = size_schedule(cfg.data).image_sizes[-1]
     largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))

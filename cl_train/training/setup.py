@@ -20,6 +20,7 @@ from torch import nn
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data, build_data
+from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import image_augment
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import Preprocessing
@@ -146,7 +147,7 @@ def prepare_process(cfg: Config, dist: Dist) -> Config:
 
 def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
     """The images of the run. Raises ConfigError: they do not fit, or differ between the ranks."""
-    data = build_data(
+    settings = DataSettings(
         cfg.data,
         cfg.augment,
         batch_size=cfg.batch_size,
@@ -155,14 +156,16 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
         accumulate_steps=cfg.accumulate_steps,
         training=not cfg.evaluate_only,
     )
+    data = build_data(settings)
     stack.callback(data.close)
     if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
         raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
     if data.label_shape and cfg.loss == "cross_entropy":
         raise ConfigError("the labels of data.dataset are vectors: use loss=bce, or your own")
     of_machine = ("data.root", "data.workers", "data.prefetch", "data.dataset")
-    settings = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
-    check_ranks_agree(settings | {"data": data.fingerprint}, dist)
+    of_all_ranks = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
+    check_ranks_agree(of_all_ranks | {"data": data.fingerprint}, dist)
+    data.start()
     return data
 
 

@@ -15,6 +15,7 @@ from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import workers as data_workers
 from cl_train.data.build import Data, ImageData, build_data
 from cl_train.data.device import DeviceFormat
+from cl_train.data.loader import DataSettings
 from cl_train.system.distributed import Dist
 
 CPU = torch.device("cpu")
@@ -49,11 +50,16 @@ def count_silence_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Workers count as silent only after one of them has called the function returned: until then a
     busy machine may be slow.
     """
-    reached, wait = data_workers.shared((1,), torch.int64), data_workers.wait
+    reached = data_workers.shared((1,), torch.int64)
+
+    class PatientSelector(data_workers.DefaultSelector):  # type: ignore[name-defined, misc]
+        def select(self, timeout: float | None = None) -> Any:
+            while not (ready := super().select(timeout)) and not reached:
+                pass
+            return ready
+
     monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
-    monkeypatch.setattr(
-        data_workers, "wait", lambda *arguments: wait(*arguments) or [None] * (not reached)
-    )
+    monkeypatch.setattr(data_workers, "DefaultSelector", PatientSelector)
 
     def reach() -> None:
         reached.fill_(1)
@@ -78,9 +84,7 @@ def data_of(*, batch_size: int = 4, seed: int = 0, **settings: Any) -> Data:
     dist = Dist(settings.pop("rank", 0), settings.pop("world_size", 1), settings.pop("device", CPU))
     micro_steps = settings.pop("accumulate_steps", 1)
     cfg = DataConfig(**{"workers": 0, **settings})
-    return build_data(
-        cfg, augment, batch_size=batch_size, seed=seed, dist=dist, accumulate_steps=micro_steps
-    )
+    return build_data(DataSettings(cfg, augment, batch_size, seed, dist, micro_steps))
 
 
 def folder_data(root: Path, **settings: Any) -> ImageData:

@@ -80,24 +80,16 @@ def test_the_prefetcher_prepares_a_data_loaders_batches_and_keeps_the_rest():
     assert len(list(prefetcher)) == 2, "a second epoch"
     found, labels, extra = batches[1]
     normalise = Normalise(MEAN, STD, DeviceFormat(CPU, torch.bfloat16, torch.channels_last))
-    assert torch.equal(found, normalise(raw[4:])) and found.is_contiguous(
-        memory_format=torch.channels_last
-    )
-    assert (
-        labels.tolist() == [4, 5]
-        and extra["name"] == ["4", "5"]
-        and extra["mask"].dtype == torch.float32
-    )
+    assert torch.equal(found, normalise(raw[4:]))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert labels.tolist() == [4, 5] and extra["name"] == ["4", "5"]
+    assert extra["mask"].dtype == torch.float32
 
 
 def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():
     batch = Sample(torch.rand(2, 3, 8, 8), torch.tensor([1, 2]))
     (found,) = DevicePrefetcher([batch], "cpu", dtype=torch.float16)
-    assert (
-        isinstance(found, Sample)
-        and found.image.dtype == torch.float16
-        and found.label is batch.label
-    )
+    assert isinstance(found, Sample) and found.label is batch.label
     assert torch.equal(found.image, batch.image.half())
     assert found.image.is_contiguous(memory_format=torch.channels_last)
     raw = images(torch.channels_last, count=2)
@@ -107,13 +99,8 @@ def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():
 
 
 def test_synthetic_yields_one_batch_again_and_again_the_same_in_both_layouts():
-    options = {
-        "name": "synthetic",
-        "image_size": 16,
-        "synthetic_images": 100,
-        "synthetic_classes": 7,
-        "batch_size": 8,
-    }
+    options = {"name": "synthetic", "image_size": 16, "batch_size": 8}
+    options |= {"synthetic_images": 100, "synthetic_classes": 7}
     data, pixels = data_of(**options), []
     for target in FORMATS:
         form = DeviceFormat(CPU, torch.bfloat16, target)

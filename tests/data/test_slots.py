@@ -1,15 +1,13 @@
 """The loader's memory on CUDA: no batch is written while it is copied to the device."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from cl_train.config.schema import DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import loader as loader_module
 from cl_train.data.device import DeviceFormat, Normalise, to_device
-from cl_train.data.loader import Done, HostLoader
+from cl_train.data.loader import DataSettings, Done, HostLoader
 from cl_train.data.loader_report import BadImages
 from cl_train.data.order import SizeSchedule
 from cl_train.system.distributed import Dist
@@ -39,9 +37,9 @@ class InstantWorkers:
         self.tasks.append(task)
 
     def result(self):
-        return Done(self.tasks.pop(), [], [])
+        return Done(self.tasks.pop().number, [], [])
 
-    drain = skip = close = lambda self: None
+    drain = close = lambda self: None
 
 
 class SlotsWithoutData:
@@ -55,32 +53,30 @@ class SlotsWithoutData:
 
 
 def errors_of_an_epoch(monkeypatch, workers, copies_under_way):
-    cudart = SimpleNamespace(cudaHostRegister=lambda *memory: 1, cudaHostUnregister=None)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(HostLoader, "_pin", lambda self, slots: None)
     monkeypatch.setattr(loader_module, "Workers", InstantWorkers)
     monkeypatch.setattr(loader_module, "COPIES_UNDER_WAY", copies_under_way)
+    cfg = DataConfig(workers=workers, prefetch=1)
     loader = HostLoader(
         Reader(),
         SizeSchedule(((0, SIZE),)),
-        batch_size=4,
-        cfg=DataConfig(workers=workers, prefetch=1),
-        dist=Dist(0, 1, CUDA),
-        bad_images=BadImages(skip=False, limit=0),
+        DataSettings(cfg, AugmentConfig(), batch_size=4, seed=0, dist=Dist(0, 1, CUDA)),
+        BadImages(skip=False, limit=0),
         order_of=lambda epoch: np.arange(4 * BATCHES),
     )
-    submit = loader._submit
-    loader._started()
+    tasks = loader._tasks
+    loader.start()
     with fake_cuda() as device:
         normalise = Normalise([0.5] * 3, [0.25] * 3, FORMAT)
         torch.cuda.synchronize()
         loader._slots = slots = SlotsWithoutData(loader._slot_count)
 
-        def submit_and_write(number, epoch, samples):
+        def write(number, epoch, share):
             for memory in slots.batch(number, SIZE):
                 device.write_on_host(memory)
-            submit(number, epoch, samples)
+            return tasks(number, epoch, share)
 
-        monkeypatch.setattr(loader, "_submit", submit_and_write)
+        monkeypatch.setattr(loader, "_tasks", write)
         for batch in to_device(loader.batches(), normalise):
             (batch.images * 2).sum()
         return device.errors

@@ -7,12 +7,9 @@ import gc
 import itertools
 import multiprocessing
 import os
-import re
-import resource
 import signal
 import subprocess
 import sys
-import threading
 import types
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
@@ -25,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from cl_train.data import workers as data_workers
 from cl_train.data.transforms import ImageReader
-from cl_train.errors import ConfigError, WorkerError
+from cl_train.errors import WorkerError
 from tests.data.image_folders import (
     FLOAT_CHANNELS_LAST,
     count_silence_from,
@@ -56,29 +53,24 @@ def kill_and_wait(process):
     assert wait([process.sentinel], LIMIT_S)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beside_another_loader", [False, True])
-def test_a_killed_worker_ends_the_epoch_with_its_name(root, workers, beside_another_loader):
-    if beside_another_loader:  # its SIGCHLD handler stays installed
-        assert len(list(DataLoader(range(4), num_workers=1))) == 4
-    data = folder_data(root, workers=2)
-    for between_epochs in (False, True):
-        batches = data.train_loader.batches(0)
-        next(batches)
-        if between_epochs:
-            list(batches)
-            batches = data.train_loader.batches(1)
-        pool = data.train_loader._pool
-        (begun, *_) = np.flatnonzero(pool._progress[:, data_workers._BEGUN])
-        victim = pool.processes[begun].pid
-        kill_and_wait(pool.processes[begun])
-        with pytest.raises(
-            WorkerError, match=rf"was killed by signal 9.*\d+\.jpg \(pid {victim}\)"
-        ):
-            list(batches)
-        wait_until(lambda: not workers())
-        assert len(train_batches(data)) == 13, "a new epoch starts new workers"
-    data.close()
+def test_a_killed_worker_ends_the_epoch_with_its_name_beside_torchs_own_workers(root, workers):
+    assert len(list(DataLoader(range(4), num_workers=1))) == 4  # its SIGCHLD handler stays
+    with contextlib.closing(folder_data(root, workers=2)) as data:
+        for epochs_before in (0, 1):
+            batches = data.train_loader.batches(0)
+            next(batches)
+            if epochs_before:
+                list(batches)
+                batches = data.train_loader.batches(1)
+            pool = data.train_loader._pool
+            (begun, *_) = np.flatnonzero(pool._progress[:, data_workers._BEGUN])
+            victim = pool.processes[begun]
+            kill_and_wait(victim)
+            message = rf"was killed by signal 9.*\d+\.jpg \(pid {victim.pid}\)"
+            with pytest.raises(WorkerError, match=message):
+                list(batches)
+            wait_until(lambda: not workers())
+            assert len(train_batches(data)) == 13, "a new epoch starts new workers"
 
 
 @pytest.mark.parametrize(
@@ -149,42 +141,31 @@ def test_workers_that_cannot_all_be_started_are_ended(root, workers, monkeypatch
     assert capsys.readouterr().err == ""
 
 
-def test_open_files_for_the_workers_of_both_splits_are_checked_before_the_first_epoch(root):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
-    try:
-        folder_data(root, workers=64).close()
-        with pytest.raises(ConfigError, match="400 loader workers for both splits need 1300 open"):
-            folder_data(root, workers=200)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 @pytest.mark.parametrize("end", ["whole", "abandoned", "exception"])
 def test_nothing_remains_and_workers_ignore_the_signals_that_the_parent_handles(root, workers, end):
-    threads, shared, pids = (
-        set(threading.enumerate()),
-        set(os.listdir("/dev/shm")),
-        {str(os.getpid())},
-    )
+    pids = set()
     with contextlib.suppress(KeyError), contextlib.closing(folder_data(root, workers=2)) as data:
         for number, _ in enumerate(data.train_loader.batches(0)):
             for worker, signum in itertools.product(
                 workers(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
             ):
                 os.kill(worker.pid, signum)
-                pids.add(str(worker.pid))
+                pids.add(worker.pid)
             if end == "abandoned" and number == 2:
                 break
             if end == "exception" and number == 2:
                 raise KeyError(number)
-    assert number == (12 if end == "whole" else 2)
+    assert number == (12 if end == "whole" else 2) and len(pids) == 2
     wait_until(lambda: not workers())
-    wait_until(
-        lambda: set(threading.enumerate()) <= threads
-    )  # close() does not join the feeders of torch's queues
-    left = set(os.listdir("/dev/shm")) - shared  # other programs have files there too
-    assert len(pids) == 3 and not any(pids & set(re.split(r"\D+", name)) for name in left)
+
+
+def test_the_workers_of_both_splits_can_be_started_in_advance(root, workers):
+    with contextlib.closing(folder_data(root, workers=2)) as data:
+        data.start()
+        started = {process.pid for process in workers()}
+        assert len(started) == 4
+        assert len(train_batches(data)) == 13 and val_count(data) == 17
+        assert {process.pid for process in workers()} == started
 
 
 def test_memory_is_pinned_after_the_workers_are_forked(root, workers, monkeypatch):

@@ -5,9 +5,7 @@ numbers, or each breaks a promise, in the sample, the target, the length or the 
 import os
 import random
 import re
-import signal
 import subprocess
-import sys
 import time
 from functools import partial
 
@@ -60,19 +58,16 @@ class Numbers(IterableDataset):
 
     num_classes = 2
 
-    def __init__(self, split, size, count=12):
-        self.size, self.count = size, count
+    def __init__(self, split, size):
+        self.size = size
 
     def __len__(self):
-        return self.count
+        return 12
 
     def __iter__(self):
-        return (
-            (torch.full((3, self.size, self.size), float(n)), n % 2) for n in of_worker(range(12))
-        )
+        for number in of_worker(range(12)):
+            yield torch.full((3, self.size, self.size), float(number)), number % 2
 
-
-short = partial(Numbers, count=16)  # has fewer samples than its length says
 
 # --- that cannot be used --------------------------------------------------------------------------
 
@@ -106,79 +101,35 @@ class Stream(Samples, IterableDataset):
         return map(self.__getitem__, of_worker(range(self.count)))
 
 
-def raising(error):
-    def bad():
-        raise error
-
-    return bad
+def failing():
+    raise KeyError("two\nlines")
 
 
 ZEROS = torch.zeros(3, SIZE, SIZE)
-SHAPES = ((16, 16), (16, 16, 3), (3, 17, 16), (3, 0, 16), (1, 16, 16), (4, 16, 16))
-TYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
 IMAGES = [
-    *((None, "NoneType"), ("/a.jpg", "str"), ([[0.0] * SIZE] * SIZE, "list")),
-    *(
-        (torch.full_like(ZEROS, float("nan")), "NaN"),
-        (torch.full_like(ZEROS, float("inf")), "infinite"),
-    ),
-    *((torch.zeros(shape), re.escape(f"{list(shape)}")) for shape in SHAPES),
-    *((torch.ones(3, SIZE, SIZE, dtype=dtype), str(dtype)) for dtype in TYPES),
-    *((ZEROS.byte(), "first sample"), (ZEROS.to("meta"), "meta"), (ZEROS.to_sparse(), "sparse")),
-    *((np.zeros((SIZE, SIZE, 3)), "float64"), (np.zeros((SIZE, SIZE, 3), np.uint16), "uint16")),
-    *(
-        (np.zeros(shape, np.uint8), re.escape(f"{list(shape)}"))
-        for shape in ((3, 16, 16), (16, 16), (0, 4, 3))
-    ),
-    *((Image.new(mode, (SIZE, SIZE)), f"mode {mode}") for mode in ("I;16", "I", "F")),
-    *(
-        (Image.new("RGB", (0, SIZE)), "0 x 16 pixels"),
-        (Image.new("RGB", (SIZE, SIZE)), "first sample"),
-    ),
-    (np.array([None]), "object"),
+    (None, "NoneType"),
+    (torch.full_like(ZEROS, float("nan")), "NaN"),
+    *((torch.zeros(shape), re.escape(f"{list(shape)}")) for shape in ((16, 16, 3), (1, 16, 16))),
+    *((ZEROS.to(dtype), str(dtype)) for dtype in (torch.int8, torch.int64, torch.bool)),
+    (ZEROS.byte(), "first sample"),
+    (ZEROS.to("meta"), "meta"),
+    (np.zeros((SIZE, SIZE, 3)), "float64"),
+    (np.zeros((SIZE, SIZE), np.uint8), r"\[16, 16\]"),
+    (Image.new("I;16", (SIZE, SIZE)), "mode I;16"),
 ]
-LABELS = [
-    (1.7, "1.7"),
-    (1.0, "1.0"),
-    (True, "True"),
-    (None, "None"),
-    ("1", "'1'"),
-    (float("nan"), "nan"),
-    (1j, "1j"),
-]
-LABELS += [(-1, "-1 of 3 classes"), (3, "3 of 3 classes"), (2**70, "of 3 classes"), ([1], r"\[1\]")]
-LABELS += [
-    (torch.tensor(1.5), "float32"),
-    (torch.tensor([0, 1, 0]), r"\[3\]"),
-    (np.array([0, 2]), r"\[2\]"),
-]
+LABELS = [(1.0, "1.0"), ("1", "'1'"), (-1, "-1 of 3 classes"), (3, "3 of 3 classes")]
+LABELS += [(torch.tensor(1.5), "float32"), (torch.tensor([0, 1, 0]), r"\[3\]")]
 
 # What a sample may be instead of (image, label), and the words that its message must have.
 BAD_SAMPLES = [
-    *(
-        (None, "NoneType"),
-        (ZEROS, r"\(image, label\)"),
-        ((ZEROS,), r"\(image, label\)"),
-        ("ab", r"\(image, label\)"),
-    ),
+    (ZEROS, r"\(image, label\)"),
     ({"image": ZEROS, "label": 1}, "dict"),
     *(((image, 1), words) for image, words in IMAGES),
     *(((ZEROS, label), words) for label, words in LABELS),
-    (raising(KeyError("row")), r"KeyError: 'row' \(user_datasets\.py, line \d+\)"),
-    (raising(ValueError("a\nb\nc")), "ValueError: a b c"),
-    *(
-        (raising(MemoryError()), "MemoryError"),
-        (raising(NotImplementedError("x")), "NotImplementedError"),
-    ),
-    (partial(sys.exit, 0), "SystemExit"),
+    (failing, r"KeyError: 'two.*lines' \(user_datasets\.py, line \d+\)"),
 ]
 # What ends or stops the process that reads it, where that is a worker.
-FATAL = {
-    "exit 0": partial(os._exit, 0),
-    "exit 7": partial(os._exit, 7),
-    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "aborts": os.abort,
-}
+FATAL = {"exit": partial(os._exit, 7), "aborts": os.abort}
 HANGS = {
     "sleep": partial(time.sleep, 10_000),
     "busy": partial(any, iter(int, 1)),

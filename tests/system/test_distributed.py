@@ -21,6 +21,7 @@ from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
 from cl_train.data.build import build_data
 from cl_train.data.device import DeviceFormat
+from cl_train.data.loader import DataSettings
 from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed
 from cl_train.system.distributed import Dist, RankFault, processes, watch_ranks
@@ -243,7 +244,7 @@ def evaluate_folders(folder: Path) -> list[dict[str, float]]:
             model = without_batchnorm(3)
             form = DeviceFormat(CPU, torch.float32, torch.channels_last)
             cfg = DataConfig(name="folder", root=f"{folder}/{images}", image_size=32, workers=0)
-            data = build_data(cfg, AugmentConfig(), batch_size=batch_size, seed=0, dist=dist)
+            data = build_data(DataSettings(cfg, AugmentConfig(), batch_size, seed=0, dist=dist))
             with closing(data):
                 precision = resolve_precision("fp32", CPU)
                 results.append(evaluate_model(model, data, form, precision, dist)[0])
