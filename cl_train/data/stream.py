@@ -20,7 +20,7 @@ from cl_train.data.loader_report import BadImages, WorkerTimes
 from cl_train.data.transforms import seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
 from cl_train.data.workers import ignore_parents_signals
-from cl_train.errors import WorkerError
+from cl_train.errors import ConfigError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,11 @@ class StreamLoader:
         self._settings, self._bad_images = settings, bad_images
         self._is_training = form.transform.training
         self._source = _Batches(dataset, form, settings)
+        self._has_ended_early = False
+        if self._is_training and settings.augment.repeats > 1:
+            raise ConfigError(
+                "augment.repeats does not work with an IterableDataset: it controls its own order"
+            )
         if self._is_training and settings.dist.is_main:
             log.warning("an IterableDataset controls its order: resume is not exact")
 
@@ -103,6 +108,14 @@ class StreamLoader:
                 raise WorkerError(
                     f"data.dataset: no worker gets {self._settings.batch_size} good training"
                     f" samples, a batch: lower data.workers={self.workers} or batch_size. {reasons}"
+                )
+            if number < self.batch_count() and not self._has_ended_early:
+                self._has_ended_early = True
+                log.warning(
+                    "data.dataset ended after %d of %d batches and begins again: some samples are"
+                    " seen twice in the epoch",
+                    number,
+                    self.batch_count(),
                 )
 
     def _good(self, epoch: int) -> Iterator[list[Tensor]]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import AugmentConfig, ConfigError
 from cl_train.data import workers as data_workers
 from cl_train.errors import BadImageError, WorkerError
 from tests.data import image_folders
@@ -228,16 +228,23 @@ class RaisingStream(wrong.Stream):
 
 
 @WORKERS
-def test_a_stream_of_another_length_than_its_own(monkeypatch, workers):
+def test_a_stream_of_another_length_than_its_own(monkeypatch, caplog, workers):
     """Training takes what it needs and begins again; an evaluation counts what it gets."""
     data = wrong_data(monkeypatch, EndlessStream, EndlessStream, workers=workers)
     assert len(epoch_of(data)) == 3 and val_count(data) > 12
     data = wrong_data(monkeypatch, lambda: wrong.Stream(count=12), workers=workers)
     data.train_loader.samples = 24
-    assert len(epoch_of(data)) == 6
+    for _ in range(2):
+        assert len(epoch_of(data)) == 6
+    assert caplog.text.count("of 6 batches and begins again") == 1
     data = wrong_data(monkeypatch, RaisingStream, workers=workers, on_bad_image="skip")
     with pytest.raises(WorkerError, match=r"no worker gets 4 good.*the connection was lost"):
         epoch_of(data)
+
+
+def test_a_stream_repeats_no_images(monkeypatch):
+    with pytest.raises(ConfigError, match=r"augment\.repeats does not work"):
+        wrong_data(monkeypatch, wrong.Stream, augment=AugmentConfig(repeats=2))
 
 
 def with_attributes(**attributes):
