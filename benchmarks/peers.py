@@ -44,8 +44,8 @@ from cl_train.config.schema import (
 )
 from cl_train.config.validation import load, optional_module
 from cl_train.data.image_loader import channels_last_collate
+from cl_train.measure.loaders import Pipeline, benchmark_loaders
 from cl_train.measure.statistics import alternate
-from cl_train.measure.suite import Pipeline, benchmark_loaders
 from cl_train.models.sources import build_model
 from cl_train.step.optim import FusedUpdatesInMemoryOrder, build_optimizer
 from cl_train.step.precision import EMA, autocast, resolve_precision

@@ -16,7 +16,7 @@ SETTINGS = {"settings": LoaderBenchmarkSettings}
 
 def main(words: list[str]) -> int:
     def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
-        from cl_train.measure.suite import benchmark_loaders
+        from cl_train.measure.loaders import benchmark_loaders
 
         return benchmark_loaders(settings)
 

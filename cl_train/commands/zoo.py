@@ -25,7 +25,7 @@ SETTINGS = {"settings": ZooSettings}
 
 def main(words: list[str]) -> int:
     settings = settings_from_arguments(ZooSettings, words)
-    from cl_train.measure import suite
+    from cl_train.measure import zoo
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
     from cl_train.system.machine import describe_environment, device_name
@@ -35,20 +35,20 @@ def main(words: list[str]) -> int:
     settings = replace(settings, device=str(device), precision=precision)
     names = chosen_models(settings.model)
     environment = {**describe_environment(device), "device_name": device_name(device)}
-    is_group = len(settings.model) == 1 and settings.model[0] in suite.GROUPS
+    is_group = len(settings.model) == 1 and settings.model[0] in zoo.GROUPS
     group = settings.model[0] if is_group else "chosen"
     named = ("" if group == "tutorial" else f"-{group}") + ("" if settings.speed else "-layout")
     named += f"-{settings.frames}frames" if settings.frames else ""
     version = ".".join(str(environment["torch"]).split("+")[0].split(".")[:2])
     path = Path(settings.out) / f"zoo{named}-{settings.precision}-{device.type}-torch{version}.json"
-    table = suite.open_table(path, settings, environment)
+    table = zoo.open_table(path, settings, environment)
     done = {row["model"] for row in table["rows"] if "error" not in row}
     missing = [name for name in names if name not in done]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs `finally`, which ends the child
     for name in missing:
-        row = suite.row_from_child(name, settings)
-        suite.add_row(path, table, row)
+        row = zoo.row_from_child(name, settings)
+        zoo.add_row(path, table, row)
         outcome = row.get("verdict") or row["error"]
         print(f"{name}: {outcome} ({row.get('seconds', 0):.0f} s)", flush=True)
     rows = table["rows"]
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
 
 def chosen_models(words: list[str]) -> list[str]:
     """The models of groups, names and shell patterns. ConfigError: one fits nothing."""
-    from cl_train.measure.suite import GROUPS, TIMM
+    from cl_train.measure.zoo import GROUPS, TIMM
     from cl_train.models import sources as models
 
     known, problems = [*models.model_names(), *models.video_model_names(), *TIMM], []

@@ -13,7 +13,7 @@ import torchvision
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from cl_train.measure import suite
+from cl_train.measure import zoo
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
@@ -197,8 +197,8 @@ class Checker(TorchFunctionMode):
 
 
 def test_the_tutorials_list_has_28_models_that_torchvision_knows() -> None:
-    assert len(set(suite.TUTORIAL)) == 28
-    assert set(suite.TUTORIAL) <= set(torchvision.models.list_models())
+    assert len(set(zoo.TUTORIAL)) == 28
+    assert set(zoo.TUTORIAL) <= set(torchvision.models.list_models())
 
 
 # What the tutorial names first as its losses; the operators that lose the layout in each of the 28.
@@ -206,7 +206,7 @@ FORWARD_LOSSES = {"alexnet": {"clone"}, "vgg": {"clone"}, "shufflenet": {"clone"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", suite.TUTORIAL)
+@pytest.mark.parametrize("name", zoo.TUTORIAL)
 def test_the_28_models_are_converted_and_lose_only_what_is_known(name: str) -> None:
     torch.manual_seed(0)
     with torch.device("meta"):

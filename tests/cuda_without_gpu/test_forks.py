@@ -6,7 +6,7 @@ import sys
 import pytest
 
 EVERYTHING = """
-import cl_train, cl_train.measure.suite, cl_train.training.loop
+import cl_train, cl_train.measure.zoo, cl_train.training.loop
 for name in cl_train.__all__:
     getattr(cl_train, name)
 """

@@ -15,11 +15,12 @@ from benchmarks import peers
 from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
-from cl_train.measure import suite
+from cl_train.measure import suite, zoo
 from cl_train.measure.paired import Comparison, LayoutSpeed
 from cl_train.measure.parity import ParityReport
 from cl_train.measure.statistics import Alternation, verdict_of
-from cl_train.measure.suite import add_row, open_table, run_suite, verdict, zoo_row
+from cl_train.measure.suite import run_suite
+from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
 from tests.data.image_folders import write_folder
 
 Output, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -201,8 +202,8 @@ def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
 
 
 def test_a_row_of_the_zoo() -> None:
-    assert len(suite.GROUPS["tutorial"]) == 28 and len(suite.GROUPS["timm"]) == 10
-    assert set(suite.GROUPS["tutorial"]) < set(suite.GROUPS["torchvision"])
+    assert len(zoo.GROUPS["tutorial"]) == 28 and len(zoo.GROUPS["timm"]) == 10
+    assert set(zoo.GROUPS["tutorial"]) < set(zoo.GROUPS["torchvision"])
     entry = zoo_row("tests.networks:small", ZOO)
     assert entry["parity"]["passed"] and entry["convolutions"] == 2 and entry["image_size"] == 64
     assert entry["audit"]["lost_forward"] == {} and entry["audit"]["lost_backward"] == {}
@@ -214,8 +215,8 @@ def test_a_row_of_the_zoo() -> None:
     [("inception_v3", 299), ("vit_b_16", 224), ("timm/vit_tiny_patch16_224", 224)],
 )
 def test_models_of_one_size_keep_it(model: str, size: int, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(suite, "check_parity", lambda model, image_size, **_: {}[image_size])
-    monkeypatch.setattr(suite.models, "build_model", lambda *args, **kwargs: torch.nn.Identity())
+    monkeypatch.setattr(zoo, "check_parity", lambda model, image_size, **_: {}[image_size])
+    monkeypatch.setattr(zoo.models, "build_model", lambda *args, **kwargs: torch.nn.Identity())
     with pytest.raises(KeyError, match=str(size)):
         zoo_row(model, ZOO)
 

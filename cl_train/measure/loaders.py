@@ -1,0 +1,142 @@
+"""What `cl-train loader_benchmark` measures: loaders of the same files, in turns."""
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from cl_train.config.schema import (
+    AugmentConfig,
+    DataConfig,
+    LoaderBenchmarkSettings,
+)
+from cl_train.data.build import DATA_DIR, ImageData, build_data
+from cl_train.data.sample import ensure_sample
+from cl_train.measure.statistics import alternate
+from cl_train.system.distributed import Dist
+from cl_train.system.machine import measured
+from cl_train.system.tables import markdown_table
+
+
+@dataclass
+class Pipeline:
+    """One way to load: `batches` begins an epoch and yields something of each batch's length."""
+
+    name: str
+    workers: int
+    batches: Callable[[], Iterable[Sized]]
+    close: Callable[[], object] = lambda: None
+
+    def seconds_per_image(self, images: int) -> float:
+        """Of the first batches of an epoch, until `images` are delivered."""
+        started_at, seen = time.perf_counter(), 0
+        for batch in self.batches():
+            seen += len(batch)
+            if seen >= images:
+                break
+        return (time.perf_counter() - started_at) / seen
+
+
+def benchmark_loaders(
+    settings: LoaderBenchmarkSettings, *others: Callable[[LoaderBenchmarkSettings, int], Pipeline]
+) -> tuple[dict[str, Any], str]:
+    """The content of the JSON file, and its text; `others` make more pipelines, of the largest
+    number of workers.
+
+    Raises ConfigError: no such folder, or no whole batch.
+    """
+    folder = settings.root and Path(settings.root).expanduser()
+    root = folder or ensure_sample(DATA_DIR / "sample-large")
+    cores = len(os.sched_getaffinity(0))
+    workers = settings.workers or [2**power for power in range(5) if 2**power <= cores]
+    settings = replace(settings, root=str(root), workers=workers)
+    pipelines = [ours(settings, count) for count in workers]
+    torch.set_num_threads(1)  # the workers are measured, not this process
+    try:
+        pipelines[:0] = [make(settings, workers[-1]) for make in (torchvision_reference, *others)]
+        blocks = [partial(pipeline.seconds_per_image, settings.images) for pipeline in pipelines]
+        for block in blocks:
+            block()  # starts workers and fills the page cache
+        done = alternate(
+            blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds
+        )
+    finally:
+        for pipeline in pipelines:
+            pipeline.close()
+    rows: list[dict[str, Any]] = []
+    for index, one in enumerate(pipelines):
+        seconds = done.blocks[index]
+        rows.append(
+            {
+                "pipeline": one.name,
+                "workers": one.workers,
+                "images_per_s": round(1 / median(seconds), 1),
+                "ratio": round(median(done.round_ratios(index)), 2),
+                "block_s_per_image": [round(value, 8) for value in seconds],
+            }
+        )
+    per_core = max(
+        row["images_per_s"] / min(cores, row["workers"]) for row in rows[-len(workers) :]
+    )
+    needed = -(-int(settings.gpu_images_per_s) // max(1, int(per_core)))
+    answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
+    text = f"{settings.gpu_images_per_s:,.0f} images/s need {needed} cores of this kind; {answer}"
+    results = {
+        "rows": rows,
+        "cores": cores,
+        "images_per_s_needed": settings.gpu_images_per_s,
+        "cores_needed": needed,
+    }
+    result = measured(settings, torch.device("cpu"), schema_version=3, **results)
+    shown = [{name: row[name] for name in row if name != "block_s_per_image"} for row in rows]
+    return result, f"{markdown_table(shown)}\n{text}"
+
+
+def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
+    """uint8 NHWC batches in shared memory, as training receives them before the copy to the
+    device.
+    """
+    cfg = DataConfig(
+        name="folder", root=settings.root, image_size=settings.image_size, workers=workers
+    )
+    dist, augment = Dist(0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
+    data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
+    assert isinstance(data, ImageData)
+    loader, epochs = data.train_loader, itertools.count()
+    return Pipeline(
+        "cl_train",
+        workers,
+        lambda: (batch.targets for batch in loader.batches(next(epochs))),
+        data.close,
+    )
+
+
+def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
+    """torchvision's references/classification: Pillow, float tensors from the workers, default
+    collate.
+    """
+    from torchvision import datasets, transforms
+
+    crop = transforms.RandomResizedCrop(settings.image_size)
+    flip = transforms.RandomHorizontalFlip()
+    normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    files = datasets.ImageFolder(
+        f"{settings.root}/train", transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
+    )
+    loader = torch.utils.data.DataLoader(
+        files,
+        settings.batch_size,
+        shuffle=True,
+        num_workers=workers,
+        drop_last=True,
+        persistent_workers=True,
+    )
+    return Pipeline("torchvision reference", workers, lambda: (targets for _, targets in loader))
