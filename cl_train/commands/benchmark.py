@@ -12,10 +12,12 @@ memory.
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at
 most target_ci wide or time_limit_s is over. With time_limit_s for several models each ends with its
 verdict, and the time that is left goes to the undecided ones. The step is that of training, loss
-scaling included.
+scaling included. `out` is written after each combination: stopped before the end it says
+"complete": false.
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 """
 
+from pathlib import Path
 from typing import Any
 
 from cl_train.commands import print_result
@@ -61,6 +63,7 @@ def measure_against(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     from cl_train.measure import environments
     from cl_train.models.sources import check_model
     from cl_train.system.distributed import choose_device
+    from cl_train.system.files import write_json
     from cl_train.system.machine import measured
 
     several = ("mode", "precision", "batch_size", "compile")
@@ -70,16 +73,19 @@ def measure_against(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
         raise ConfigError("against= converts all of a model: layouts=contiguous,channels_last")
     for model in settings.model:
         check_model(model)
-    pairs = []
+    pairs: list[dict[str, Any]] = []
+    device = choose_device(settings.device)
+    document = measured(settings, device, complete=False, results=[{"pairs": pairs}])
     for model in settings.model:
         for layout in settings.layouts:
             pair = environments.compare_environments(settings, model, layout)
             pairs.append(pair)
             print(environments.describe(pair), flush=True)
+            if settings.out:
+                write_json(Path(settings.out), document)
     verdicts = [
         f"{pair['model']} {pair['layout']}: {pair['verdict'].replace('_', ' ')}"
         + ("" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)")
         for pair in pairs
     ]
-    document = measured(settings, choose_device(settings.device), results=[{"pairs": pairs}])
-    return document, "; ".join(verdicts)
+    return document | {"complete": True}, "; ".join(verdicts)

@@ -304,7 +304,7 @@ class ZooSettings:
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     batch_size: int = setting(32, "images per step of the timing", minimum=1)
     image_size: int | None = setting(
-        None, "pixels; null = 224, speed=false: 64, video: 112", minimum=8, key="data.image_size"
+        None, "pixels; null = 224, inception_v3: 299, video: 112", minimum=8, key="data.image_size"
     )
     frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     speed: bool = setting(True, "time both layouts")

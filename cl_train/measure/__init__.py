@@ -2,7 +2,6 @@
 
 Read `timed_step.py` first: the step of training on a copy; then `paired.py`: two layouts,
 alternating blocks, a ratio with its interval; `auto.py` chooses by it. `parity.py` compares what
-they compute;
-`statistics.py` turns measurements into verdicts, without torch. May import models, memory_format,
-step, data, system and config.
+they compute; `statistics.py` turns measurements into verdicts, without torch. May import models,
+memory_format, step, data, system and config.
 """

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from cl_train.config.schema import (
-    AugmentConfig,
-    DataConfig,
-    LoaderBenchmarkSettings,
-)
+from cl_train.config.schema import AugmentConfig, DataConfig, LoaderBenchmarkSettings
 from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.sample import ensure_sample
 from cl_train.measure.statistics import alternate
@@ -73,31 +69,26 @@ def benchmark_loaders(
             pipeline.close()
     rows: list[dict[str, Any]] = []
     for index, one in enumerate(pipelines):
-        seconds = done.blocks[index]
-        rows.append(
-            {
-                "pipeline": one.name,
-                "workers": one.workers,
-                "images_per_s": round(1 / median(seconds), 1),
-                "ratio": round(median(done.round_ratios(index)), 2),
-                "block_s_per_image": [round(value, 8) for value in seconds],
-            }
-        )
-    per_core = max(
-        row["images_per_s"] / min(cores, row["workers"]) for row in rows[-len(workers) :]
-    )
+        rate = round(1 / median(done.blocks[index]), 1)
+        ratio = round(median(done.round_ratios(index)), 2)
+        rows.append({"pipeline": one.name, "workers": one.workers})
+        rows[-1] |= {"images_per_s": rate, "ratio": ratio}
+
+    our_rows = rows[-len(workers) :]
+    per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in our_rows)
     needed = -(-int(settings.gpu_images_per_s) // max(1, int(per_core)))
     answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
-    text = f"{settings.gpu_images_per_s:,.0f} images/s need {needed} cores of this kind; {answer}"
+    wanted = f"{settings.gpu_images_per_s:,.0f} images/s need {needed} cores of this kind"
+    text = f"{markdown_table(rows)}\n{wanted}; {answer}"
+    for row, times_s in zip(rows, done.blocks, strict=True):
+        row["block_s_per_image"] = [round(seconds, 8) for seconds in times_s]
     results = {
         "rows": rows,
         "cores": cores,
         "images_per_s_needed": settings.gpu_images_per_s,
         "cores_needed": needed,
     }
-    result = measured(settings, torch.device("cpu"), schema_version=3, **results)
-    shown = [{name: row[name] for name in row if name != "block_s_per_image"} for row in rows]
-    return result, f"{markdown_table(shown)}\n{text}"
+    return measured(settings, torch.device("cpu"), schema_version=3, **results), text
 
 
 def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
@@ -111,12 +102,11 @@ def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
     assert isinstance(data, ImageData)
     loader, epochs = data.train_loader, itertools.count()
-    return Pipeline(
-        "cl_train",
-        workers,
-        lambda: (batch.targets for batch in loader.batches(next(epochs))),
-        data.close,
-    )
+
+    def batches() -> Iterable[Sized]:
+        return (batch.targets for batch in loader.batches(next(epochs)))
+
+    return Pipeline("cl_train", workers, batches, data.close)
 
 
 def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
@@ -128,11 +118,9 @@ def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pi
     crop = transforms.RandomResizedCrop(settings.image_size)
     flip = transforms.RandomHorizontalFlip()
     normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    files = datasets.ImageFolder(
-        f"{settings.root}/train", transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
-    )
+    steps = transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
     loader = torch.utils.data.DataLoader(
-        files,
+        datasets.ImageFolder(f"{settings.root}/train", steps),
         settings.batch_size,
         shuffle=True,
         num_workers=workers,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from cl_train.config.schema import ConfigError
 from cl_train.measure.statistics import Alternation, Interval, alternate, verdict_of
@@ -22,18 +21,12 @@ from cl_train.measure.timed_step import (
     TimedStep,
     Workload,
     measurement_state,
-    settings_of,
     workload_of,
 )
 from cl_train.memory_format.layout import CONTIGUOUS, Layout
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.failures import failure_explained
-from cl_train.system.machine import (
-    gpu_state,
-    is_out_of_memory,
-    problem_of_gpu,
-    release_memory,
-)
+from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
 from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
 
 BLOCK_S = 0.25
@@ -67,10 +60,8 @@ class Comparison:
     rounds: int
     seconds: float
     stopped_by: str  # "target_ci", "verdict" or "time_limit"
-    # Share of the cores that other processes used meanwhile; None = unknown.
-    others_pct: float | None = None
-    # Of the fastest layout, see `step.utilisation`; None if compiled.
-    utilisation: dict[str, Any] | None = None
+    others_pct: float | None = None  # share of the cores of other processes; None = unknown
+    utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
     gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
     # Because other processes took time from them; None = unknown, or too few would have remained.
     rounds_left_out: int | None = None
@@ -98,31 +89,28 @@ class Comparison:
     def __str__(self) -> str:
         lines: list[str] = []
         for speed in self.speeds:
-            line = (
-                f"  {speed.layout:<18} {speed.images_per_s:10.1f} images/s "
-                f"{speed.step_ms:10.2f} ms {speed.peak_memory_gib:8.2f} GiB"
-            )
+            line = f"{speed.layout:<18} {speed.images_per_s:10.1f} images/s "
+            line += f"{speed.step_ms:10.2f} ms {speed.peak_memory_gib:8.2f} GiB"
             if lines:
                 untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
                 line += f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}"
             lines.append(line)
         if self.utilisation:
-            lines.append(f"  {describe(self.utilisation)}")
+            lines.append(describe(self.utilisation))
         if self.batch_size != self.batch_size_requested:
             problem = f"out of memory at batch {self.batch_size_requested}"
-            lines.append(f"  {problem}: all layouts used {self.batch_size}")
+            lines.append(f"{problem}: all layouts used {self.batch_size}")
         if (self.others_pct or 0.0) >= BUSY_PCT:
-            line = f"  other processes used {self.others_pct:.0f} % of the cores: "
-            if self.rounds_left_out is None:
+            line = f"other processes used {self.others_pct:.0f} % of the cores: "
+            left_out = self.rounds_left_out
+            if left_out is None:
                 line += "measure on a quiet machine, or with OMP_NUM_THREADS=1"
             else:
-                rounds = self.rounds + self.rounds_left_out
-                line += f"their time is left out, and {self.rounds_left_out} of {rounds} rounds"
+                line += f"{left_out} of {self.rounds + left_out} rounds are left out"
             lines.append(line)
-        gpu_problem = problem_of_gpu(self.gpu)
-        if gpu_problem:
-            lines.append(f"  {gpu_problem}")
-        return "\n".join(lines)
+        if gpu_problem := problem_of_gpu(self.gpu):
+            lines.append(gpu_problem)
+        return "\n".join(f"  {line}" for line in lines)
 
 
 def compare_layouts(
@@ -158,7 +146,7 @@ def compare_layouts(
             [N, classes], else the mean square of the output.
         output: the part of the output that the default loss uses, such as "out" or "0".
         mode: "train" (forward, backward, optimizer) or "infer".
-        precision: one of `PRECISIONS` in cl_train/config/schema.py, such as auto or bf16.
+        precision: auto, fp32, tf32, fp16, fp16_o2 or bf16.
         device: default: where the model is.
         compile: measure copies compiled by `torch.compile`.
         cuda_graph: replay the step as a CUDA graph.
@@ -169,18 +157,18 @@ def compare_layouts(
         ConfigError: the model does not run on this batch, or one image does not fit into memory;
             torch is known to crash on it in channels_last.
     """
-    settings = settings_of(model, precision, device, compile=compile, cuda_graph=cuda_graph)
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     workload = workload_of(
         model,
-        len(leaves[0]) if leaves else batch_size,
+        batch_size,
         image_size,
-        settings,
+        precision,
         device,
         mode=mode,
         batch=batch,
         loss=loss,
         output=output,
+        compile=compile,
+        cuda_graph=cuda_graph,
     )
     return benchmark_layouts(model, workload, target_ci=target_ci, time_limit_s=time_limit_s)
 
@@ -199,47 +187,34 @@ def benchmark_layouts(
 
     `until_decided`: as in `alternate`. `earlier`: a comparison of the same that goes on.
     """
+    ends: dict[str, Any] = {"target_ci": target_ci, "time_limit_s": time_limit_s}
+    ends["until_decided"] = until_decided
+    ends["earlier"] = []
+    requested = workload.batch_size
     if earlier is not None:
         workload = replace(workload, batch_size=earlier.batch_size)
-    speeds = earlier.speeds if earlier else ()
-    ends = {
-        "target_ci": target_ci,
-        "time_limit_s": time_limit_s,
-        "until_decided": until_decided,
-        "earlier": [[ms / 1000 for ms in speed.block_ms] for speed in speeds],
-    }
-    return _benchmark_what_fits(model, workload, layouts, ends)
-
-
-def _benchmark_what_fits(
-    model: nn.Module,
-    workload: Workload,
-    layouts: Sequence[Layout],
-    ends: Mapping[str, Any],
-) -> Comparison:
-    """`ends`: arguments of `alternate`."""
-    try:
-        return _benchmark(model, workload, layouts, ends)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    release_memory()  # outside the except block, where the exception no longer refers to tensors
-    if workload.batch_size == 1 or workload.batch is not None:
-        raise ConfigError(
-            f"a batch of {workload.batch_size} does not fit into the memory of {workload.device}"
-        )
-    smaller = replace(workload, batch_size=workload.batch_size // 2)
-    done = _benchmark_what_fits(model, smaller, layouts, ends)
-    return replace(done, batch_size_requested=workload.batch_size)
+        ends["earlier"] = [[ms / 1000 for ms in speed.block_ms] for speed in earlier.speeds]
+    while True:
+        try:
+            done = _benchmark(model, workload, layouts, ends)
+            return replace(done, batch_size_requested=requested)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory()  # outside the except block: the exception no longer refers to tensors
+        size = workload.batch_size
+        if size == 1 or workload.batch is not None:
+            what = f"a batch of {size} does not fit"
+            raise ConfigError(f"{what} into the memory of {workload.device}")
+        workload = replace(workload, batch_size=size // 2)
 
 
 def _benchmark(
-    model: nn.Module,
-    workload: Workload,
-    layouts: Sequence[Layout],
-    ends: Mapping[str, Any],
+    model: nn.Module, workload: Workload, layouts: Sequence[Layout], ends: Mapping[str, Any]
 ) -> Comparison:
-    """Raises ConfigError: the model fails, but for a lack of memory."""
+    """`ends`: arguments of `alternate`. Raises ConfigError: the model fails, but for a lack of
+    memory.
+    """
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
     with explained, measurement_state(workload):
@@ -259,10 +234,9 @@ def _benchmark(
         others_pct = load.others_pct()
         gpu = gpu_state(workload.device)
 
-        is_cpu = workload.device.type == "cpu"
-        is_busy = is_cpu and (others_pct or 0.0) >= TOO_BUSY_PCT and rounds_left_out is None
-        is_busy = is_busy or problem_of_gpu(gpu) is not None
-
+        is_busy = problem_of_gpu(gpu) is not None
+        if workload.device.type == "cpu" and rounds_left_out is None:
+            is_busy |= (others_pct or 0.0) >= TOO_BUSY_PCT
         speeds = _speeds(timed, done, peaks_gib, is_busy=is_busy)
         used = None
         if gflop_per_image is not None:
@@ -318,11 +292,8 @@ def _quiet_rounds(
         size = 2 * len(timed)
         return [n for n in range(rounds) if all(is_quiet[n * size : (n + 1) * size])]
 
-    done = alternate(
-        [partial(block_s, step) for step in timed],
-        **ends,
-        counting=quiet_rounds if is_told else None,
-    )
+    blocks = [partial(block_s, step) for step in timed]
+    done = alternate(blocks, **ends, counting=quiet_rounds if is_told else None)
     quiet = quiet_rounds(done.rounds)
     if len(quiet) < min(LEAST_QUIET_ROUNDS, done.rounds):
         return done, None

@@ -69,9 +69,7 @@ def recorded_step(
             with autocast(precision, device), gradients, _watched(model.train(is_training)) as seen:
                 output = call_model(model, batch)
                 results = output_tensors(output, output_key)
-                named = [
-                    (f"result {index}", sample(result)) for index, result in enumerate(results)
-                ]
+                named = [(f"result {n}", sample(result)) for n, result in enumerate(results)]
                 if not is_training:
                     record |= {"eval forward": seen, "eval results": named}
                     continue
@@ -187,16 +185,15 @@ class EqualRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         self.seed += 1
         torch.manual_seed(self.seed)
-        if "attention" in func.name():
-            return func(*args, **kwargs)
-
         drawn_args, drawn_kwargs = tree_map(_plain, (args, kwargs))
         for name in ("memory_format", "pin_memory", "layout"):
             drawn_kwargs.pop(name, None)
         result = func(*args, **kwargs)  # has the right layout, dtype and device, but other values
+        if "attention" in func.name():
+            return result
+
         torch.manual_seed(self.seed)
         drawn = func(*drawn_args, **drawn_kwargs)
-
         for index, argument in enumerate(func._schema.arguments[: len(args)]):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 args[index].copy_(drawn_args[index])

@@ -18,9 +18,15 @@ from cl_train.data.device import Batch, MixLabels
 from cl_train.data.transforms import label_mix
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import refuse_known_crash
-from cl_train.memory_format.layout import CONTIGUOUS, Layout, images_in, refuse_lazy
+from cl_train.memory_format.layout import (
+    CONTIGUOUS,
+    Layout,
+    images_in,
+    named_tensors,
+    refuse_lazy,
+)
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
-from cl_train.models.sources import copy_model, head_parameters
+from cl_train.models.sources import copy_model, head_parameters, usual_image_size
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable
 from cl_train.step.make import StepSettings, compiled, make_step
@@ -46,7 +52,7 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """The input, the loss and the settings of one step, as arguments of `compare_layouts`."""
+    """The input, the loss and the settings of one step; `compare_layouts` explains them."""
 
     batch_size: int  # images per micro-step
     input_shape: tuple[int, ...]  # of one image (C, H, W) or video (C, T, H, W)
@@ -66,44 +72,45 @@ class Workload:
         micro_steps = self.settings.accumulate_steps if self.mode == "train" else 1
         return self.batch_size * micro_steps
 
+    def loss_of(self, output: Any) -> torch.Tensor:
+        """The loss of a model that is no classifier of images."""
+        if self.loss is not None:
+            return self.loss(output)
+        return mean_square(output_tensors(output, self.output))
+
 
 def workload_of(
     model: nn.Module,
     batch_size: int,
-    image_size: Any,
-    settings: StepSettings,
-    device: Any,
+    image_size: int | Iterable[int],
+    precision: str,
+    device: torch.device | str | None,
     *,
     mode: str = "train",
     modes: Iterable[str] = ("train", "infer"),
-    **more: Any,
+    batch: Any = None,
+    loss: LossFunction | None = None,
+    output: str | None = None,
+    **step: Any,
 ) -> Workload:
-    """Returns a `Workload` from arguments of the functions for users; `more` are other fields."""
+    """Checks the arguments that users give; `step` are fields of `StepSettings`."""
     refuse_lazy(model)
     if batch_size < 1 or mode not in modes:
         known = ", ".join(modes)
         raise ConfigError(f"batch_size={batch_size} mode={mode}: at least 1, and one of {known}")
+    if device is None:
+        device = next((tensor.device for tensor in named_tensors(model).values()), "cpu")
+    where = torch.device(device)
+    settings = StepSettings(resolve_precision(precision, where), **step)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    return Workload(batch_size, shape, settings, device_of(model, device), mode, **more)
-
-
-def settings_of(model: nn.Module, precision: str, device: Any, **more: Any) -> StepSettings:
-    """Returns the settings of a step of `model`; `more` are fields of `StepSettings`."""
-    refuse_lazy(model)
-    return StepSettings(resolve_precision(precision, device_of(model, device)), **more)
-
-
-def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Returns `device`, or where the model is."""
-    if device is not None:
-        return torch.device(device)
-    tensors = [*model.parameters(), *model.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
+    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    images = len(given[0]) if given else batch_size
+    return Workload(images, shape, settings, where, mode, batch, loss, output)
 
 
 class TakenTime:
-    """The time in which threads of this process were ready to run, and others had the cores; it is
-    known on Linux only.
+    """The time in which threads of this process were ready to run and others had the cores; known
+    on Linux only.
     """
 
     def __init__(self) -> None:
@@ -117,7 +124,7 @@ class TakenTime:
 
 
 class Block(NamedTuple):
-    """The median step of a block, and whether it was left alone by other processes."""
+    """The median step of a block, and whether other processes left it alone."""
 
     seconds: float
     is_quiet: bool
@@ -138,11 +145,11 @@ class TimedStep:
             batch = noise((workload.batch_size, *workload.input_shape))
         dtype = settings.precision.input_dtype
         self.inputs = place_batch(batch, device, dtype, layout.memory_format)
-        self._called = self.model  # compiled, if the settings say so
         self._mix: MixLabels | None = None
         self.targets = self._random_targets()
         self.model.train(workload.mode == "train")
 
+        self._called = self.model  # compiled, if the settings say so
         self.parts: StepParts | None = None
         if workload.mode == "train":
             if layout.is_channels_last:
@@ -190,49 +197,39 @@ class TimedStep:
         self._mix = label_mix(mixing, classes, 0, Dist(0, 1, workload.device))
         return labels
 
-    def eager_step(self) -> None:
-        """One step, not replayed."""
-        if self.parts is None:
-            with torch.inference_mode():
-                self.forward()
-        elif self.targets is None:
-            self._step_of_other_loss(self.parts)
-        else:
-            train_step(self.parts, self._micro_batches())
-            self._count_step(self.parts)
-
-    def _micro_batches(self) -> list[Batch]:
-        """The batches of a step, with labels mixed as training does it."""
-        assert self.targets is not None
-        batches = []
-        for number in range(self.workload.settings.accumulate_steps):
-            images, targets = self.inputs, self.targets
-            if self._mix is not None:
-                images, targets = self._mix(images, targets, self._steps, number)
-            batches.append(Batch(images, targets))
-        return batches
-
-    def _count_step(self, parts: StepParts) -> None:
-        self._steps += 1
-        parts.update_average(self._steps)
-
-    def _step_of_other_loss(self, parts: StepParts) -> None:
-        workload = self.workload
-        for _ in range(workload.settings.accumulate_steps):
-            with autocast(workload.precision, workload.device):
-                output = self.forward()
-                if workload.loss is not None:
-                    loss = workload.loss(output)
-                else:
-                    loss = mean_square(output_tensors(output, workload.output))
-            parts.scaler.scale(loss).backward()
-        update_weights(parts)
-        self._count_step(parts)
-
     def forward(self) -> Any:
         """Returns the model's output for the batch."""
         with autocast(self.workload.precision, self.workload.device):
             return call_model(self._called, self.inputs)
+
+    def eager_step(self) -> None:
+        """One step, not replayed."""
+        parts, workload = self.parts, self.workload
+        if parts is None:
+            with torch.inference_mode():
+                self.forward()
+            return
+        if self.targets is not None:
+            train_step(parts, self._micro_batches(self.targets))
+        else:
+            for _ in range(workload.settings.accumulate_steps):
+                with autocast(workload.precision, workload.device):
+                    loss = workload.loss_of(self.forward())
+                parts.scaler.scale(loss).backward()
+            update_weights(parts)
+        self._count_step(parts)
+
+    def _micro_batches(self, targets: torch.Tensor) -> list[Batch]:
+        """The batches of a step, with labels mixed as training does it."""
+        batches = [Batch(self.inputs, targets)] * self.workload.settings.accumulate_steps
+        if self._mix is None:
+            return batches
+        mixed = (self._mix(self.inputs, targets, self._steps, n) for n in range(len(batches)))
+        return [Batch(*pair) for pair in mixed]
+
+    def _count_step(self, parts: StepParts) -> None:
+        self._steps += 1
+        parts.update_average(self._steps)
 
     def warm_up(self) -> None:
         """Run eager steps, which select kernels, compile and create the optimizer's state."""
@@ -247,15 +244,15 @@ class TimedStep:
         """
         if self._recorder is None:
             return
-        parts = self.parts
-        if parts is None or self.targets is None:
+        parts, targets = self.parts, self.targets
+        if parts is None or targets is None:
             self.step = self._recorder.record(self.eager_step)
             return
-        static = self._micro_batches()
+        static = self._micro_batches(targets)
         replay = self._recorder.record(partial(train_step, parts, static))
 
         def step() -> None:
-            for static_batch, batch in zip(static, self._micro_batches(), strict=True):
+            for static_batch, batch in zip(static, self._micro_batches(targets), strict=True):
                 static_batch.images.copy_(batch.images)
                 static_batch.targets.copy_(batch.targets)
             replay()
@@ -320,6 +317,12 @@ def model_in_layout(
     if layout.is_channels_last:
         convert(copied, layout)
     return copied
+
+
+def input_shape(model: str, image_size: int | None, frames: int) -> tuple[int, ...]:
+    """Of an RGB image (3, H, W), or with `frames` of a video (3, T, H, W); None: the usual size."""
+    size = image_size or (112 if frames else usual_image_size(model))
+    return (3, frames, size, size) if frames else (3, size, size)
 
 
 def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

@@ -6,20 +6,17 @@ import json
 import multiprocessing
 import time
 from collections import Counter
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from cl_train.config.schema import (
-    ConfigError,
-    ZooSettings,
-)
+from cl_train.config.schema import ConfigError, ZooSettings
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.parity import check_parity
-from cl_train.measure.suite import _input_shape
-from cl_train.measure.timed_step import Workload, noise, place_batch
+from cl_train.measure.timed_step import Workload, input_shape, noise, place_batch
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
@@ -34,12 +31,10 @@ from cl_train.system.tables import markdown_table
 # Of the tutorial "Channels Last Memory Format in PyTorch".
 TUTORIAL = (
     "alexnet", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3", "mobilenet_v2", "resnet101",
-    "resnet152",
-    "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5",
-    "shufflenet_v2_x1_0",
-    "shufflenet_v2_x1_5", "shufflenet_v2_x2_0", "squeezenet1_0", "squeezenet1_1", "vgg11",
-    "vgg11_bn", "vgg13",
-    "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "wide_resnet101_2", "wide_resnet50_2",
+    "resnet152", "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5",
+    "shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "shufflenet_v2_x2_0", "squeezenet1_0",
+    "squeezenet1_1", "vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn", "vgg19",
+    "vgg19_bn", "wide_resnet101_2", "wide_resnet50_2",
 )  # fmt: skip
 
 # One model per family of timm, with the operators that matter for the layout.
@@ -62,13 +57,7 @@ GROUPS = {
     "timm": TIMM,
     "video": tuple(models.video_model_names()),
 }
-_FIXED_SIZE = (
-    "inception_v3",
-    "vit_",
-    "maxvit",
-    "timm/vit_",
-    "timm/mobilevit",
-)  # accept one image size only
+_EQUAL = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")  # in a table
 
 
 def row_from_child(name: str, settings: ZooSettings) -> dict[str, Any]:
@@ -83,11 +72,10 @@ def row_from_child(name: str, settings: ZooSettings) -> dict[str, Any]:
     process = context.Process(target=_child, args=(sender, name, settings), daemon=True)
     process.start()
     sender.close()
-    limit_s = settings.model_time_limit_s
+    row: dict[str, Any] = {"error": f"over {settings.model_time_limit_s:g} s"}
     try:
-        row: dict[str, Any] = (
-            receiver.recv() if receiver.poll(limit_s) else {"error": f"over {limit_s:g} s"}
-        )
+        if receiver.poll(settings.model_time_limit_s):
+            row = receiver.recv()
     except EOFError:
         process.join()
         row = {"error": f"its process ended with exit code {process.exitcode} (-9: out of memory)"}
@@ -108,30 +96,17 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     """Parity, speed and memory of both layouts, conversion, audit, and a verdict."""
     started_at = time.perf_counter()
     torch.manual_seed(0)
-    usual_size = 112 if settings.frames else 224 if settings.speed else 64
-    size = settings.image_size or usual_size
-    if name.startswith(_FIXED_SIZE):
-        size = models.usual_image_size(name)
     device = torch.device(settings.device)
     precision = resolve_precision(settings.precision, device)
-    model = models.build_model(name, num_classes=1000, image_size=224).to(device)
-    row: dict[str, Any] = {"model": name, "image_size": size}
-    shape = _input_shape(size, settings.frames)
-    try:
-        parity = check_parity(model, image_size=shape, batch_size=2, precision=settings.precision)
-        row["parity"] = {"passed": parity.passed, "why": str(parity)}
-    except ConfigError as error:  # too large for this machine's memory
-        row["parity"] = {"passed": None, "why": str(error)}
+    shape = input_shape(name, settings.image_size, settings.frames)
+    model = models.build_model(name, num_classes=1000, image_size=shape[-1]).to(device)
+    parity = check_parity(model, image_size=shape, batch_size=2, precision=settings.precision)
+    row: dict[str, Any] = {"model": name, "image_size": shape[-1]}
+    row["parity"] = {"passed": parity.passed, "why": str(parity)}
     for mode in ("train", "infer") if settings.speed else ():
-        # On a GPU as CUDA graphs where the step can be recorded, because the host would limit both
-        # layouts.
-        for cuda_graph in (True, False) if device.type == "cuda" else (False,):
-            step = StepSettings(precision, cuda_graph=cuda_graph)
-            workload = Workload(settings.batch_size, shape, step, device, mode)
-            with suppress(*([ConfigError] if cuda_graph and CAN_GO_ON_AFTER_FAILURE else [])):
-                done = benchmark_layouts(model, workload, time_limit_s=settings.time_limit_s)
-                row[mode] = {**done.to_dict(), "cuda_graph": cuda_graph}
-                break
+        workload = Workload(settings.batch_size, shape, StepSettings(precision), device, mode)
+        row[mode] = _timed(model, workload, settings.time_limit_s)
+
     model = cast_model(model, precision)
     row["convolutions"] = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
     row["converted"] = len(convert(model).changed)
@@ -146,27 +121,36 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
 
 
+def _timed(model: nn.Module, workload: Workload, time_limit_s: float) -> dict[str, Any]:
+    """Both layouts; on a GPU as CUDA graphs where the step can be recorded, because the host would
+    limit both.
+    """
+    is_graphed = workload.device.type == "cuda"
+    graphed = replace(workload, settings=replace(workload.settings, cuda_graph=is_graphed))
+    try:
+        done = benchmark_layouts(model, graphed, time_limit_s=time_limit_s)
+    except ConfigError:
+        if not (is_graphed and CAN_GO_ON_AFTER_FAILURE):
+            raise
+        is_graphed = False
+        done = benchmark_layouts(model, workload, time_limit_s=time_limit_s)
+    return {**done.to_dict(), "cuda_graph": is_graphed}
+
+
 def verdict(row: dict[str, Any]) -> str:
     """The verdict as text: correctness, then speed if it was measured, then lost layouts."""
     if row["parity"]["passed"] is False:
         return "do not use: the layouts compute different results"
     if row["convolutions"] == 0:
         return "no convolution: no gain possible"
-    pairs = {mode: row[mode]["pairs"][0] for mode in ("train", "infer") if mode in row}
-    words = [
-        f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)"
-        for mode, pair in pairs.items()
-    ]
+    words = []
+    for mode in ("train", "infer"):
+        if mode in row:
+            pair = row[mode]["pairs"][0]
+            words.append(f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)")
     lost, moved = row["audit"]["lost"], row["audit"]["moved_pct"]
-    kept = (
-        "keeps the layout"
-        if lost == 0
-        else f"loses the layout in {lost} call{'s' if lost > 1 else ''}"
-    )
+    kept = f"loses the layout in {lost} calls" if lost else "keeps the layout"
     return "; ".join([*words, f"{kept}, {moved:.1f} % of the step's bytes moved"])
-
-
-# --- the zoo: its table ---------------------------------------------------------------------------
 
 
 def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:
@@ -174,56 +158,53 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
 
     Raises ConfigError: one with other settings, or no table.
     """
-    equal = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")
-    options = {name: getattr(settings, name) for name in equal}  # of all rows
+    options = {name: getattr(settings, name) for name in _EQUAL}
     path.parent.mkdir(parents=True, exist_ok=True)
+    table = {"schema_version": 2, "options": options, "environment": environment, "rows": []}
     if not path.exists():
-        return {"schema_version": 2, "options": options, "environment": environment, "rows": []}
+        return table
     try:
-        table = dict(json.loads(path.read_text(encoding="utf-8")))
-        made_with = table["schema_version"], table["options"], table["environment"]["torch"]
-        is_same = made_with == (2, options, environment["torch"])
+        earlier = dict(json.loads(path.read_text(encoding="utf-8")))
+        torch_then, rows = earlier["environment"]["torch"], earlier["rows"]
     except (OSError, ValueError, KeyError, TypeError):
-        is_same = False
-    if not is_same:
+        earlier, torch_then = {}, None
+    if earlier.get("options") != options or torch_then != environment["torch"]:
         raise ConfigError(
             f"{path}: no table of these settings and this torch: remove it, or choose another out"
         )
-    return table
+    return {**table, "rows": rows}
 
 
 def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
     """Add a row, or replace that of the same model, and write .json and .md."""
     others = [known for known in table["rows"] if known["model"] != row["model"]]
     table["rows"] = sorted([*others, row], key=lambda known: known["model"])
-    options, environment = table["options"], table["environment"]
-    title = f"torch {environment['torch']}, {environment['device_name']}, {options['precision']}"
+    environment, precision = table["environment"], table["options"]["precision"]
+    title = f"torch {environment['torch']}, {environment['device_name']}, {precision}"
     text = (
         f"# channels_last, model by model: {title}\n\n"
         "lost: operators that received channels_last and returned contiguous, with the number of"
-        " calls. moved: bytes moved to change the layout, of all bytes of a training step. GiB:"
-        " contiguous / channels_last.\n\n"
-        f"{markdown_table([_flat(row, options['speed']) for row in table['rows']])}\n"
+        " calls. GiB: contiguous / channels_last.\n\n"
+        f"{markdown_table([_columns(row, table['options']['speed']) for row in table['rows']])}\n"
     )
     write_json(path, table)
     write_text(path.with_suffix(".md"), text)
 
 
-def _flat(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
+def _columns(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
     """The same columns for every row, also for a failed model."""
     audited = row.get("audit", {})
-    flat = {name: row.get(name) for name in ("model", "image_size", "convolutions")}
+    columns = {name: row.get(name) for name in ("model", "image_size", "convolutions")}
     passed = row.get("parity", {}).get("passed")
-    flat["parity"] = {True: "passed", False: "FAILED", None: "not run"}[passed]
-    for column in ("lost_forward", "lost_backward"):
-        flat[column.replace("_", " ")] = ", ".join(
-            f"{name} {count}" for name, count in audited.get(column, {}).items()
-        )
-    flat["moved %"] = audited.get("moved_pct")
+    columns["parity"] = {True: "passed", False: "FAILED", None: "not run"}[passed]
+    for direction in ("forward", "backward"):
+        lost = audited.get(f"lost_{direction}", {}).items()
+        columns[f"lost {direction}"] = ", ".join(f"{name} {count}" for name, count in lost)
     for mode in ("train", "infer") if with_speed else ():
-        speeds, pairs = row.get(mode, {}).get("speeds", []), row.get(mode, {}).get("pairs", [{}])
-        flat[f"{mode} images/s"] = speeds[-1]["images_per_s"] if speeds else None
-        flat[f"{mode} ratio"] = pairs[0].get("ratio")
-        flat[f"{mode} ci95"] = "-".join(f"{bound:.2f}" for bound in pairs[0].get("ci95", []))
-        flat[f"{mode} GiB"] = " / ".join(f"{speed['peak_memory_gib']:.2f}" for speed in speeds)
-    return {**flat, "verdict": row.get("verdict") or f"error: {row.get('error')}"}
+        timed = row.get(mode, {"speeds": [], "pairs": [{}]})
+        (pair,), speeds = timed["pairs"], timed["speeds"]
+        columns[f"{mode} images/s"] = speeds[-1]["images_per_s"] if speeds else None
+        columns[f"{mode} ratio"] = pair.get("ratio")
+        columns[f"{mode} ci95"] = "-".join(f"{bound:.2f}" for bound in pair.get("ci95") or ())
+        columns[f"{mode} GiB"] = " / ".join(f"{speed['peak_memory_gib']:.2f}" for speed in speeds)
+    return {**columns, "verdict": row.get("verdict") or f"error: {row.get('error')}"}

@@ -6,7 +6,6 @@ of ours.
 
 import json
 import random
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from typing import Any
@@ -19,13 +18,13 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.measure.paired import compare_layouts
 from cl_train.measure.parity import check_parity
-from cl_train.models.sources import build_model
 from tests.conftest import CPU_PRECISIONS
 from tests.measure.conftest import unchanged
+from tests.networks import UNet3d
 
 
 class Made(nn.Module):
-    """`run` of this module, which holds `parts`, and of the input."""
+    """`run` of this module, which holds `parts`, and of the arguments."""
 
     def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -45,9 +44,7 @@ def pooled(x: torch.Tensor) -> torch.Tensor:
     return x.mean((2, 3))
 
 
-def features(
-    head: Callable[[torch.Tensor], Any] = pooled, first: nn.Module | None = None
-) -> nn.Module:
+def features(head: Callable[..., Any] = pooled, first: nn.Module | None = None) -> nn.Module:
     """The body, and a function of its feature maps."""
     return Made(lambda model, x: head(model.body(x)), body=first or body())
 
@@ -161,12 +158,8 @@ def rounding(planted: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
 
 def test_float64_decides_about_gradients_that_fp32_rounds() -> None:
     """As in mobileone_s0, where single gradients deviate by 38 % in fp32, and 4e-13 in float64."""
-    inexact = rounding(lambda gradient: 1.4 * gradient)
-    report = check_parity(inexact, image_size=12)
-    assert report.passed and report.times_less_exact is not None
-    assert report.times_less_exact > 100 and "times less exact in fp32" in str(report)
-    permuted = rounding(lambda gradient: gradient.flip(1))
-    report = check_parity(permuted, image_size=12)
+    assert check_parity(rounding(lambda gradient: 1.4 * gradient), image_size=12).passed
+    report = check_parity(rounding(lambda gradient: gradient.flip(1)), image_size=12)
     assert report.passed is False and "in float64 the layouts agree" in report.note
 
 
@@ -181,30 +174,47 @@ def test_one_mode_alone_is_checked_if_asked_for(training: bool) -> None:
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.2, True),
-    "dropout2d": lambda x: F.dropout2d(x, 0.2, True),
     "rand_like": lambda x: x + torch.rand_like(x),
     "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.8),
-    "randn": lambda x: x + torch.randn(x.shape).to(x.dtype),
     "python": lambda x: x * random.random(),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draw", list(DRAWS))
-def test_random_models_agree_and_planted_errors_in_them_are_found(
-    draw: str, precision: str
-) -> None:
-    given: dict[str, Any] = {"image_size": 12, "precision": precision}
-    sound = check_parity(network(wrong(lambda _, x: x, DRAWS[draw])), **given)
-    planted = check_parity(network(wrong(lambda _, x: x * 1.2, DRAWS[draw])), **given)
+def test_random_models_agree_and_planted_errors_in_them_are_found(draw: str) -> None:
+    sound = check_parity(network(wrong(lambda _, x: x, DRAWS[draw])), image_size=12)
+    planted = check_parity(network(wrong(lambda _, x: x * 1.2, DRAWS[draw])), image_size=12)
     assert sound.passed, str(sound)
     assert planted.passed is False and planted.first_divergence == "1 (Made)"
 
 
-ONE_SIZE = nn.Sequential(
-    nn.Conv2d(3, 4, 3, 4), nn.Flatten(), nn.Linear(4 * 32 * 32, 10)
-)  # as a transformer
+conv3d = F.conv3d
+
+
+def wrong_conv3d(*arguments: Any) -> torch.Tensor:
+    """As torch has had it for bf16 in channels_last: other values."""
+    output = conv3d(*arguments)
+    is_converted = output.is_contiguous(memory_format=torch.channels_last_3d)
+    if output.dtype == torch.bfloat16 and is_converted:
+        output = output * torch.linspace(0.5, 1.5, output.shape[-1], dtype=output.dtype)
+    return output
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_wrong_convolution_of_videos_is_found(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_wrong:
+        monkeypatch.setattr(F, "conv3d", wrong_conv3d)
+    torch.manual_seed(0)
+    report = check_parity(UNet3d(10), image_size=(3, 4, 8, 8), batch_size=2, precision="bf16")
+    assert report.passed is not is_wrong
+    assert not is_wrong or "first in down.0 (Conv3d)" in str(report)
+
+
+# As a transformer.
+ONE_SIZE = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.Flatten(), nn.Linear(4 * 32 * 32, 10))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +233,8 @@ def test_small_images_where_the_model_takes_them(
 
 
 OUTSIDE = random.SystemRandom()
+NAN = network(nn.Softplus(beta=float("nan")))
+UNSEEDED = network(wrong(lambda _, x: x, lambda x: x * OUTSIDE.random()))
 
 
 @pytest.mark.parametrize(
@@ -230,12 +242,8 @@ OUTSIDE = random.SystemRandom()
     [
         (nn.Linear(4, 4), {"batch": torch.randn(2, 4)}, "no input and no weight"),
         (nn.Conv2d(1, 1, 1), {"image_size": (1, 8, 8)}, "no input and no weight"),
-        (network(nn.Softplus(beta=float("nan"))), {"image_size": 12}, "nothing that is finite"),
-        (
-            network(wrong(lambda _, x: x, lambda x: x * OUTSIDE.random())),
-            {"image_size": 12},
-            "random numbers",
-        ),
+        (NAN, {"image_size": 12}, "nothing that is finite"),
+        (UNSEEDED, {"image_size": 12}, "random numbers"),
     ],
 )
 def test_a_check_that_could_not_fail_has_not_passed(
@@ -245,27 +253,7 @@ def test_a_check_that_could_not_fail_has_not_passed(
     assert report.passed is None and reason in str(report) and "cannot be checked" in str(report)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["resnet18", "mobilenet_v2", "squeezenet1_1", "mnasnet0_5", "googlenet"]
-)
-def test_models_of_the_zoo_agree(name: str) -> None:
-    torch.manual_seed(0)
-    report = check_parity(build_model(name, num_classes=100), image_size=64)
-    assert report.passed, str(report)
-
-
-class DictOutput(dict):  # type: ignore[type-arg]
-    """As Hugging Face's ModelOutput: keys are attributes too."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-        self.__dict__ = self
-
-
 Output = make_dataclass("Output", ["logits", "hidden"])
-Pair = namedtuple("Pair", ["logits", "aux"])
-ExtraState = type("ExtraState", (Made,), {"get_extra_state": lambda self: {"f": lambda: None}})
 
 
 def segmentation() -> nn.Module:
@@ -295,10 +283,6 @@ def viewing() -> nn.Module:
     return with_head(lambda head, x: head(x.view(len(x), -1)), nn.Linear(8 * 16 * 16, 4))
 
 
-def weight_norm(make: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    return features(first=make(nn.Conv2d(3, 8, 3)))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "logits": features,
     "dict": segmentation,
@@ -306,12 +290,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dict with a wrong entry": segmentation,
     "dict with a loss": segmentation,
     "tuple": lambda: features(lambda x: (pooled(x), x)),
-    "list": lambda: features(lambda x: [x, pooled(x)]),
-    "named tuple": lambda: features(lambda x: Pair(pooled(x), x)),
     "dataclass": lambda: features(lambda x: Output(pooled(x), (x,))),
-    "dict with attributes": lambda: features(lambda x: DictOutput(logits=pooled(x))),
-    "str": lambda: features(lambda x: "cat"),
-    "no tensor": lambda: features(lambda x: None),
     "classes": lambda: features(lambda x: pooled(x).argmax(1)),
     "autoencoder": lambda: nn.Sequential(body(), nn.ConvTranspose2d(8, 3, 3, padding=1)),
     "video": lambda: nn.Sequential(
@@ -323,16 +302,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": lambda: with_head(
         lambda gru, x: gru(x.flatten(2).transpose(1, 2))[0][:, -1], nn.GRU(8, 6, batch_first=True)
     ),
-    "weight_norm, old": lambda: weight_norm(nn.utils.weight_norm),
-    "weight_norm, new": lambda: weight_norm(nn.utils.parametrizations.weight_norm),
-    "spectral_norm": lambda: weight_norm(nn.utils.parametrizations.spectral_norm),
+    "weight_norm, new": lambda: features(
+        first=nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
+    ),
     "complex": lambda: with_head(  # inside and out
         lambda weight, x: torch.fft.fft2(x.float()) * weight,
         nn.Parameter(torch.ones(8, 1, 1) + 0j),
     ),
     # Creates fp32 tensors whatever the model's dtype is: does not run in float64.
     "fp32 only": lambda: with_head(lambda head, x: head(pooled(x).float()), nn.Linear(8, 4)),
-    "own extra state": lambda: ExtraState(lambda model, x: pooled(model.body(x)), body=body()),
     "scripted inside": lambda: features(
         pooled, nn.Sequential(torch.jit.script(body()), nn.Conv2d(8, 8, 3))
     ),
@@ -342,7 +320,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         lambda table, x: pooled(x) + table(pooled(x).argmax(1)), nn.Embedding(8, 8, sparse=True)
     ),
     "dropout": lambda: features(lambda x: pooled(F.dropout(x, 0.5, True))),
-    # The gradient of a bias before BatchNorm is a sum that cancels: only rounding is left of it.
+    # The gradient of a bias before BatchNorm is a sum that cancels: rounding.
     "gradients of zero": lambda: nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
     ),
@@ -357,7 +335,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "dict with a selected entry": {"output": "out"},
     "dict with a wrong entry": {"output": "nosuch"},
     "dict with a loss": {"loss": lambda out: out["out"].square().mean()},
-    "list": {"output": 1},
+    "tuple": {"output": 1},
     "video": {"image_size": (3, 4, 12, 12)},
     "detector": {"batch": ([torch.randn(3, 12, 12), torch.randn(3, 10, 12)],)},
     "two inputs": {"batch": (torch.randn(4, 3, 12, 12), torch.tensor([0, 1, 2, 3]))},
@@ -369,8 +347,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 # Where the layouts do not agree: they differ, or words of the refusal.
 PARITY: dict[str, Any] = {
     "dict with a wrong entry": "aux",
-    "str": "output",
-    "no tensor": "output",
     "classes": "output",
     "reads strides": False,
     "view": False,
@@ -401,14 +377,14 @@ def outcome_of(function: Callable[..., Any], arguments: dict[str, Any], problem:
     return None
 
 
-@pytest.mark.filterwarnings("ignore:.*(torch.jit|quantiz|ao.quantization|lazy|Lazy|weight_norm).*")
+@pytest.mark.filterwarnings("ignore:.*(torch.jit|quantiz|ao.quantization|lazy|Lazy).*")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_parity_and_speed(name: str) -> None:
     build, expected = MODELS[name], PARITY.get(name, True)
     torch.manual_seed(0)
     model, arguments = build(), {"image_size": 12, **ARGUMENTS.get(name, {})}
     state = model.state_dict() if isinstance(expected, bool) else {}
-    before = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+    before = {key: value.clone() for key, value in state.items()}
     if report := outcome_of(check_parity, {"model": model, **arguments}, expected):
         assert report.passed is expected, str(report)
         assert bool(report.first_divergence) is not expected
