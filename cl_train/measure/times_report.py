@@ -36,6 +36,7 @@ class TimedCall:
     # By layout; tensors are on the meta device.
     arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
+    longest_gap_s: float = 0.0  # of `python`: `source` is the operator after it
 
     @property
     def convolution(self) -> str:
@@ -51,8 +52,8 @@ class TimedCall:
         channels = image.shape[1]
         out = weight.shape[1] * groups if is_transposed else weight.shape[0]
         grouped = "depthwise " if 1 < groups == channels else f"{groups} groups, " * (groups > 1)
-        weights = f"{grouped}{kernel}, {channels} to {out} channels"
         dtype = str(image.dtype).removeprefix("torch.")
+        weights = f"{grouped}{kernel}, {channels} to {out} channels"
         return f"{weights}; images {size}, stride {strides}, {dtype}"
 
     @property
@@ -60,11 +61,6 @@ class TimedCall:
         """Whether an image arrives contiguous in the channels_last run: the loss came before it."""
         arguments = self.arguments.get("channels_last", ())
         return any(classify(tensor) == "contiguous" for tensor in tensors_in(arguments))
-
-    @property
-    def is_fault(self) -> bool:
-        """Whether it is no work of the model's."""
-        return self.operator == PYTHON or self.kind == COPY_KIND
 
     def __str__(self) -> str:
         details = "; ".join(filter(None, (self.convolution.partition(";")[0], self.source)))
@@ -76,16 +72,13 @@ class TimedCall:
             place = self.source or "the operator before it"
             return f"remove the copy at {place}, or keep four dimensions"
         if self.operator == PYTHON:
-            place = f" at {self.source}" if self.source else " of the module"
-            return f"this is the Python code{place}, not an operator"
+            return "this is the Python code before that line, not an operator"
         if self.cause:
             return f"it pays for the contiguous gradient that {self.cause} creates"
         if self.gets_contiguous:
             return "it gets a contiguous image: see where channels_last is lost"
-        change = "replace it if it matters"
-        if self.convolution:
-            change = "try another batch_size=, precision= or torch"
-        return f"{change}, or send the program of repro=FILE to PyTorch"
+        settings = "batch_size=, precision= or torch" if self.convolution else "operator"
+        return f"try another {settings}, or send the program of repro=FILE to PyTorch"
 
 
 class Row:
@@ -114,14 +107,12 @@ class Row:
 def _difference(row: Row) -> str:
     """The milliseconds of a row and its call, or its kind with the module that differs most."""
     text = f"{abs(row.difference_ms):.2g} ms in {row.name}"
-    if len(row.calls) > 1:
-        ms = defaultdict[str, float](float)
-        for call in row.calls:
-            ms[call.module or "(top)"] += abs(float(np.median(call.ms[:, 1] - call.ms[:, 0])))
-        text += f" (most in `{max(ms, key=ms.__getitem__)}`)"
-    layout_ms = {"contiguous": row.contiguous_ms, "channels_last": row.channels_last_ms}
-    slow, fast = sorted(layout_ms, key=layout_ms.__getitem__, reverse=True)
-    return text + f", only in {slow}" * (layout_ms[fast] < 0.02 * layout_ms[slow])
+    if len(row.calls) == 1:
+        return text
+    ms = defaultdict[str, float](float)
+    for call in row.calls:
+        ms[call.module or "(top)"] += abs(float(np.median(call.ms[:, 1] - call.ms[:, 0])))
+    return f"{text} (most in `{max(ms, key=ms.__getitem__)}`)"
 
 
 @dataclass
@@ -180,24 +171,21 @@ class OperatorTimes:
         return next(by_itself, (losses or rows)[0])
 
     def main_differences(self, *, is_gain: bool) -> list[Row]:
-        """The three rows by which channels_last saves, or loses, most, and its copies: a call that
-        is a third of its kind's difference, else the kind.
+        """The three rows by which channels_last saves, or loses, most: a call that is a third of
+        its kind's difference, else the kind.
         """
 
-        def counts(row: Row) -> bool:
-            return row.is_gain if is_gain else row.is_loss
+        def counting(rows: list[Row]) -> list[Row]:
+            return [row for row in rows if (row.is_gain if is_gain else row.is_loss)]
 
-        calls = [row for row in self.tables["operators"] if counts(row)]
-        rows: list[Row] = []
+        calls = counting(self.tables["operators"])
+        main: list[Row] = []
         for kind in self.rows(lambda call: call.kind):
             of_kind = [row for row in calls if row.calls[0].kind == kind.name]
             least_ms = abs(kind.difference_ms) / 3
             large = [row for row in of_kind if abs(row.difference_ms) > least_ms]
-            rows += large or [kind] * counts(kind)
-        rows.sort(key=lambda row: -abs(row.difference_ms))
-        copies = [row for row in rows[3:] if row.calls[0].kind == COPY_KIND]
-        least_ms = 0.02 * abs(rows[0].difference_ms) if rows else 0.0
-        return [row for row in rows[:3] if abs(row.difference_ms) > least_ms] + copies[:1]
+            main += large or counting([kind])
+        return sorted(main, key=lambda row: -abs(row.difference_ms))[:3]
 
     def summary(self) -> list[str]:
         """Where channels_last saves and loses time, the step's time, how much the rows explain."""
@@ -227,9 +215,9 @@ class OperatorTimes:
         least_ms = 0.01 * float(np.median(self.step_ms))
         rows = [row for row in self.tables["operators"] if abs(row.difference_ms) > least_ms]
         losses = [row for row in rows if row.is_loss]
-        gains = [row for row in rows if row.is_gain and row.calls[0].is_fault]
+        faults = [row for row in rows if row.is_gain and row.calls[0].kind in (COPY_KIND, "Python")]
         lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
-        for row in gains[:3]:
+        for row in faults[:3]:
             lines.append(f"{row.name} slows the contiguous run: {row.calls[0].remedy()}")
         return lines
 

@@ -47,7 +47,7 @@ def audit(
     if isinstance(precision, str):
         precision = resolve_precision(precision, device)
     scalar_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
-    forward = partial(_forward, model, precision, device, scalar_loss if backward else None)
+    forward = partial(_forward, precision, device, scalar_loss if backward else None)
     dtype = str(images.dtype).removeprefix("torch.")
     described = f"{classify(images)} {dtype} {list(images.shape)}"
     report = LayoutReport(
@@ -60,7 +60,7 @@ def audit(
     )
 
     def step() -> None:
-        if (scalar := forward(batch)) is not None:
+        if (scalar := forward(model, batch)) is not None:
             scalar.backward()
 
     remedy = "check the shape, dtype and device of the batch"
@@ -68,7 +68,7 @@ def audit(
     is_contiguous = classify(images) == model_memory_format(model) == "contiguous"
     with explained, state_restored(model, device):
         if backward and (time_operators is not None or not is_contiguous):
-            refuse_known_crash(model, lambda: forward(batch))
+            refuse_known_crash(model, lambda: forward(model, batch))
         with recording(report):
             step()
         if measure:
@@ -106,10 +106,10 @@ def _first_images(batch: Any) -> torch.Tensor:
 
 
 def _forward(
-    model: nn.Module,
     precision: Precision,
     device: torch.device,
     loss: LossFunction | None,
+    model: nn.Module,
     batch: Any,
 ) -> torch.Tensor | None:
     """The scalar loss; None without `loss` (and gradients), or if all parameters are frozen."""
