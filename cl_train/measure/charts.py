@@ -12,15 +12,14 @@ from cl_train.measure.statistics import Interval
 if TYPE_CHECKING:
     from cl_train.measure.times_report import OperatorTimes
 
-# Of the verdicts: green and purple, distinguishable with a colour vision deficiency (ColorBrewer
-# PRGn).
-COLOURS = dict(
-    faster="#1b7837",
-    slower="#762a83",
-    no_difference="#222222",
-    inconclusive="#808080",
-    not_comparable="#b0b0b0",
-)
+# Green and purple are distinguishable with a colour vision deficiency (ColorBrewer PRGn).
+COLOURS = {
+    "faster": "#1b7837",
+    "slower": "#762a83",
+    "no_difference": "#222222",
+    "inconclusive": "#808080",
+    "not_comparable": "#b0b0b0",
+}
 _TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
@@ -43,56 +42,41 @@ def write_chart(
     Returns False if matplotlib is not installed or there is nothing to draw.
     """
     rows = max(map(len, panels.values()), default=0)
-    row_inches = 0.62 if any(bar.words for bars in panels.values() for bar in bars) else 0.25
+    bars = [bar for panel in panels.values() for bar in panel]
+    row_inches = 0.62 if any(bar.words for bar in bars) else 0.25
     figure = _figure(max(7.5, 4.5 * len(panels)), 1.9 + row_inches * rows, title)
     if not rows or figure is None:
         return False
     # 1 and all ratios; an interval that extends beyond half or twice its ratio is clipped.
-    shown = [bar.interval for bars in panels.values() for bar in bars if bar.interval]
+    shown = [bar.interval for bar in bars if bar.interval]
     low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)]) / 1.15
     high = max([1.25, *(min(one.high, one.ratio * 2) for one in shown)]) * 1.2
-    figure.supxlabel(
-        f"speed of {sides[1]} / speed of {sides[0]} with 95 % interval; hollow: not decided",
-        fontsize=11,
-    )
+    ratio = f"speed of {sides[1]} / speed of {sides[0]} with 95 % interval"
+    figure.supxlabel(f"{ratio}; hollow: not decided", fontsize=11)
     columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (name, bars) in zip(columns, panels.items(), strict=True):
+    for axes, (name, panel) in zip(columns, panels.items(), strict=True):
         axes.set(xscale="log", xlim=(low, high), ylim=(rows - 0.4, -0.6), xlabel=name)
         axes.axvline(1, color="#333333", lw=1.5)
-        for verdict, start, end in (("slower", low, 1.0), ("faster", 1.0, high)):
-            axes.axvspan(start, end, color=COLOURS[verdict], alpha=0.06, lw=0)
-            place = {
-                "xycoords": ("data", "axes fraction"),
-                "ha": "center",
-                "color": COLOURS[verdict],
-            }
-            axes.annotate(f"{sides[1]} is {verdict}", (math.sqrt(start * end), 1.01), **place)
+        axes.axvspan(low, 1, color=COLOURS["slower"], alpha=0.06, lw=0)
+        axes.axvspan(1, high, color=COLOURS["faster"], alpha=0.06, lw=0)
         ticks = [tick for tick in _TICKS if low <= tick <= high]
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.minorticks_off()
-        axes.set_yticks(range(len(bars)), [textwrap.fill(bar.label, 22) for bar in bars])
+        axes.set_yticks(range(len(panel)), [textwrap.fill(bar.label, 22) for bar in panel])
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        for row, bar in enumerate(bars):
-            colour, middle = (
-                COLOURS[bar.verdict],
-                bar.interval.ratio if bar.interval else math.sqrt(low * high),
-            )
+        for row, bar in enumerate(panel):
+            middle = math.sqrt(low * high)
             if bar.interval:
-                hollow = bar.verdict in ("inconclusive", "not_comparable")  # it decides nothing
-                axes.plot(
-                    (max(bar.interval.low, low), min(bar.interval.high, high)),
-                    (row, row),
-                    color=colour,
-                    lw=4,
-                )
-                axes.plot(
-                    middle, row, "o", color=colour, mfc="white" if hollow else colour, mew=2, ms=8
-                )
+                middle = bar.interval.ratio
+                colour = COLOURS[bar.verdict]
+                ends = max(bar.interval.low, low), min(bar.interval.high, high)
+                axes.plot(ends, (row, row), color=colour, lw=4)
+                is_hollow = bar.verdict in ("inconclusive", "not_comparable")
+                fill = "white" if is_hollow else colour
+                axes.plot(middle, row, "o", color=colour, mfc=fill, mew=2, ms=8)
             words = textwrap.fill(bar.words, 62, max_lines=2)
-            axes.text(
-                middle, row - 0.15, words, ha="center", va="bottom", fontsize=9, color="#333333"
-            )
+            axes.text(middle, row - 0.15, words, ha="center", va="bottom", fontsize=9)
     figure.savefig(path)
     return True
 
@@ -116,40 +100,24 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
     if figure is None:
         return False
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
-    kinds = sorted(
-        times.rows(lambda call: call.kind),
-        key=lambda row: -max(row.contiguous_ms, row.channels_last_ms),
-    )
-    stacks = [(row.name, [row]) for row in kinds[:7]] + [("other", kinds[7:])]
-    bottom = (0.0, 0.0)
-    colours = [
-        "#0072b2",
-        "#d55e00",
-        "#009e73",
-        "#e69f00",
-        "#56b4e9",
-        "#cc79a7",
-        "#f0e442",
-        "#bbbbbb",
-    ]
-    for (name, rows), colour in zip(stacks, colours, strict=False):
-        ms = sum(row.contiguous_ms for row in rows), sum(row.channels_last_ms for row in rows)
-        stacked.bar(
-            ("contiguous", "channels_last"), ms, bottom=bottom, label=name, color=colour, width=0.6
-        )
-        bottom = bottom[0] + ms[0], bottom[1] + ms[1]
+    kinds = times.rows(lambda call: call.kind)
+    kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
+    bottom = [0.0, 0.0]
+    for name, rows in [*((row.name, [row]) for row in kinds[:7]), ("other", kinds[7:])]:
+        ms = [sum(row.contiguous_ms for row in rows), sum(row.channels_last_ms for row in rows)]
+        stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, width=0.6)
+        bottom = [below + more for below, more in zip(bottom, ms, strict=True)]
     stacked.set_ylabel("milliseconds of a step, by kind of operator")
-    stacked.legend(
-        reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False
-    )
-    rows = times.tables["modules"][:10]
-    for y, row in enumerate(rows):
+    outside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    stacked.legend(reverse=True, fontsize=8, frameon=False, **outside)
+
+    modules = times.tables["modules"][:10]
+    for y, row in enumerate(modules):
         colour = COLOURS["slower" if row.difference_ms > 0 else "faster"]
-        differences.barh(
-            y, row.difference_ms, color=colour, alpha=1.0 if row.is_loss or row.is_gain else 0.3
-        )
+        alpha = 1.0 if row.is_loss or row.is_gain else 0.3
+        differences.barh(y, row.difference_ms, color=colour, alpha=alpha)
         differences.plot(row.interval_ms, [y, y], color="#333333", lw=1.5)
-    differences.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    differences.set_yticks(range(len(modules)), [row.name for row in modules], fontsize=8)
     differences.invert_yaxis()
     differences.axvline(0, color="#333333", lw=1)
     differences.set_xlabel("ms that channels_last costs more (pale: within noise)")

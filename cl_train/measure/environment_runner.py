@@ -34,49 +34,46 @@ class Measured:
             torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
 
-        model = build_model(request["model"], request["options"])
-        model.load_state_dict(torch.load(request["weights"], weights_only=True))
-        self.model = model.to(self.device).train(self.trains)
+        self.model = build_model(request["model"], request["options"])
+        self.model.load_state_dict(torch.load(request["weights"], weights_only=True))
+        self.model.to(self.device).train(self.trains)
         batch = torch.load(request["batch"], weights_only=True)
         self.images, self.targets = (tensor.to(self.device) for tensor in batch)
         if request["channels_last"]:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 tensor.data = channels_last(tensor.data)
             self.images = channels_last(self.images)
-        self.forward = (
-            torch.compile(self.model, dynamic=False) if request["compile"] else self.model
-        )
+        self.forward: Any = self.model
+        if request["compile"]:
+            self.forward = torch.compile(self.model, dynamic=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=self.dtype == torch.float16, init_scale=1024.0
-        )
+        is_scaled = self.dtype == torch.float16
+        kind = self.device.type
+        self.scaler = torch.amp.GradScaler(kind, enabled=is_scaled, init_scale=1024.0)
 
-    def loss(self) -> torch.Tensor:
+    def logits_and_loss(self, forward: Any) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            logits = logits_of(self.forward(self.images))
-            return torch.nn.functional.cross_entropy(logits, self.targets)
+            logits = forward(self.images)
+            while not isinstance(logits, torch.Tensor):  # the first one of a tuple or a dict
+                logits = next(iter(logits.values())) if isinstance(logits, dict) else logits[0]
+            return logits, torch.nn.functional.cross_entropy(logits, self.targets)
 
     def step(self) -> None:
-        if not self.trains:
-            with torch.no_grad():
-                self.loss()
-            return
-        self.scaler.scale(self.loss()).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(self.trains):
+            _, loss = self.logits_and_loss(self.forward)
+        if self.trains:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def result(self) -> dict[str, Any]:
         """Logits and the norm of every gradient in eval mode, which draws no random number."""
         self.model.eval()
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            logits = logits_of(self.model(self.images))
-            loss = torch.nn.functional.cross_entropy(logits, self.targets)
+        logits, loss = self.logits_and_loss(self.model)
         loss.backward()
-        norms = [
-            0.0 if parameter.grad is None else parameter.grad.double().norm().item()
-            for parameter in self.model.parameters()
-        ]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norms = [gradient.double().norm().item() for gradient in gradients]
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train(self.trains)
         return {"logits": logits.detach().double().flatten().tolist(), "gradient_norms": norms}
@@ -96,12 +93,11 @@ class Measured:
         """Milliseconds of a step that each kind of operator takes by itself, of torch's profiler:
         the median over `steps` steps, so that an interruption does not count.
         """
-        on_gpu = self.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if on_gpu:
+        attribute = "self_cpu_time_total"
+        if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-
+            attribute = "self_device_time_total"
         times_ms: dict[str, list[float]] = {}
         for _ in range(steps):
             with torch.profiler.profile(activities=activities) as profile:
@@ -131,21 +127,14 @@ def build_model(name: str, options: dict[str, Any]) -> torch.nn.Module:
     return torchvision.models.get_model(name, weights=None, num_classes=1000, **options)
 
 
-def logits_of(output: Any) -> torch.Tensor:
-    """The first tensor of an output, which may be a tuple or a dict."""
-    while not isinstance(output, torch.Tensor):
-        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
-    return output
-
-
 def describe() -> dict[str, Any]:
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    has_cuda = torch.cuda.is_available()
     return {
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
         "python": platform.python_version(),
-        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "cudnn": cudnn,
+        "cuda": torch.version.cuda if has_cuda else None,
+        "cudnn": torch.backends.cudnn.version() if has_cuda else None,
         "threads": torch.get_num_threads(),
     }
 
@@ -160,12 +149,10 @@ def main() -> None:
         work = request.pop("do")
         try:
             if work == "prepare":
-                measured = None  # frees the memory of the last one first
                 torch.manual_seed(0)
                 measured = Measured(request)
                 answer: Any = describe()
             else:
-                assert measured is not None
                 answer = getattr(measured, work)(**request)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}

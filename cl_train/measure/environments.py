@@ -12,6 +12,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from cl_train.config.schema import HERE, BenchmarkSettings
 from cl_train.errors import ConfigError
 from cl_train.measure import environment_runner
 from cl_train.measure.statistics import alternate, verdict_of
+from cl_train.measure.timed_step import input_shape, noise
 from cl_train.models import sources as models
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import choose_device
@@ -29,7 +32,7 @@ from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad
 BLOCK_S = 0.3
 # Relative distances above which two environments compute different things. Versions of torch choose
 # other algorithms, so even fp32 differs by rounding; a wrong kernel differs by whole values.
-_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 3e-2, "fp16_o2": 3e-2, "bf16": 1e-1}
+_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 3e-2, "bf16": 1e-1}
 _LEAST_ROUNDS = 4  # two rounds that drift alike look like a difference
 _PROFILED_STEPS = 7
 _SHOWN_OPERATORS = 5
@@ -76,74 +79,64 @@ class Runner:
 
 
 def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -> dict[str, Any]:
-    """Compares this environment (the candidate) with `settings.against` (the baseline).
-
-    Returns a pair with the keys of a sweep's comparison, `versions`, `parity`, and with `time=true`
-    the `operators` that differ most. Raises ConfigError: an environment cannot run the model.
+    """A pair, with the keys of a sweep's comparison: this environment is the candidate,
+    `settings.against` the baseline. Raises ConfigError: an environment cannot run the model.
     """
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision[0], device).name
-    other = parse_environment(settings.against, "against")
-    here = parse_environment([HERE])
+    if precision not in _TOLERANCE:
+        raise ConfigError(f"precision={precision}: against= takes {', '.join(_TOLERANCE)}")
+    environments = parse_environment(settings.against, "against"), parse_environment([HERE])
     with ExitStack() as stack:
         request = stack.enter_context(_files(settings, model, layout, device, precision))
         runners = []
-        for environment in (other, here):
+        for environment in environments:
             runners.append(Runner(environment))
             stack.callback(runners[-1].close)
         versions = [runner.ask("prepare", **request) for runner in runners]
         distance = _distance(*(runner.ask("result") for runner in runners))
-        tolerance = _TOLERANCE[precision]
 
         one_thread = device.type == "cpu" and all(v["threads"] == 1 for v in versions)
         clock = "thread_time" if one_thread else "perf_counter"  # thread time: own time only
         step_s = [runner.ask("block_s", steps=2, clock=clock) for runner in runners]
         steps = max(1, math.ceil(BLOCK_S / max(step_s)))
         load = MachineLoad()
-        blocks = [
-            lambda runner=runner: runner.ask("block_s", steps=steps, clock=clock)
-            for runner in runners
-        ]
-        limit_s = 60.0 if settings.time_limit_s is None else settings.time_limit_s
         done = alternate(
-            blocks,
+            [partial(runner.ask, "block_s", steps=steps, clock=clock) for runner in runners],
             target_ci=settings.target_ci,
-            time_limit_s=limit_s,
+            time_limit_s=60.0 if settings.time_limit_s is None else settings.time_limit_s,
             least_rounds=_LEAST_ROUNDS,
         )
         others_pct = load.others_pct()
-
-        ratio = done.speed_ratios()[1]
-        notes = []
-        verdict = verdict_of(ratio)
-        if distance > tolerance:
-            verdict = "not_comparable"
-            notes.append(f"they compute something else: results differ by {distance:.2g}")
-        elif device.type == "cpu" and not one_thread and (others_pct or 0.0) >= TOO_BUSY_PCT:
-            verdict = "not_comparable"
-            notes.append(f"other processes used {others_pct:.0f} % of the cores")
-        speeds = [settings.batch_size[0] / (sum(b) / len(b)) for b in done.blocks]
-        pair: dict[str, Any] = {
-            "model": model,
-            "layout": layout,
-            "precision": precision,
-            "baseline": other.name,
-            "candidate": here.name,
-            "baseline_images_per_s": round(speeds[0], 2),
-            "candidate_images_per_s": round(speeds[1], 2),
-            **ratio.to_dict(),
-            "verdict": verdict,
-            "notes": notes,
-            "parity": {"relative_distance": distance, "limit": tolerance},
-            "versions": {"baseline": versions[0], "candidate": versions[1]},
-            "others_pct": others_pct,
-            "seconds": round(done.seconds, 1),
-        }
+        operators: dict[str, Any] = {}
         if settings.time:
-            pair["operators"] = _moved_operators(
-                *(runner.ask("operator_ms", steps=_PROFILED_STEPS) for runner in runners)
-            )
-    return pair
+            times_ms = [runner.ask("operator_ms", steps=_PROFILED_STEPS) for runner in runners]
+            operators = {"operators": _moved_operators(*times_ms)}
+
+    notes = []
+    if distance > _TOLERANCE[precision]:
+        notes.append(f"they compute something else: results differ by {distance:.2g}")
+    elif device.type == "cpu" and not one_thread and (others_pct or 0.0) >= TOO_BUSY_PCT:
+        notes.append(f"other processes used {others_pct:.0f} % of the cores")
+    ratio = done.speed_ratios()[1]
+    speeds = [round(settings.batch_size[0] / fmean(times_s), 2) for times_s in done.blocks]
+    return {
+        "model": model,
+        "layout": layout,
+        "precision": precision,
+        "baseline": environments[0].name,
+        "candidate": environments[1].name,
+        "baseline_images_per_s": speeds[0],
+        "candidate_images_per_s": speeds[1],
+        **ratio.to_dict(),
+        "verdict": "not_comparable" if notes else verdict_of(ratio),
+        "notes": notes,
+        "parity": {"relative_distance": distance, "limit": _TOLERANCE[precision]},
+        "versions": {"baseline": versions[0], "candidate": versions[1]},
+        "others_pct": others_pct,
+        "seconds": round(done.seconds, 1),
+        **operators,
+    }
 
 
 @contextmanager
@@ -151,20 +144,17 @@ def _files(
     settings: BenchmarkSettings, name: str, layout: str, device: torch.device, precision: str
 ) -> Iterator[dict[str, Any]]:
     """The request that prepares a model, and the files of weights and batch that it names."""
-    usual_size = 112 if settings.frames else models.usual_image_size(name)
-    size, batch_size = settings.image_size or usual_size, settings.batch_size[0]
-    shape = (batch_size, 3, *([settings.frames] if settings.frames else []), size, size)
+    shape = input_shape(name, settings.image_size, settings.frames)
+    batch_size = settings.batch_size[0]
     torch.manual_seed(0)
-    model = models.build_model(name, num_classes=1000, image_size=size)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(shape, generator=generator)
-    targets = torch.randint(1000, (batch_size,), generator=generator)
+    model = models.build_model(name, num_classes=1000, image_size=shape[-1])
+    targets = torch.randint(1000, (batch_size,))
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), f"{folder}/weights.pt")
-        torch.save((images, targets), f"{folder}/batch.pt")
+        torch.save((noise((batch_size, *shape)), targets), f"{folder}/batch.pt")
         yield {
             "model": name,
-            "options": models.size_options(name, size),
+            "options": models.size_options(name, shape[-1]),
             "weights": f"{folder}/weights.pt",
             "batch": f"{folder}/batch.pt",
             "mode": settings.mode[0],
@@ -185,44 +175,36 @@ def _distance(one: dict[str, list[float]], other: dict[str, list[float]]) -> flo
     return max(d if math.isfinite(d) else math.inf for d in distances)
 
 
-def _moved_operators(
-    baseline_ms: dict[str, float], candidate_ms: dict[str, float]
-) -> list[dict[str, Any]]:
+def _moved_operators(before: dict[str, float], after: dict[str, float]) -> list[dict[str, Any]]:
     """The operators whose own time differs most, in ms per step; the largest difference first.
 
     A difference below 1 % of the step is left out.
     """
-    moved_ms = {
-        name: abs(candidate_ms.get(name, 0.0) - baseline_ms.get(name, 0.0))
-        for name in baseline_ms.keys() | candidate_ms.keys()
-    }
-    least_ms = _LEAST_SHOWN_SHARE * sum(candidate_ms.values())
-    moved = [name for name in moved_ms if moved_ms[name] >= least_ms]
-    names = sorted(moved, key=lambda name: -moved_ms[name])[:_SHOWN_OPERATORS]
-    return [
+    least_ms = _LEAST_SHOWN_SHARE * sum(after.values())
+    rows: list[dict[str, Any]] = [
         {
             "operator": name,
-            "baseline_ms": round(baseline_ms.get(name, 0.0), 3),
-            "candidate_ms": round(candidate_ms.get(name, 0.0), 3),
+            "baseline_ms": round(before.get(name, 0.0), 3),
+            "candidate_ms": round(after.get(name, 0.0), 3),
         }
-        for name in names
+        for name in before.keys() | after.keys()
+        if abs(after.get(name, 0.0) - before.get(name, 0.0)) >= least_ms
     ]
+    rows.sort(key=lambda row: -abs(row["candidate_ms"] - row["baseline_ms"]))
+    return rows[:_SHOWN_OPERATORS]
 
 
 def describe(pair: dict[str, Any]) -> str:
     """The pair as text: versions, speeds, ratio and verdict, notes, operators."""
-    versions = pair["versions"]
     lines = [f"{pair['model']}, {pair['layout']}, {pair['precision']}"]
-    for side in ("baseline", "candidate"):
-        v = versions[side]
+    for side, v in pair["versions"].items():
         cuda = f", CUDA {v['cuda']}, cuDNN {v['cudnn']}" if v["cuda"] else ""
         what = f"torch {v['torch']}, Python {v['python']}, {v['threads']} threads{cuda}"
         lines.append(f"  {pair[f'{side}_images_per_s']:10.1f} images/s  {pair[side]}: {what}")
     low, high = pair["ci95"] or (0.0, math.inf)
-    verdict = pair["verdict"].replace("_", " ")
-    notes = "".join(f"; {note}" for note in pair["notes"])
+    verdict = "; ".join([pair["verdict"].replace("_", " "), *pair["notes"]])
     ratio = f"{pair['ratio']:.3f}x [{low:.3f}, {high:.3f}]"
-    lines.append(f"  this environment is {ratio} as fast: {verdict}{notes}")
+    lines.append(f"  this environment is {ratio} as fast: {verdict}")
     if pair.get("operators") == []:
         lines.append("  no operator differs by 1 % of the step")
     for row in pair.get("operators", []):

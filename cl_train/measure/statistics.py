@@ -1,8 +1,7 @@
-"""Confidence intervals of speed ratios, without torch: of repeated runs (a sweep), and of blocks in
-one process.
+"""Confidence intervals of speed ratios, of repeated runs (a sweep) and of blocks in one process.
 
-docs/comparison.md has their error rates. Both use the log of the speed, which treats a ratio and
-its inverse alike.
+Both use the log of the speed, which treats a ratio and its inverse alike. docs/comparison.md has
+their error rates. No torch here.
 """
 
 import functools
@@ -20,8 +19,7 @@ NO_DIFFERENCE = 0.03  # an interval within this distance of 1 is a verdict: no d
 SMALLEST_DIFFERENCE = 0.01
 
 # Standard deviation of log speed between processes that run the same command: the least that is
-# assumed, however alike a few runs happen to be, and what is assumed of a single run per side,
-# which cannot show it.
+# assumed, however alike a few runs happen to be, and what is assumed of a single run per side.
 SMALLEST_SPREAD = 0.01
 UNKNOWN_SPREAD = 0.05
 LOOK_COST = 0.8
@@ -30,8 +28,7 @@ MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 
 ERROR = 0.05  # of an interval, and of all looks at a growing sweep together
 
-# Rounds after which a benchmark that ends with its verdict looks at it; the end of its time is one
-# more look.
+# After which a benchmark that ends with its verdict looks at it, and once more at its end.
 LOOK_ROUNDS = tuple(4 * 2**power for power in range(7))
 
 
@@ -64,13 +61,8 @@ def student_t(degrees: float, error: float = ERROR) -> float:
     """
     if degrees > 30:  # Abramowitz and Stegun 1964, 26.7.5
         z = statistics.NormalDist().inv_cdf(1 - error / 2)
-        terms = (
-            z,
-            (z**3 + z) / 4,
-            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        )
-        return sum(term / degrees**power for power, term in enumerate(terms))
+        second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+        return z + (z**3 + z) / 4 / degrees + second / degrees**2
 
     # With t = sqrt(degrees) tan(angle) the density is cos(angle) ** (degrees - 1): the angle beyond
     # which a share `error` of its integral over [0, pi / 2] lies.
@@ -92,13 +84,13 @@ def interval_of_runs(
     of repeat k.
 
     Windows of one run are correlated, so the sample is the runs, by their log median: Welch's
-    interval for two means. A sweep that ends as soon as an interval decides looks several times:
-    see `error_of_look`. For one run per side `UNKNOWN_SPREAD` is added to the variance of its
-    windows (of the log medians of four segments, tripled because neighbouring segments are alike).
+    interval for two means. `looks`: see `error_of_look`. For one run per side `UNKNOWN_SPREAD` is
+    added to the variance of its windows (of the log medians of four segments, tripled because
+    neighbouring segments are alike).
     """
     assert len(baseline) == len(candidate) > 0
-    sides = _log_medians(baseline), _log_medians(candidate)
-    count, centre = len(baseline), statistics.fmean(sides[1]) - statistics.fmean(sides[0])
+    centre, sides = _centre(baseline, candidate)
+    count = len(baseline)
     if count > 1:
         half = _half_width(_variances(sides), count, error_of_look(looks))
         return _interval(centre, half, count)
@@ -119,6 +111,14 @@ def error_of_look(looks: int) -> float:
     decides ends it, so that all together err in 5 %: a little under Pocock's constants (1977).
     """
     return ERROR / looks**LOOK_COST
+
+
+def _centre(
+    baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]
+) -> tuple[float, list[list[float]]]:
+    """The log of the ratio, and the log medians of the runs of each side."""
+    sides = [_log_medians(baseline), _log_medians(candidate)]
+    return statistics.fmean(sides[1]) - statistics.fmean(sides[0]), sides
 
 
 def _log_medians(runs: Sequence[Sequence[float]]) -> list[float]:
@@ -156,8 +156,7 @@ def repeats_to_decide(
     """Runs per side, an even number, after which this ratio with this spread has a verdict; None =
     more than `MAX_REPEATS`. Arguments as in `interval_of_runs`.
     """
-    sides = _log_medians(baseline), _log_medians(candidate)
-    centre = statistics.fmean(sides[1]) - statistics.fmean(sides[0])
+    centre, sides = _centre(baseline, candidate)
     variances = [((SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2) ** 2] * 2  # assumed for one run per side
     if len(baseline) > 1:
         variances = _variances(sides)
@@ -197,6 +196,12 @@ class Alternation:
         kept = [[times[2 * n + half] for n in numbers for half in (0, 1)] for times in self.blocks]
         return replace(self, blocks=kept)
 
+    def round_ratios(self, variant: int) -> list[float]:
+        """Speed of a variant / that of the first one in each round; the median ignores outliers."""
+        blocks = zip(self.blocks[0], self.blocks[variant], strict=True)
+        ratios = [first / other for first, other in blocks]
+        return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
+
     def speed_ratios(self) -> list[Interval]:
         """Speed of each variant / speed of the first one: the t interval over the rounds; unbounded
         for one round.
@@ -210,18 +215,6 @@ class Alternation:
                 half = t * statistics.stdev(logs) / math.sqrt(count)
             ratios.append(_interval(statistics.fmean(logs), half, count))
         return ratios
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether every variant has a verdict."""
-        return all(verdict_of(ratio) != "inconclusive" for ratio in self.speed_ratios()[1:])
-
-    def round_ratios(self, variant: int) -> list[float]:
-        """Speed of a variant / that of the first one in each round; the median ignores outliers."""
-        ratios = [
-            first / other for first, other in zip(self.blocks[0], self.blocks[variant], strict=True)
-        ]
-        return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
 
 
 def alternate(
@@ -238,11 +231,11 @@ def alternate(
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or
     time runs out.
 
-    A block runs some steps and returns the seconds per step. At least `least_rounds` are run, also
-    beyond the time limit; with less than `min_rounds` an interval that is narrow by chance would
-    end the measurement too soon.
+    A block runs some steps and returns the seconds per step.
 
     Args:
+        min_rounds: with less, an interval that is narrow by chance would end it too soon.
+        least_rounds: are run also beyond the time limit.
         counting: of a number of rounds, those whose interval counts for the end; None: all.
         until_decided: end after 4, 8, 16 ... rounds instead if every variant has a verdict; the
             intervals are wider, see `error_of_look`.
@@ -259,12 +252,13 @@ def alternate(
         seconds = time.perf_counter() - started_at
         done = Alternation(times, seconds, "target_ci", looks)
         counted = done if counting is None else done.of_rounds(counting(done.rounds))
+        is_look = counted.rounds >= min_rounds
         if until_decided:
-            if counted.rounds in LOOK_ROUNDS and counted.is_decided:
-                return replace(done, stopped_by="verdict")
-        elif counted.rounds >= min_rounds and all(
-            ratio.width <= target_ci for ratio in counted.speed_ratios()[1:]
-        ):
+            is_look = counted.rounds in LOOK_ROUNDS
+        ratios = counted.speed_ratios()[1:] if is_look else []
+        if is_look and until_decided and "inconclusive" not in map(verdict_of, ratios):
+            return replace(done, stopped_by="verdict")
+        if is_look and not until_decided and all(ratio.width <= target_ci for ratio in ratios):
             return done
         rounds = done.rounds - before
         if rounds >= least_rounds and seconds * (rounds + 1) / rounds > time_limit_s:
