@@ -15,6 +15,7 @@ import torch
 
 from cl_train.config.schema import AugmentConfig, DataConfig, LoaderBenchmarkSettings
 from cl_train.data.build import DATA_DIR, ImageData, build_data
+from cl_train.data.loader import DataSettings
 from cl_train.data.sample import ensure_sample
 from cl_train.measure.statistics import alternate
 from cl_train.system.distributed import Dist
@@ -99,7 +100,7 @@ def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
         name="folder", root=settings.root, image_size=settings.image_size, workers=workers
     )
     dist, augment = Dist(0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    data = build_data(cfg, augment, batch_size=settings.batch_size, seed=0, dist=dist)
+    data = build_data(DataSettings(cfg, augment, settings.batch_size, seed=0, dist=dist))
     assert isinstance(data, ImageData)
     loader, epochs = data.train_loader, itertools.count()
 
