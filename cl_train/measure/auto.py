@@ -18,7 +18,13 @@ from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
 from cl_train.config.validation import suggest
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.statistics import verdict_of
-from cl_train.measure.timed_step import CHANNELS_LAST, Workload, workload_of
+from cl_train.measure.timed_step import (
+    CHANNELS_LAST,
+    TimedStep,
+    Workload,
+    measurement_state,
+    workload_of,
+)
 from cl_train.memory_format.layout import (
     CONTIGUOUS,
     CONVOLUTIONS,
@@ -27,14 +33,24 @@ from cl_train.memory_format.layout import (
     Layout,
 )
 from cl_train.step.make import LEARNING_RATE
+from cl_train.system.failures import failure_explained
 from cl_train.system.files import cache_folder, write_json
-from cl_train.system.machine import describe_environment, device_name, release_memory
+from cl_train.system.machine import (
+    available_bytes,
+    describe_environment,
+    device_name,
+    release_memory,
+)
+from cl_train.system.processes import TOO_BUSY_PCT
 
 log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
-SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for warm-up
-IMAGES_PER_THREAD = 2  # of an eager step on a CPU
+SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for finding the batch size and warm-up
+PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
+LEAST_IMAGES = 8  # per step, also where they take longer
+STEPS = 32  # eight rounds of four blocks: what an interval needs
+MARGIN = 0.8  # of the free memory
 # Of a ratio's interval: without a significant difference, a wider one is inconclusive.
 NOISY_WIDTH = 0.2
 
@@ -91,8 +107,8 @@ def choose_memory_format(
     choice is contiguous, with the reason.
 
     Args:
-        batch_size: images per device and step; an eager step on a CPU is measured with at most two
-            for each thread, or eight.
+        batch_size: images per device and step; an eager step on a CPU is measured with as many of
+            them as memory and time allow.
         image_size, precision, device, compile, cuda_graph: as in `compare_layouts`.
         optimizer: one of `OPTIMIZERS` in cl_train/config/schema.py.
         time_limit_s: for warm-up and measurement of an eager model.
@@ -139,33 +155,71 @@ def fastest_layout(
 
 def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
     started_at = time.perf_counter()
-    measured = _affordable(workload)
+    measured = affordable(model, workload, time_limit_s)
     done = benchmark_layouts(model, measured, time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
 
     verdict = verdict_of(done.ratio)  # also on a busy machine, which both layouts meet alike
     layout = CHANNELS_LAST if verdict == "faster" else CONTIGUOUS
-    speed = f"{done.speeds[0].images_per_s:.1f} images/s at batch {done.batch_size}"
-    reason = f"{layout.name}: channels_last is {done.ratio} as fast as contiguous ({speed})"
+    is_cpu = workload.device.type == "cpu"
+    is_busy = is_cpu and (done.others_pct or 0.0) >= TOO_BUSY_PCT
+    is_busy = is_busy or done.verdict == "not_comparable"
     is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
-    is_noisy = is_wide or done.verdict == "not_comparable"
-    if is_noisy:
-        reason += "; the machine is too noisy, so the next run measures again"
+    smaller = _smaller(done.batch_size, measured, workload)
+    speed = f"{done.speeds[0].images_per_s:.1f} images/s{smaller}"
+    reason = f"{layout.name}: channels_last is {done.ratio} as fast as contiguous ({speed})"
+    if is_busy:
+        reason += "; other processes used the cores meanwhile, so the next run measures again"
+    elif is_wide:
+        reason += "; too noisy to decide, so the next run measures again"
     seconds = round(time.perf_counter() - started_at, 2)
-    return Choice(layout, reason, seconds, conclusive=not is_noisy)
+    return Choice(layout, reason, seconds, conclusive=not (is_busy or is_wide))
 
 
-def _affordable(workload: Workload) -> Workload:
-    """Returns `workload`, on a CPU with at most as many images per step as keep its cores busy.
+def _smaller(batch_size: int, measured: Workload, workload: Workload) -> str:
+    """Says what was smaller in the measured step than it is in the run."""
+    micro_steps = measured.settings.accumulate_steps
+    parts = [f"batch {batch_size}"] if batch_size != workload.batch_size else []
+    if micro_steps != workload.settings.accumulate_steps:
+        parts.append(f"accumulate_steps {micro_steps}")
+    return " at " + " and ".join(parts) if parts else ""
 
-    A compiled step has its own batch, for which it would be compiled anew.
+
+def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Workload:
+    """Returns `workload`, on a CPU with as many images per step as memory and time allow.
+
+    First the batch becomes smaller, down to `LEAST_IMAGES`, then the number of micro-steps. A GPU
+    is measured with the run's own batch, as is a compiled step, which cannot be tried cheaply.
     """
-    images = IMAGES_PER_THREAD * max(4, torch.get_num_threads())
     settings = workload.settings
     is_eager_cpu = workload.device.type == "cpu" and not settings.compile
-    if not is_eager_cpu or workload.images_per_step <= images:
+    if not is_eager_cpu or workload.batch is not None or workload.images_per_step <= LEAST_IMAGES:
         return workload
-    settings = replace(settings, accumulate_steps=1)
-    return replace(workload, batch_size=min(images, workload.batch_size), settings=settings)
+    probed = min(PROBED_IMAGES, workload.batch_size)
+    small = replace(settings, accumulate_steps=1, cuda_graph=False)
+    remedy = "if it takes another input, give image_size"
+    with (
+        failure_explained("the model cannot be measured", remedy, memory_too=False),
+        measurement_state(workload),
+    ):
+        probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
+        probe.warm_up()
+        image_s = probe.block_times_s(1)[0] / probed
+        image_bytes = (probe.peak_memory_gib([probe]) * 2**30 - probe.held_bytes()) / probed
+        held_bytes = 2 * probe.held_bytes()
+    available = available_bytes(workload.device)
+
+    def fits(batch_size: int, micro_steps: int) -> bool:
+        is_quick = STEPS * batch_size * micro_steps * image_s <= SHARE_OF_ROUNDS * time_limit_s
+        needed = held_bytes + batch_size * image_bytes
+        return is_quick and (available is None or needed <= MARGIN * available)
+
+    batch_size, micro_steps = workload.batch_size, settings.accumulate_steps
+    while not fits(batch_size, micro_steps) and batch_size > LEAST_IMAGES:
+        batch_size = max(LEAST_IMAGES, batch_size // 2)
+    while not fits(batch_size, micro_steps) and micro_steps > 1:
+        micro_steps //= 2
+    settings = replace(settings, accumulate_steps=micro_steps)
+    return replace(workload, batch_size=batch_size, settings=settings)
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -176,13 +230,13 @@ def _cache_file(model: nn.Module, workload: Workload) -> Path:
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     versions = describe_environment(workload.device)
     machine = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
+    machine.append(device_name(workload.device))
     settings = workload.settings
     same_speed = replace(settings, optim=replace(settings.optim, lr=LEARNING_RATE))
     work = replace(workload, settings=same_speed)
     # The text of the model and the shapes: changed model code is measured anew.
-    facts = (type(model), model, shapes, work, machine, device_name(workload.device))
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    return cache_folder() / f"layout-{digest[:20]}.json"
+    described = repr((6, type(model), model, shapes, work, machine))
+    return cache_folder() / f"layout-{hashlib.sha256(described.encode()).hexdigest()[:20]}.json"
 
 
 def _read(path: Path) -> Choice | None:

@@ -57,8 +57,11 @@ def write_chart(
     for axes, (name, panel) in zip(columns, panels.items(), strict=True):
         axes.set(xscale="log", xlim=(low, high), ylim=(rows - 0.4, -0.6), xlabel=name)
         axes.axvline(1, color="#333333", lw=1.5)
-        axes.axvspan(low, 1, color=COLOURS["slower"], alpha=0.06, lw=0)
-        axes.axvspan(1, high, color=COLOURS["faster"], alpha=0.06, lw=0)
+        for verdict, start, end in (("slower", low, 1.0), ("faster", 1.0, high)):
+            colour = COLOURS[verdict]
+            axes.axvspan(start, end, color=colour, alpha=0.06, lw=0)
+            above = {"xycoords": ("data", "axes fraction"), "ha": "center", "color": colour}
+            axes.annotate(f"{sides[1]} is {verdict}", (math.sqrt(start * end), 1.01), **above)
         ticks = [tick for tick in _TICKS if low <= tick <= high]
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.minorticks_off()

@@ -7,6 +7,7 @@ the recorder's own. Calls of the two layouts are paired by module, operator and 
 """
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from cl_train.measure.statistics import alternate
-from cl_train.measure.time_recorder import Key, TimeRecorder, processor_clock
-from cl_train.measure.times_report import LAYOUTS, OperatorTimes, TimedCall, Times
+from cl_train.measure.time_recorder import Key, LineRecorder, TimeRecorder, processor_clock
+from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedCall, Times
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONTIGUOUS, images_in, model_memory_format
 from cl_train.memory_format.model_call import tensors_in
@@ -121,7 +122,6 @@ def _timed_calls(
         for index in range(len(steps)):  # the warm-up
             block_s(index)
             seconds[index].clear()
-        calls.clear()
         done = alternate(
             [partial(block_s, index) for index in range(len(steps))],
             target_ci=float("inf"),
@@ -129,6 +129,8 @@ def _timed_calls(
             min_rounds=_MAX_ROUNDS,
             least_rounds=_MIN_ROUNDS,
         )
+        if device.type == "cpu":
+            _name_lines(steps, clock, calls)
     for key, call in calls.items():
         # A block may lack a call, which other random numbers have chosen.
         call.ms = _ms_of_rounds([[block.get(key, 0.0) for block in blocks] for blocks in seconds])
@@ -138,6 +140,22 @@ def _timed_calls(
 def _ms_of_rounds(seconds: Sequence[Sequence[float]]) -> Times:
     """The mean of the two blocks that each layout has in a round."""
     return 1000 * np.array(seconds).reshape(len(LAYOUTS), -1, 2).mean(2).T
+
+
+def _name_lines(
+    steps: Sequence[_Step], clock: Callable[[], float], calls: dict[Key, TimedCall]
+) -> None:
+    """Name the line of each module's Python whose time differs most between the layouts."""
+    difference_s = defaultdict[tuple[str, str, str], float](float)
+    for step, layout, sign in zip(steps, LAYOUTS, (-1, 1), strict=True):
+        with LineRecorder(layout, False, clock, {}) as recorder:
+            step.run(recorder.start)
+        for place, seconds in recorder.seconds_of_lines.items():
+            difference_s[place] += sign * seconds
+    for phase, module, line in sorted(difference_s, key=lambda place: abs(difference_s[place])):
+        call = calls.get((phase, module, PYTHON, 0))
+        if call and line:
+            call.source = line
 
 
 def _utilisation(

@@ -68,7 +68,11 @@ class Check:
         errors = (self.channels_last_error, self.contiguous_error, self.allowed_error)
         converted, plain, allowed = (f"{100 * error:.2g} %" for error in errors)
         deviates = f"channels_last deviates {converted} from the reference, contiguous {plain}"
-        return f"{self.what} in {self.computed_in}: {deviates}, the limit is {allowed}"
+        text = f"{self.what} in {self.computed_in}: {deviates}, the limit is {allowed}"
+        is_exact = self.computed_in.startswith(str(torch.float64))
+        if self.is_gradient and not is_exact and not self.failed:
+            text += " (rounding flips the sign of an activation near 0, and its gradient with it)"
+        return text
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class ParityReport:
     worst: Check | None = None  # by error / allowed error
     failed: list[Check] = field(default_factory=list)
     note: str = ""
+    # Median over gradients (or outputs) of channels_last's error / contiguous's, in `precision`.
+    times_less_exact: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, of the failed checks the first ten."""
@@ -94,7 +100,11 @@ class ParityReport:
         if self.passed is None:
             text = "cannot be checked"
         elif self.passed:
-            text = f"the layouts agree; nearest to the limit: {self.worst}"
+            text = "the layouts agree; "
+            if self.times_less_exact is not None and self.times_less_exact >= 1.5:
+                times = f"{self.times_less_exact:.2g} times"
+                text += f"channels_last is {times} less exact in {self.precision}; "
+            text += f"nearest to the limit: {self.worst}"
         elif not self.failed:
             text = f"channels_last fails, and contiguous does not: {self.first_divergence}"
         else:
@@ -234,7 +244,18 @@ def _compare_layouts(
         "worst": max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0)),
         "failed": failed,
         "note": "; ".join(notes),
+        "times_less_exact": _times_less_exact(visible),
     }
+
+
+def _times_less_exact(checks: list[Check]) -> float | None:
+    gradients = [check for check in checks if check.is_gradient]
+    ratios = [
+        check.channels_last_error / check.contiguous_error
+        for check in gradients or checks
+        if check.contiguous_error > 0 and math.isfinite(check.channels_last_error)
+    ]
+    return statistics.median(ratios) if ratios else None
 
 
 def _limit(kind: str, contiguous_error: float, precision: Precision) -> float:

@@ -1,14 +1,17 @@
-"""Times the operators of a step, and what runs between them."""
+"""Times the operators of a step, what runs between them, and the lines of code of that."""
 
 import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import median
 from sys import _getframe
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,7 +21,9 @@ from torch.utils._pytree import tree_map_only
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
+from cl_train.system.failures import TORCH, short_path
 
+_PACKAGE = str(Path(__file__).parents[1])
 # This quantile of the times between two events is the recorder's own: few modules compute there.
 _USUAL = 0.75
 # 0.2 to 0.3 ms of a GPU: the host needs less to launch an operator and the event after it.
@@ -55,8 +60,8 @@ class TimeRecorder(OriginRecorder):
         self._phase, self._module = "forward", ""  # what runs
         self._spans: list[tuple[Key, Any, Any]] = []
         self._seen: Counter[tuple[str, str, str]] = Counter()
-        # By phase and event at the end: module, seconds and the line of the operator at the end.
-        self._gaps = defaultdict[tuple[str, str], list[tuple[str, float, str]]](list)
+        # By phase and event at the end: modules and seconds.
+        self._gaps = defaultdict[tuple[str, str], list[tuple[str, float]]](list)
         self._watched: set[Any] = set()  # autograd nodes of the modules' outputs
         self._last = clock()
 
@@ -73,42 +78,39 @@ class TimeRecorder(OriginRecorder):
         for key, span_s in spans_s.items():
             seconds_of[key] = max(0.0, span_s - recording_s)
         for (phase, _), gaps in self._gaps.items():
-            usual = float(np.quantile([seconds for _, seconds, _ in gaps], _USUAL))
-            for module, seconds, source in gaps:
+            usual = float(np.quantile([seconds for _, seconds in gaps], _USUAL))
+            for module, seconds in gaps:
                 key = (phase, module, PYTHON, 0)
-                call = self._calls.setdefault(key, TimedCall(PYTHON, phase, module, "Python"))
-                if seconds > call.longest_gap_s:
-                    call.longest_gap_s, call.source = seconds, source
+                self._calls.setdefault(key, TimedCall(PYTHON, phase, module, "Python"))
                 seconds_of[key] += max(0.0, seconds - usual)
         return seconds_of
 
-    def _close(self, event: str, now: float, source: str = "") -> None:
+    def _close(self, event: str) -> None:
         """The time since the last event belongs to the module that runs; in the update to none."""
         if not self._is_gpu and self._phase != "update":
-            gap = (self._module, now - self._last, source)
-            self._gaps[self._phase, event].append(gap)
+            self._gaps[self._phase, event].append((self._module, self._clock() - self._last))
 
     def _go_on(self, module: str) -> None:
         self._module, self._last = module, self._clock()
 
     def start(self, phase: str) -> None:
         """A part of the step begins: forward, backward or update."""
-        self._close("operator", self._clock())
+        self._close("operator")
         self._phase = phase
         self._go_on("")
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        self._close("enter", self._clock())
+        self._close("enter")
         super().enter(module, inputs)
         self._go_on(self.running[-1][0])
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._close("leave", self._clock())
+        self._close("leave")
         name, _ = self.running[-1]
 
         def enter_backward(gradient: torch.Tensor) -> None:
             """The gradient is complete: the module's backward pass begins."""
-            self._close("enter", self._clock())
+            self._close("enter")
             self._go_on(name)
 
         super().leave(module, inputs, output)
@@ -122,10 +124,9 @@ class TimeRecorder(OriginRecorder):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        now = self._clock()
+        self._close("operator")
         kwargs = kwargs or {}
         origin = self.origin(_getframe(1))
-        self._close("operator", now, origin.source)
         module = origin.module
         if origin.module_type == "Parameter":  # which accumulates its gradient
             module = module.rpartition(".")[0]
@@ -161,6 +162,57 @@ class TimeRecorder(OriginRecorder):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class LineRecorder(TimeRecorder):
+    """Attributes the time between operators to the lines of the model's code.
+
+    Tracing each line takes time, so the times are for comparison only.
+    """
+
+    seconds_of_lines: defaultdict[tuple[str, str, str], float]  # by phase, module and line
+
+    def __enter__(self) -> Self:
+        self.seconds_of_lines = defaultdict(float)
+        self._line = ""
+        self._tracing_before = sys.gettrace()
+        entered = super().__enter__()
+        sys.settrace(self._trace)
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        sys.settrace(self._tracing_before)
+        super().__exit__(*error)
+
+    def _close(self, event: str) -> None:
+        place = (self._phase, self._module, self._line)
+        self.seconds_of_lines[place] += self._clock() - self._last
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Called by Python for each function, and for each line of those of the model's code."""
+        if not _is_models_code(frame.f_code.co_filename):
+            return None
+        self._close("line")
+        self._line = _models_line(frame.f_back if event == "return" else frame)
+        self._go_on(self._module)
+        return self._trace
+
+
+def _models_line(frame: FrameType | None) -> str:
+    """file:line of the innermost frame of the model's code, above those of this package."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        if _is_models_code(path := frame.f_code.co_filename):
+            return f"{short_path(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _is_models_code(path: str) -> bool:
+    """Not that of torch, of this package, or of Python's library."""
+    if path.startswith((TORCH, _PACKAGE, "<")):
+        return False
+    return "site-packages" in path or not path.startswith(str(Path(os.__file__).parent))
 
 
 def _has_other_strides(copied: torch.Tensor, result: torch.Tensor) -> bool:

@@ -36,7 +36,6 @@ class TimedCall:
     # By layout; tensors are on the meta device.
     arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
-    longest_gap_s: float = 0.0  # of `python`: `source` is the operator after it
 
     @property
     def convolution(self) -> str:
@@ -72,7 +71,8 @@ class TimedCall:
             place = self.source or "the operator before it"
             return f"remove the copy at {place}, or keep four dimensions"
         if self.operator == PYTHON:
-            return "this is the Python code before that line, not an operator"
+            place = f" at {self.source}" if self.source else " of the module"
+            return f"this is the Python code{place}, not an operator"
         if self.cause:
             return f"it pays for the contiguous gradient that {self.cause} creates"
         if self.gets_contiguous:
@@ -171,8 +171,8 @@ class OperatorTimes:
         return next(by_itself, (losses or rows)[0])
 
     def main_differences(self, *, is_gain: bool) -> list[Row]:
-        """The three rows by which channels_last saves, or loses, most: a call that is a third of
-        its kind's difference, else the kind.
+        """The three rows by which channels_last saves, or loses, most, and its copies: a call that
+        is a third of its kind's difference, else the kind.
         """
 
         def counting(rows: list[Row]) -> list[Row]:
@@ -185,7 +185,9 @@ class OperatorTimes:
             least_ms = abs(kind.difference_ms) / 3
             large = [row for row in of_kind if abs(row.difference_ms) > least_ms]
             main += large or counting([kind])
-        return sorted(main, key=lambda row: -abs(row.difference_ms))[:3]
+        main.sort(key=lambda row: -abs(row.difference_ms))
+        copies = [row for row in main[3:] if row.calls[0].kind == COPY_KIND]
+        return main[:3] + copies[:1]
 
     def summary(self) -> list[str]:
         """Where channels_last saves and loses time, the step's time, how much the rows explain."""

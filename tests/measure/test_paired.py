@@ -306,14 +306,6 @@ def test_what_could_change_the_answer_is_measured_anew(
     assert choose(network()).cached
 
 
-def test_an_eager_step_on_a_cpu_has_no_more_images_than_keep_its_cores_busy(
-    benchmark: Mock,
-) -> None:
-    for changes, size in (({}, 8), ({"batch_size": 6}, 6), ({"compile": True}, 256)):
-        choose(network(), **({"batch_size": 256} | changes))
-        assert benchmark.call_args.args[1].batch_size == size
-
-
 def test_a_cache_that_is_damaged_or_cannot_be_written(
     benchmark: Mock, tmp_path: Path, monkeypatch: Patch, caplog: Any
 ) -> None:
