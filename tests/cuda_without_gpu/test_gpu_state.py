@@ -17,19 +17,18 @@ from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.networks import small
 
-CPU = torch.device("cpu")
+USUAL = "1980, 1980, 45, 612.30, 0x0000000000000000"
+SLOWED = "1005, 1980, 87, 500.00, 0x0000000000000040"
 
 
-def state_of(
-    monkeypatch: pytest.MonkeyPatch, state: str | None, pids: str | None = "7"
-) -> dict[str, Any] | None:
+def state_of(state: str | None, pids: str | None = "7") -> dict[str, Any] | None:
     def answer(command: list[str]) -> str | None:
         assert command[:2] == ["nvidia-smi", "--id=GPU-0a"]
         return pids if "compute-apps" in command[2] else state
 
-    properties = SimpleNamespace(uuid="0a")
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "_output_of", answer)
+        properties = SimpleNamespace(uuid="0a")
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return gpu_state(CUDA)
 
@@ -37,24 +36,25 @@ def state_of(
 @pytest.mark.parametrize(
     ("state", "pids", "problem"),
     [
-        ("1980, 1980, 45, 612.30, 0x0000000000000000", "7", None),
-        ("1400, 1980, 60, 700.00, 0x0000000000000004", "", None),  # its power limit is usual
-        ("1005, 1980, 87, 500.00, 0x0000000000000040", "7", "slowed the GPU to 1005 MHz"),
-        ("1980, 1980, 45, 612.30, 0x0000000000000000", "7\n8\n9", "2 other processes"),
-        ("[N/A], 1980, 45, 612.30, 0x0000000000000000", "7", None),
+        (USUAL, "7", None),
+        ("1400, 1980, 60, 700.00, 0x4", "", None),  # its power limit is usual
+        (SLOWED, "7", "slowed the GPU to 1005 MHz"),
+        (USUAL, "7\n8\n9", "2 other processes"),
+        ("[N/A], 1980, 45, 612.30, 0x0", "7", None),
         (None, None, None),
     ],
 )
 def test_heat_and_other_processes_are_problems(
-    state: str | None, pids: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
+    state: str | None, pids: str | None, problem: str | None
 ) -> None:
-    found = state_of(monkeypatch, state, pids)
-    assert (found is None) == (state is None or "N/A" in state) and gpu_state(CPU) is None
+    found = state_of(state, pids)
+    assert (found is None) == (state is None or "N/A" in state)
     assert (problem or "None") in str(problem_of_gpu(found))
+    assert gpu_state(torch.device("cpu")) is None
 
 
 def test_a_shared_gpu_makes_a_comparison_untrusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = state_of(monkeypatch, "1980, 1980, 45, 612.30, 0x0", "7\n8")
+    shared = state_of(USUAL, "7\n8")
     monkeypatch.setattr(paired, "gpu_state", lambda device: shared)
     done = paired.compare_layouts(small(3), 4, image_size=16, target_ci=9.0, time_limit_s=0.0)
     assert done.verdict == "not_comparable" and "1 other processes used the GPU" in str(done)
@@ -64,12 +64,11 @@ def test_a_shared_gpu_makes_a_comparison_untrusted(monkeypatch: pytest.MonkeyPat
 def test_a_run_records_it_and_its_first_step(
     train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slowed = state_of(monkeypatch, "1005, 1980, 87, 500.00, 0x40")
+    slowed = state_of(SLOWED)
     monkeypatch.setattr(loop, "gpu_state", lambda device: slowed)
     run = train("log_to=[]", "epochs=1")
-    summary = run.summary
-    assert summary["first_step_s"] >= 0
-    assert summary["gpu"]["is_slowed"] and summary["reserved_memory_gib"] is None
-    runs = [read_run(run.folder)] * 2
-    obstacles = list(verdict._obstacles(*([each] for each in runs), "channels_last", ("a", "b")))
+    assert run.summary["gpu"]["is_slowed"] and run.summary["reserved_memory_gib"] is None
+    assert run.summary["first_step_s"] >= 0
+    runs = [read_run(run.folder)]
+    obstacles = list(verdict._obstacles(runs, runs, "channels_last", ("a", "b")))
     assert any("slowed the GPU" in obstacle for obstacle in obstacles)
