@@ -47,7 +47,7 @@ RUN = ("device=cuda", "precision=fp16", "channels_last=true", "optim.lr=0.1")
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Equal kernels for equal work, so that paths can be compared bit by bit."""
+    """Paths are compared bit by bit."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     with kernel_selection(tf32=False, autotune=False):
@@ -245,7 +245,7 @@ def test_static_graph_ddp_trains_like_one_process(
 
 
 def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(image_folder: Path) -> None:
-    """As the CPU without workers: forks write page-locked slots, copies overlap with them."""
+    """Forks write page-locked slots, and copies overlap with them."""
     words = {"name": "folder", "root": str(image_folder), "image_size": 64, "batch_size": 16}
     forked = {"workers": 3, "prefetch": 1, "device": SINGLE.device}
     cuda = DeviceFormat(SINGLE.device, torch.float32, CHANNELS_LAST)
