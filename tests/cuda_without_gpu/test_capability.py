@@ -11,8 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, ZooSettings
 from cl_train.config.validation import load
+from cl_train.measure import suite
 from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed
 from cl_train.system.distributed import choose_device
@@ -123,3 +124,16 @@ def test_forks_can_use_cuda_if_imports_do_not(imports: str, is_bad: bool) -> Non
     program = f"{imports}\n{fork}\nos._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == is_bad, done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a user's packages import may ask for a device."""
+    context = Mock()
+    context.Pipe.return_value = receiver, _ = Mock(), Mock()
+    receiver.recv.return_value = {}
+    monkeypatch.setattr(suite.multiprocessing, "get_context", lambda name: context)
+    suite.row_from_child("resnet18", ZooSettings(device=device))
+    context.set_forkserver_preload.assert_called_once_with(["torch"])

@@ -5,6 +5,7 @@ NCCL would wait for it for ever. DDP and process groups as on GPUs.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -59,19 +60,17 @@ def destroyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return alive
 
 
-@pytest.mark.parametrize("fault", [RuntimeError("an illegal memory access"), KeyboardInterrupt()])
 def test_no_graph_is_left_though_a_traceback_refers_to_it(
-    train: Callable[..., Run], destroyed: list[int], monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any, fault: BaseException,
-) -> None:  # fmt: skip
+    train: Callable[..., Run], destroyed: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     referred: list[Graph] = []
 
     def fail(*arguments: Any) -> None:
         referred.extend(Graph.alive)
-        raise fault
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(active_run, "console_line", fail)
-    with pytest.raises(type(fault)):
+    with pytest.raises(KeyboardInterrupt):
         train(*WORDS.split(), folder=tmp_path)
     assert len(referred) == 1 and destroyed == [0], "recorded before the fault"
     assert Run(tmp_path, 1).summary["status"] == "failed"

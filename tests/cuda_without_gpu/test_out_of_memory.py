@@ -1,11 +1,8 @@
-"""Every message of torch that means "out of memory", and what a run does: one line, and the memory
-is released.
-"""
+"""Every message of torch that means "out of memory", and what becomes of it."""
 
 import gc
 import weakref
-from collections.abc import Callable
-from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +12,9 @@ from cl_train.data.device import DeviceFormat
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import BY_NAME
 from cl_train.system.machine import is_out_of_memory
-from cl_train.training.build import try_model
+from cl_train.training import build
 from cl_train.training.console import describe_failure
 from cl_train.training.state import TrainingFault
-from tests import networks
-from tests.conftest import Run
 from tests.networks import small
 
 FULL = (
@@ -55,46 +50,22 @@ def test_each_message_is_understood_and_described_in_one_line() -> None:
     assert [error for error in OTHERS if is_out_of_memory(error)] == []
 
 
-class Limited(nn.Module):
-    """Is out of memory above a number of images; remembers its activations weakly."""
-
-    def __init__(self, most: int = 0) -> None:
-        super().__init__()
-        self.network = small(3)
-        self.most = most
-        self.held: list[weakref.ref[torch.Tensor]] = []
+class Full(nn.Module):
+    """Remembers its activations weakly."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         activations = images * 2
-        self.held.append(weakref.ref(activations))
-        if len(images) > self.most:
-            raise torch.OutOfMemoryError(FULL)
-        return torch.as_tensor(self.network(activations))
-
-    def is_released(self) -> bool:
-        gc.collect()
-        return all(reference() is None for reference in self.held)
+        self.held = weakref.ref(activations)
+        raise torch.OutOfMemoryError(FULL)
 
 
-def test_the_trial_step_names_the_batch() -> None:
-    model = Limited()
+def test_the_trial_step_names_the_batch_and_memory_is_released() -> None:
+    model = nn.Sequential(small(3), Full())
     form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
-    with pytest.raises(TrainingFault, match=r"batch_size=2: out of memory.*batch_size=auto"):
-        try_model(model, StepSettings(BY_NAME["fp32"]), form, (2, 3, 16, 16), 3)
-    assert model.is_released() and all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_step_ends_the_run_in_one_line(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Not the trial, which has fewer images here."""
-    model = Limited(2)
-    monkeypatch.setattr(networks, "small", lambda num_classes: model)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        train("log_to=[]", folder=tmp_path)
-    said = describe_failure(caught.value) or ""
-    assert said.startswith(f"out of memory: {FULL}") and "\n" not in said
-    del caught
-    assert "out of memory" in (tmp_path / "train.log").read_text()
-    assert Run(tmp_path, 1).summary["status"] == "failed"
-    assert model.is_released()
+    with (
+        patch.object(build.models, "copy_model", lambda model: model),
+        pytest.raises(TrainingFault, match=r"batch_size=2: out of memory.*batch_size=auto"),
+    ):
+        build.try_model(model, StepSettings(BY_NAME["fp32"]), form, (2, 3, 16, 16), 3)
+    gc.collect()
+    assert model[1].held() is None
