@@ -43,7 +43,7 @@ class StubRecorder(Recorder):
 
 
 @pytest.fixture
-def destroyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def destroyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many graphs are alive each time that a run leaves its process group."""
     alive: list[int] = []
     processes = loop.processes
@@ -57,7 +57,8 @@ def destroyed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(loop, "processes", counted)
     monkeypatch.setattr(build, "Recorder", StubRecorder)
     Graph.alive.clear()
-    return alive
+    yield alive
+    cuda_graph._recorded.clear()
 
 
 def test_no_graph_is_left_though_a_traceback_refers_to_it(
