@@ -13,7 +13,7 @@ import torch
 
 from cl_train.config.schema import ConfigError, ZooSettings
 from cl_train.config.validation import load
-from cl_train.measure import suite
+from cl_train.measure import zoo
 from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed
 from cl_train.system.distributed import choose_device
@@ -134,6 +134,6 @@ def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(
     context = Mock()
     context.Pipe.return_value = receiver, _ = Mock(), Mock()
     receiver.recv.return_value = {}
-    monkeypatch.setattr(suite.multiprocessing, "get_context", lambda name: context)
-    suite.row_from_child("resnet18", ZooSettings(device=device))
+    monkeypatch.setattr(zoo.multiprocessing, "get_context", lambda name: context)
+    zoo.row_from_child("resnet18", ZooSettings(device=device))
     context.set_forkserver_preload.assert_called_once_with(["torch"])
