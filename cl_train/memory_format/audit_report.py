@@ -157,7 +157,7 @@ class LayoutReport:
                 "advice": first.advice(),
             }
             rows.append(row)
-        return rows
+        return sorted(rows, key=lambda row: -float(row["% of bytes"]))
 
     def notes(self) -> list[str]:
         """What is paid for contiguous tensors that no loss made, the most expensive first."""
@@ -215,7 +215,7 @@ class LayoutReport:
         }
 
     def __str__(self) -> str:
-        totals = ", ".join(f"{number} {outcome}" for outcome, number in self.totals.items())
+        totals = [f"{number} {outcome}" for outcome, number in self.totals.items() if number]
         moved = ""
         if self.moved_bytes:
             moved = f"; conversions move {self.moved_pct:.1f} % of the step's bytes"
@@ -224,7 +224,7 @@ class LayoutReport:
             *(self.times.conclusions() if self.times else ()),
             self.headline(),
             f"{self.model} ({self.model_memory_format}), input {self.input}, {where}",
-            f"operator calls: {totals}{moved}",
+            f"operator calls: {', '.join(totals)}{moved}",
             *(f"- {line}" for line in self.notes()),
         ]
         for rows, title in ((self.losses(), "losses"), (self.compiled, "compiled graphs")):
