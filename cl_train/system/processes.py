@@ -260,7 +260,7 @@ class StopRequest:
     """
 
     def __init__(self, *, ends_process: bool = True) -> None:
-        self._ends_process = ends_process
+        self.ends_process = ends_process
         self._save = False
         self._stopped_at = 0.0
         self.stop: int | None = None  # the signal that requested the stop
@@ -301,7 +301,7 @@ class StopRequest:
             if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                 again = "Ctrl-C again exits without saving"
                 os.write(2, f"\nstopping: the run is saved after this step; {again}\n".encode())
-        elif not self._ends_process:
+        elif not self.ends_process:
             if signum == signal.SIGINT:
                 raise KeyboardInterrupt
         elif signum == signal.SIGINT or now - self._stopped_at >= _SAME_REQUEST_S:

@@ -6,7 +6,6 @@ the compiled graph in the other layout (pytorch/pytorch#47163).
 """
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -55,6 +54,7 @@ from cl_train.system.machine import (
     describe_out_of_memory,
     is_out_of_memory,
 )
+from cl_train.training.console import is_importable
 from cl_train.training.state import TrainingFault, TrainState
 
 log = logging.getLogger(__name__)
@@ -206,8 +206,7 @@ def try_run(
             try_model(model, settings, batch_format, shape, num_classes)
     if report.of("lost"):
         audit = f"cl-train audit model={cfg.model} data.image_size={size}"
-        module = sys.modules.get(cfg.model.partition(":")[0])
-        if module is not None and module.__spec__ is None:  # no other process can import it
+        if not is_importable(cfg.model):
             audit = "cl_train.audit(model, images)"
         log.info("%s; where and why: %s", report.headline(), audit)
 

@@ -119,7 +119,21 @@ def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterato
             more = f"hydra.run.dir={folder} resume=auto"
             yield f"saved: {newest.name}; to continue, repeat the command with {more}"
     elif summary["train"]["loss"] is not None and not (folder.parent / "sweep.json").is_file():
-        yield f"curves: tensorboard --logdir {shlex.quote(str(folder))}"
-        words = [f"config={folder}", *(f"{key}={value}" for key, value in code_named(cfg).items())]
-        compared = "-m channels_last=true,false repeats=4"
-        yield f"to compare the layouts: {train_program()} {compared} {shlex.join(words)}"
+        if "tensorboard" in cfg.log_to:  # which names a run by its path below logdir
+            yield f"curves of {folder.name}: tensorboard --logdir {shlex.quote(str(folder.parent))}"
+        yield f"to compare the layouts: {_comparing_command(folder, cfg)}"
+
+
+def _comparing_command(folder: Path, cfg: Config) -> str:
+    code = code_named(cfg)
+    if not all(map(is_importable, code.values())):
+        return f"cl_train.compare_layouts(model, batch_size={cfg.batch_size})"
+    words = [f"config={folder}", *(f"{key}={value}" for key, value in code.items())]
+    return f"{train_program()} -m channels_last=true,false repeats=4 {shlex.join(words)}"
+
+
+def is_importable(code: str) -> bool:
+    """Whether another process can import `package.module:function`, or a list with such names."""
+    modules = (name.partition(":")[0] for name in code.strip("[]").split(","))
+    known = [sys.modules[name] for name in modules if name in sys.modules]
+    return all(module.__spec__ is not None for module in known)

@@ -115,7 +115,7 @@ def set_up(
         checkpoints.check()
     progress = starting_point(checkpoints, plan, folder)
     check_ranks_agree({"step": progress.step, "epoch": progress.epoch}, dist)
-    saves = handles_signals() and not cfg.evaluate_only
+    saves = handles_signals() and signals.ends_process and not cfg.evaluate_only
     hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if saves else ""
     log.info("run folder: %s%s", folder, hint)
 

@@ -31,10 +31,6 @@ LAST_RECORDS_S = 30.0  # the end of a run waits this long for trackers that are 
 # TensorBoard sorts the groups of its charts by name: what is looked at first comes first.
 _FIRST = ("train/loss", "train/top1", "train/top5", "train/images_per_s")
 _NO_RESULTS = ("step", "time", "warmup", "world_size", "images")
-_CHARTS = {
-    "loss in training and validation": ["Multiline", ["^train/loss$", "^val/loss$"]],
-    "top-1 in training and validation, %": ["Multiline", ["^train/top1$", "^val/top1$"]],
-}
 _HPARAMS = (
     "model",
     "channels_last",
@@ -192,7 +188,12 @@ def tensorboard(records: Iterator[Record]) -> None:
     writer: Any = SummaryWriter(start["folder"], purge_step=start["step"] + 1)
     settings = "\n".join(f"    {key}: {value}" for key, value in start["config"].items())
     writer.add_text("config", settings)
-    writer.add_custom_scalars({"a run": _CHARTS})
+    loss = f"loss in training ({start['config']['loss']}) and validation (plain cross-entropy)"
+    charts = {
+        loss: ["Multiline", ["^train/loss$", "^val/loss$"]],
+        "top-1 in training and validation, %": ["Multiline", ["^train/top1$", "^val/top1$"]],
+    }
+    writer.add_custom_scalars({"a run": charts})
     for record in records:
         for tag, value in metrics_of(record, start).items():
             is_vital = tag.startswith("train/") and tag not in _FIRST

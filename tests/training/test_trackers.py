@@ -123,6 +123,8 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     time.sleep(1.1)  # the name of an event file has whole seconds
     train(*words, "resume=auto", folder=done.folder)
     assert [path.name for path in done.folder.iterdir() if path.is_dir()] == ["checkpoints"]
+    log = (done.folder / "train.log").read_text()
+    assert f"curves of {done.folder.name}: tensorboard --logdir {done.folder.parent}\n" in log
     events = EventAccumulator(str(done.folder), purge_orphaned_data=True).Reload()
     tags = events.Tags()
     groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags["scalars"])))
@@ -132,6 +134,8 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert tags["images"] == []
     assert {"config/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
+    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"training (cross_entropy)" in layout
     assert "_hparams_/session_start_info" in events.summary_metadata
     assert events.Scalars("whole_run/top1")[0].value == pytest.approx(done.summary["val"]["top1"])
 
