@@ -7,12 +7,14 @@ one runs beside a process that keeps one core busy.
 """
 
 import json
+import math
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +39,20 @@ class Settings:
     out: str | None = setting(None, "JSON file to write")
 
 
+def busy() -> None:
+    while True:
+        math.sqrt(2.0)
+
+
 @contextmanager
 def busy_process() -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    process = multiprocessing.Process(target=busy, daemon=True)
+    process.start()
     try:
         yield
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def sweep(folder: Path) -> dict[str, Any]:
@@ -73,9 +81,11 @@ def main(words: list[str]) -> int:
         taken_s = time.monotonic() - started_at
         if number and taken_s * (number + 1) / number > settings.time_limit_s:
             break
-        beside = "a busy process" if number % 2 else "nothing"
-        with busy_process() if number % 2 else nullcontext():
-            sweeps.append({"beside": beside, **sweep(work / str(number))})
+        if number % 2:
+            with busy_process():
+                sweeps.append({"beside": "a busy process", **sweep(work / str(number))})
+        else:
+            sweeps.append({"beside": "nothing", **sweep(work / str(number))})
         print(f"{number}: {sweeps[-1]}", flush=True)
         if settings.out:
             write_json(Path(settings.out), measured(settings, torch.device("cpu"), sweeps=sweeps))
