@@ -41,8 +41,8 @@ def wrong_values(item: Setting) -> Iterator[str]:
     if base in (int, float):
         yield from ("many", "[1,2]", "nan", "inf", "''", "true", "{a:1}")
         for name, outside in (("minimum", -1), ("above", 0), ("maximum", 1)):
-            if metadata[name] is not None:
-                yield str(metadata[name] + outside * (1 if base is int else 0.5))
+            if (limit := metadata[name]) is not None:
+                yield str(limit + outside * max(1, abs(limit)))
     if base is int:
         yield "1.5"
     if base is bool:
