@@ -347,7 +347,7 @@ def place_batch(
 def measurement_state(workload: Workload) -> Iterator[None]:
     """Select kernels and keep memory as training does; restore the switches and the generators."""
     if workload.settings.compile:
-        torch._dynamo.reset()  # else the model runs eagerly once the recompile limit is reached
+        torch.compiler.reset()  # else the model runs eagerly once the recompile limit is reached
     keep_freed_memory(workload.device)
     autotune = not torch.are_deterministic_algorithms_enabled()
     kernels = kernel_selection(tf32=workload.precision.tf32, autotune=autotune)
