@@ -1,8 +1,10 @@
 """`benchmark against=ENV`: one model in two environments, each in a process of its own."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from cl_train.commands.benchmark import measure_against
 from cl_train.config.schema import BenchmarkSettings
 from cl_train.errors import ConfigError
+from cl_train.measure import environments
 from cl_train.measure.environment_runner import Measured
 from cl_train.measure.environments import Runner, _files, parse_environment
 
@@ -70,6 +73,20 @@ def test_videos_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     before = measured.model.head.weight.clone()
     measured.step()
     assert not torch.equal(before, measured.model.head.weight)
+
+
+def test_a_benchmark_that_is_stopped_keeps_its_pairs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pair = {"verdict": "faster", "ratio": 2.0}
+    planted = Mock(side_effect=[pair, KeyboardInterrupt])
+    monkeypatch.setattr(environments, "compare_environments", planted)
+    monkeypatch.setattr(environments, "describe", str)
+    out = tmp_path / "benchmark.json"
+    with pytest.raises(KeyboardInterrupt):
+        compared(["A=1"], layouts=["contiguous", "channels_last"], out=str(out))
+    document = json.loads(out.read_text())
+    assert document["complete"] is False and document["results"] == [{"pairs": [pair]}]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,14 +111,8 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch: Patch, capsys:
 def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    outcomes: list[Any] = [comparison([[100.0] * 8, [50.0] * 8]), KeyboardInterrupt()]
-
-    def planted(*arguments: Any, **ends: Any) -> Comparison:
-        if isinstance(outcome := outcomes.pop(0), BaseException):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(suite, "benchmark_layouts", planted)
+    faster = comparison([[100.0] * 8, [50.0] * 8])
+    monkeypatch.setattr(suite, "benchmark_layouts", Mock(side_effect=[faster, KeyboardInterrupt]))
     out = tmp_path / "new" / "benchmark.json"
     words = ["batch_size=2", "data.image_size=32", "device=cpu", "precision=fp32", "parity=false"]
     with pytest.raises(KeyboardInterrupt):
