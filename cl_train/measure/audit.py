@@ -31,18 +31,14 @@ def audit(
 
     Args:
         model: any module, in the mode (train or eval) and the memory format to audit.
-        batch: the model's input; a tuple, list or dict of its inputs; or a list of images [C,H,W]
-            (detection). The first tensor of 4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) tells how
-            many dimensions an image has.
-        precision: of the step, such as bf16; fp32: the tensors' own dtypes, no autocast.
-        loss: returns a scalar from the model's output; None: mean square of its floating-point
-            tensors, or of `output`.
-        output: without `loss`, the entry of the output to use: a dict's key, an attribute, or a
-            tuple's index.
+        batch: as in `compare_layouts`, or a list of images [C,H,W] (detection). The first tensor of
+            4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) tells how many an image has.
+        precision: as in `compare_layouts`; fp32: the tensors' own dtypes, no autocast.
+        loss, output: as in `compare_layouts`; default: the mean square of the output.
         backward: False: forward only, without gradients.
         measure: also time the step, and one permuting copy, from which each call's milliseconds
             follow by its bytes.
-        time: also time every operator of the step, with an SGD update, in both layouts.
+        time: also time every operator of the step, with an SGD update, of copies in both layouts.
         time_limit_s: of all rounds of `time`; at least four are measured.
         name: of the model, for the report.
 

@@ -144,7 +144,8 @@ def compare_layouts(
             arguments.
         loss: scalar of the model's output; default cross-entropy with random labels for logits
             [N, classes], else the mean square of the output.
-        output: the part of the output that the default loss uses, such as "out" or "0".
+        output: the part of the output that the default loss uses: a dict's key, an attribute or an
+            index, such as "out" or "0".
         mode: "train" (forward, backward, optimizer) or "infer".
         precision: auto, fp32, tf32, fp16, fp16_o2 or bf16.
         device: default: where the model is.

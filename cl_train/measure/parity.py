@@ -140,7 +140,7 @@ def check_parity(
             model takes that.
         batch_size: default: 4.
         loss: scalar of the model's output; default: a sum with fixed random weights.
-        output: the part of the output to compare, such as "out" or "0"; default: all of it.
+        output: the part of the output to compare; default: all of it.
         precision: what the two layouts compute in besides float64.
         conversion: "full" or "conv", as in `convert`.
         mode: "train" (training mode, with backward), "infer" (eval mode, forward only) or "both".

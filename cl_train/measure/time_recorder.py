@@ -200,8 +200,11 @@ class LineRecorder(TimeRecorder):
 
 def _models_line(frame: FrameType | None) -> str:
     """file:line of the innermost frame of the model's code, above those of this package."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
-        if _is_models_code(path := frame.f_code.co_filename):
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE):
+            break
+        if _is_models_code(path):
             return f"{short_path(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
