@@ -114,12 +114,6 @@ def small(rank: int = 2) -> nn.Sequential:
     return nn.Sequential(conv(3, 8, 3), norm(8), nn.ReLU(), conv(8, 8, 3))
 
 
-def of_body(forward: Any) -> nn.Module:
-    """A model of one child, which `forward` takes with the model's arguments."""
-    model = small()
-    return Call(partial(forward, model), model)
-
-
 class Gpu:
     """A device with a queue, 100 times as fast as the host that fills it; times in ms."""
 
@@ -171,7 +165,6 @@ def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch: pytest.Mon
 IMAGES = torch.randn(2, 3, 8, 8)
 BATCHES: dict[str, tuple[Any, Any]] = {
     "video": (partial(small, 3), torch.randn(2, 3, 6, 8, 8)),
-    "dict": (lambda: of_body(lambda body, *, image: {"out": body(image)}), {"image": IMAGES}),
     "frozen": (lambda: small().requires_grad_(False), IMAGES),
     "no backward": (small, IMAGES),
     "fp16_o2": (small, IMAGES.half()),
