@@ -93,7 +93,7 @@ _is_bound = False  # `bind_to_cores` gave this process its own cores
 
 def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
     """The cores for one rank of this machine; `bind_to_cores` or `srun` may have divided them."""
-    cores = len(_usable_cores()) or os.cpu_count() or 1
+    cores = len(usable_cores()) or os.cpu_count() or 1
     is_bound_by_srun = "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", "")
     if _is_bound or (is_srun_task(environment) and is_bound_by_srun):
         return cores
@@ -105,7 +105,7 @@ def bind_to_cores(environment: Mapping[str, str] = os.environ) -> None:
     socket. Call it before torch starts threads.
     """
     ranks = int(environment.get("LOCAL_WORLD_SIZE", 1))
-    cores = sorted(_usable_cores(), key=_position_of_core)
+    cores = usable_cores()
     if ranks == 1 or len(cores) < ranks or is_srun_task(environment):
         return
 
@@ -126,9 +126,10 @@ def _position_of_core(core: int) -> tuple[int, int, int]:
         return 0, core, core
 
 
-def _usable_cores() -> set[int]:
-    """Empty on macOS, where they are not known."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+def usable_cores() -> list[int]:
+    """The cores of this process, those of a physical core adjacent; empty on macOS."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return sorted(cores, key=_position_of_core)
 
 
 # --- children -------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def map_in_processes(
     from tqdm import tqdm
 
     fork = multiprocessing.get_context("fork")
-    count = min(workers or len(_usable_cores()), len(items))
+    count = min(workers or len(usable_cores()), len(items))
     pool = ProcessPoolExecutor(count, fork, initializer=_start_worker) if count > 1 else None
     chunk = min(32, 1 + len(items) // (100 * max(1, count)))  # items sent at once
     bar = tqdm(desc=description, total=len(items), unit=unit, mininterval=1.0)
@@ -199,7 +200,7 @@ class MachineLoad:
     """The load on this process's cores from construction on, without its and its descendants'."""
 
     def __init__(self) -> None:
-        self._cores = {f"cpu{core}" for core in _usable_cores()}
+        self._cores = {f"cpu{core}" for core in usable_cores()}
         self._before = self._clocks()
 
     def others_pct(self) -> float | None:
