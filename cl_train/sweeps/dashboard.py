@@ -5,8 +5,8 @@ Without torch, whose writer takes seconds to import.
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
@@ -34,7 +34,7 @@ def write_dashboard(
         earlier.unlink()
     names = [safe_name(label) for label in labels]
     for number, side in enumerate(dict.fromkeys(side for pair in pairs for side in pair.sides)):
-        with _events(dashboard / safe_name(side)) as writer:
+        with closing(EventFileWriter(str(dashboard / safe_name(side)))) as writer:
             for name, pair in zip(names, pairs, strict=True):
                 runs = pair.sides.get(side, [])
                 speeds = [dict(zip(run.steps, run.images_per_s, strict=True)) for run in runs]
@@ -58,33 +58,21 @@ def _layout(
     speeds: list[layout_pb2.Chart] = []
     losses: list[layout_pb2.Chart] = []
     for label, name, pair in zip(labels, names, pairs, strict=True):
-        ratio = ""
-        if pair.interval and pair.verdict in ("faster", "slower"):
-            ratio = f" {pair.interval.ratio:.2f}x"
         series = layout_pb2.MarginChartContent.Series(
             value=f"images_per_s/{name}", lower=f"spread/{name}/low", upper=f"spread/{name}/high"
         )
-        title = f"{label}, images/s: {pair.candidate}{ratio} {pair.words}"
         margin = layout_pb2.MarginChartContent(series=[series])
+        title = f"{label}, images/s: {list(pair.sides)[1]} {pair.interval or ''} {pair.words}"
         # TensorBoard shows the last of these charts first.
         speeds.insert(0, layout_pb2.Chart(title=title, margin=margin))
 
-        tags = [f"loss/{name}/training", f"loss/{name}/validation"]
-        lines = layout_pb2.MultilineChartContent(tag=[f"^{re.escape(tag)}$" for tag in tags])
+        tags = [f"^{re.escape(f'loss/{name}/{kind}')}$" for kind in ("training", "validation")]
+        lines = layout_pb2.MultilineChartContent(tag=tags)
         title = f"{label}, loss in training and validation"
         losses.append(layout_pb2.Chart(title=title, multiline=lines))
     charts = {"images/s": speeds, "loss": losses}
     categories = [layout_pb2.Category(title=name, chart=c) for name, c in charts.items()]
     return layout_pb2.Layout(category=categories)
-
-
-@contextmanager
-def _events(folder: Path) -> Iterator[EventFileWriter]:
-    writer = EventFileWriter(str(folder))
-    try:
-        yield writer
-    finally:
-        writer.close()
 
 
 def _write_curve(

@@ -29,19 +29,16 @@ _ERROR = re.compile(
 
 
 def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
-    """Start the process of a job, which ends when this process is killed: a job must not outlive
-    the sweep.
+    """Start the process of a job; it ends when this process is killed. Waits for an earlier process
+    of the job that is still ending.
 
-    Raises ConfigError: the folder is not one of this sweep. LockHeld: an earlier process of the job
-    still writes to it.
+    Raises ConfigError: the folder is not one of this sweep.
     """
     words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
     if job.environment != HERE:
         words.append(f"environment={quoted(job.environment)}")  # for its config.yaml
-    if any(path.is_symlink() for path in (folder, log, folder / JOB_NAME)):
-        raise ConfigError(f"{folder} is, or has, a symbolic link")
     if log.exists():
-        words = _continued(words, folder)
+        words += _to_continue(job, folder)
     elif folder.exists():
         raise ConfigError(f"{folder} exists already, and this sweep has not created it")
     folder.mkdir(exist_ok=True)
@@ -49,11 +46,11 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
 
     environment = parse_environment(job.environment.split(","))
     variables = {**os.environ, **environment.variables}
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), variables.get("PYTHONPATH")]))
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
     launch = [environment.python]
     if job.nproc > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
-    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), variables.get("PYTHONPATH")]))
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
     with open(log, "ab") as output:
         process = subprocess.Popen(
             [*launch, *PROGRAM, *words],
@@ -76,20 +73,18 @@ def _begin_job() -> None:
     end_with_parent(signal.SIGTERM)
 
 
-def _continued(words: Sequence[str], folder: Path) -> list[str]:
-    """The settings of a job that was started before: it goes on from its checkpoint, or begins
-    again without one.
+def _to_continue(job: Job, folder: Path) -> list[str]:
+    """The settings with which a job that was started before goes on from its checkpoint, or begins
+    again: without one, or if it is completed, but damaged or disturbed.
     """
     summary = folder / SUMMARY
-    with lock_file(folder / ".lock"):
-        # It has damaged records, or was disturbed.
+    with lock_file(folder / ".lock", waiting_for=job.name):
         is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()
         if is_completed or not any((folder / "checkpoints").glob("*.pt")):
-            return [*words, "overwrite=true"]
-    size = re.search(rb"^batch_size: \d+$", (folder / CONFIG).read_bytes(), re.MULTILINE)
-    measured = [size[0].decode().replace(": ", "=")] if size and "batch_size=auto" in words else []
-    others = [w for w in words if not w.startswith("resume=") and w != "batch_size=auto"]
-    return [*others, *measured, "resume=auto"]
+            return ["overwrite=true"]
+    # That of batch_size=auto was measured.
+    size = re.search(r"^batch_size: \d+$", (folder / CONFIG).read_text("utf-8"), re.MULTILINE)
+    return [*([size[0].replace(": ", "=")] if size else []), "resume=auto"]
 
 
 # --- how it ended ---
@@ -128,7 +123,7 @@ def _how_it_ended(folder: Path) -> str | None:
         exit_code, signal_name = ended["exit_code"], ended["signal"]
     except FileNotFoundError:
         return "runs, or was killed"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return f"{JOB_NAME} cannot be read"
     if exit_code == 0:
         return None

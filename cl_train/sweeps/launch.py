@@ -4,38 +4,28 @@ A thread per slot takes one group of compared jobs after the other. Jobs that ot
 disturbed run again, and with repeats=auto undecided pairs get more repeats.
 """
 
-import os
-import re
+import math
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
 from cl_train.sweeps.job import JOB_NAME, LOG_NAME, problem_of, read_job, start_job
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import compare_folders, read_pairs
-from cl_train.sweeps.runs import Run
 from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
-from cl_train.system.files import LockHeld, lock_file, write_json
-from cl_train.system.processes import (
-    TOO_BUSY_PCT,
-    MachineLoad,
-    StopRequest,
-    read_launch,
-)
+from cl_train.system.files import lock_file, write_json
+from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad, StopRequest, read_launch
 
 GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
 LONGEST_DEFAULT_WAIT_S = 600.0  # for other processes to end
 _SAMPLE_S = 1.0  # in which the load of other processes is measured
-_PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
 
 
 def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) -> int:
@@ -50,13 +40,15 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
             "torchrun and srun cannot start a sweep: python train.py -m nproc=N starts torchrun"
         )
     sweep = plan_sweep(arguments, runs)
-    rerun_noisy = "rerun=noisy" in arguments
-    jobs = missing_jobs(sweep) + (disturbed_jobs(sweep) if rerun_noisy else [])
+    jobs = missing_jobs(sweep)
+    if "rerun=noisy" in arguments:
+        jobs += disturbed_jobs(sweep, sweep.jobs)
     slots = [Slot()]
     if sweep.options.launcher.gpus and jobs:
         slots = plan_slots(sweep.options.launcher.gpus, visible_gpus(), sweep.groups(jobs))
         names = ", ".join(f"GPU {','.join(slot.gpus)}" for slot in slots)
         print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {names}")
+
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with lock_file(sweep.folder / ".sweep.lock"), StopRequest() as request:
         sweep.save()
@@ -75,15 +67,24 @@ def missing_jobs(sweep: Sweep) -> list[Job]:
     return [job for job in sweep.jobs if problem_of(sweep.folder / job.name)]
 
 
-def disturbed_jobs(sweep: Sweep) -> list[Job]:
-    """The completed jobs on a CPU whose speed other processes disturbed."""
-    jobs = []
-    for job in sweep.jobs:
+def disturbed_jobs(sweep: Sweep, jobs: Sequence[Job]) -> list[Job]:
+    """Those of the jobs that completed on a CPU, but other processes disturbed their speed."""
+    disturbed = []
+    for job in jobs:
         with suppress(ConfigError):
-            run = read_job(sweep.folder / job.name)
-            if run.is_disturbed:
-                jobs.append(job)
-    return jobs
+            if read_job(sweep.folder / job.name).is_disturbed:
+                disturbed.append(job)
+    return disturbed
+
+
+def undecided_groups(sweep: Sweep) -> set[int]:
+    """The groups with a pair that more repeats may decide."""
+    group_of = {job.name: job.group for job in sweep.jobs}
+    return {
+        group_of[pair.runs[0].folder.name]
+        for pair in read_pairs(sweep.folder)[0]
+        if pair.verdict == "inconclusive" or pair.is_disturbed
+    }
 
 
 class Launcher:
@@ -99,52 +100,44 @@ class Launcher:
         self._lock = threading.Lock()  # of what follows, and of the console
         self._left: list[list[Job]] = []
         self._count = self._ended = 0
-        self._places: dict[str, str] = {}  # of running jobs: where they are
 
     def run(self, jobs: Sequence[Job]) -> Sweep:
-        """Run `jobs`; then again those that were disturbed; then, with repeats=auto, more repeats
-        of what is undecided.
-        """
+        """Run `jobs`; with repeats=auto, then more repeats of what is undecided."""
         options = self._sweep.options
-        self._run_groups(jobs)
-        self._rerun_disturbed(jobs)
-        while options.is_auto and not (self._request.stop or self._all_disturbed(jobs)):
+        disturbed = self._run_jobs(jobs)
+        while options.is_auto and not self._request.stop:
+            if jobs and len(disturbed) == len(jobs):
+                break  # the machine is never quiet, so more repeats decide nothing
             undecided = undecided_groups(self._sweep)
-            last = max(
-                (job.repeat for job in self._sweep.jobs if job.group in undecided), default=0
-            )
-            count = min(last + 2, options.max_repeats)
+            repeats = [job.repeat for job in self._sweep.jobs if job.group in undecided]
+            count = min(max(repeats, default=0) + 2, options.max_repeats)
             grown = self._sweep.with_repeats(count, undecided)
-            more = grown.jobs[len(self._sweep.jobs) :]
-            if not more or self._is_too_late(len(more)):
+            jobs = grown.jobs[len(self._sweep.jobs) :]
+            if not jobs or self._is_too_late(len(jobs)):
                 break
             self._sweep = grown
             self._sweep.save()
             print(f"{len(undecided)} groups are not decided: {count} repeats", flush=True)
-            self._run_groups(more)
-            self._rerun_disturbed(more)
-            jobs = more
+            disturbed = self._run_jobs(jobs)
         return self._sweep
 
-    def _all_disturbed(self, jobs: Sequence[Job]) -> bool:
-        """Whether the machine is never quiet, so that more repeats decide nothing."""
-        names = {job.name for job in disturbed_jobs(self._sweep)}
-        return bool(jobs) and all(job.name in names for job in jobs)
-
-    def _rerun_disturbed(self, jobs: Sequence[Job]) -> None:
-        """Run those again that other processes disturbed, after the others, when the machine may be
-        quiet again; as long as that helps.
+    def _run_jobs(self, jobs: Sequence[Job]) -> list[Job]:
+        """Run `jobs`, then again those that other processes disturbed, as long as that helps.
+        Returns those that are still disturbed.
         """
-        names = {job.name for job in jobs}
+        self._run_groups(jobs)
+        disturbed = disturbed_jobs(self._sweep, jobs)
         for _ in range(self._sweep.options.max_reruns):
-            disturbed = [job for job in disturbed_jobs(self._sweep) if job.name in names]
-            if not disturbed or self._request.stop or self._is_too_late(len(disturbed)):
-                return
+            count = len(disturbed)
+            if not disturbed or self._request.stop or self._is_too_late(count):
+                break
             why = f"other processes used {TOO_BUSY_PCT:.0f} % or more of the CPU cores"
-            print(f"{len(disturbed)} jobs run again, because {why}", flush=True)
+            print(f"{count} jobs run again, because {why}", flush=True)
             self._run_groups(disturbed)
-            if len(disturbed_jobs(self._sweep)) >= len(disturbed):
-                return
+            disturbed = disturbed_jobs(self._sweep, disturbed)
+            if len(disturbed) == count:
+                break
+        return disturbed
 
     def _is_too_late(self, jobs: int) -> bool:
         """Whether as many more jobs would end after time_limit_s."""
@@ -163,131 +156,70 @@ class Launcher:
 
     def _work(self, slot: Slot) -> None:
         """In a thread: one group after the other."""
-        while not self._request.stop:
+        while True:
             with self._lock:
                 if not self._left:
                     return
                 group = self._left.pop(0)
             for job in group:
-                if self._wait_for_quiet() or not self._request.stop:
+                self._wait_for_quiet()
+                if not self._request.stop:
                     self._run_job(job, slot)
 
-    def _wait_for_quiet(self) -> bool:
-        """Wait for other processes to end, as long as `wait_for_quiet_s` says; whether they did.
-
-        By default a wait in vain is not repeated until a job was undisturbed.
+    def _wait_for_quiet(self) -> None:
+        """Wait for other processes to end, as long as `wait_for_quiet_s` says. By default a wait in
+        vain is not repeated until a job was undisturbed.
         """
         limit_s = self._sweep.options.wait_for_quiet_s
         if limit_s is None:
-            limit_s = min(LONGEST_DEFAULT_WAIT_S, self._mean_s())
-            if self._waited_in_vain:
-                return False
+            limit_s = 0.0 if self._waited_in_vain else min(LONGEST_DEFAULT_WAIT_S, self._mean_s())
         until_s = time.monotonic() + limit_s
         while limit_s and not self._request.stop:
             load = MachineLoad()
             time.sleep(_SAMPLE_S)
             others_pct = load.others_pct()
             if others_pct is None or others_pct < TOO_BUSY_PCT:
-                return True
+                return
             if time.monotonic() > until_s:
                 self._waited_in_vain = True
-                return False
-            self._show("sweep", f"waits: other processes use {others_pct:.0f} % of the CPU cores")
-        return False
+                return
 
     def _run_job(self, job: Job, slot: Slot) -> None:
         folder, started_s = self._sweep.folder / job.name, time.monotonic()
         try:
-            process = self._start(job, folder, slot)
-            if process is None:
-                return
-            exit_code = self._wait(job, folder, process)
+            exit_code = self._wait(start_job(job, folder, slot))
             signum = self._request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
             write_json(folder / JOB_NAME, {"exit_code": exit_code, "signal": name})
-            outcome = self._outcome(read_job(folder))
+            run = read_job(folder)
+            outcome = f"completed, {run.results['images_per_s']:.1f} images/s"
+            if run.is_disturbed:
+                outcome += f", disturbed: others used {run.others_pct:.0f} % of the CPU cores"
+            else:
+                self._waited_in_vain = False
         except (ConfigError, OSError) as error:  # OSError: no space is left
-            is_interrupted = str(error).startswith("interrupted")
-            outcome = str(error) if is_interrupted else f"failed ({error})"
+            outcome = f"not completed: {error}"
+
         seconds = time.monotonic() - started_s
         with self._lock:
             self._ended += 1
             self._seconds.append(seconds)
-            self._places.pop(job.name, None)
             place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
             left_s = (self._count - self._ended) * self._mean_s() / len(self._slots)
-            left = f"; about {timedelta(seconds=round(left_s))} left"
-            if self._request.stop or self._ended == self._count:
-                left = ""
+            left = f"; about {timedelta(seconds=round(left_s))} left" if left_s else ""
             took = timedelta(seconds=round(seconds))
-            start = "\r\x1b[K" if sys.stdout.isatty() else ""
             counter = f"[{self._ended}/{self._count}]"
-            print(f"{start}{counter} {job.name}: {outcome} in {took}{place}{left}", flush=True)
+            print(f"{counter} {job.name}: {outcome} in {took}{place}{left}", flush=True)
 
-    def _outcome(self, run: Run) -> str:
-        if run.is_disturbed:
-            disturbed = f", disturbed: others used {run.others_pct:.0f} % of the CPU cores"
-        else:
-            disturbed, self._waited_in_vain = "", False
-        return f"completed, {run.results['images_per_s'] or 0:.1f} images/s{disturbed}"
-
-    def _start(self, job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes] | None":
-        """The process of a job; None: a signal came while an earlier process of it, which is still
-        ending, held its folder.
-        """
-        is_announced = False
-        while not self._request.stop:
-            try:
-                return start_job(job, folder, slot)
-            except LockHeld as error:
-                if not is_announced:
-                    print(f"{job.name} waits: {error}", flush=True)
-                is_announced = True
-                time.sleep(0.1)
-        return None
-
-    def _wait(self, job: Job, folder: Path, process: "subprocess.Popen[bytes]") -> int:
+    def _wait(self, process: "subprocess.Popen[bytes]") -> int:
         """The exit code of a job, -n after signal n; after a stop signal it has `GRACE_S`."""
-        kill_at_s = None
+        kill_at_s = math.inf
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.5)
-            if self._request.stop and kill_at_s is None:
+            if self._request.stop and kill_at_s == math.inf:
                 kill_at_s = time.monotonic() + GRACE_S
                 is_ctrl_c = self._request.stop == signal.SIGINT
                 process.send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
-            if kill_at_s is not None and time.monotonic() > kill_at_s:
+            if time.monotonic() > kill_at_s:
                 process.kill()  # its ranks and workers end with it
-            if sys.stdout.isatty():
-                self._show(job.name, place_of(folder))
-
-    def _show(self, name: str, place: str) -> None:
-        """On a terminal: where the running jobs are."""
-        if not sys.stdout.isatty():
-            return
-        with self._lock:
-            self._places[name] = place
-            line = "; ".join(f"{job}: {text}" for job, text in self._places.items() if text)
-            columns = os.get_terminal_size().columns
-            print(f"\r\x1b[K{line[: columns - 1]}", end="", flush=True)
-
-
-def place_of(folder: Path) -> str:
-    """Where a running job is: epoch, step and remaining time of its last log line."""
-    with suppress(OSError), open(folder / LOG_NAME, "rb") as log:
-        log.seek(-min(20_000, log.seek(0, os.SEEK_END)), os.SEEK_END)
-        if lines := _PLACE.findall(log.read()):
-            step, left = (part.decode() for part in lines[-1])
-            return f"{step}, {left} left"
-    return "starts"
-
-
-def undecided_groups(sweep: Sweep) -> set[int]:
-    """The groups with a pair that more repeats may decide."""
-    group_of = {job.name: job.group for job in sweep.jobs}
-    pairs = read_pairs(sweep.folder)[0]
-    return {
-        group_of[pair.baseline_runs[0].folder.name]
-        for pair in pairs
-        if pair.verdict == "inconclusive" or pair.is_disturbed
-    }

@@ -3,12 +3,13 @@ this plan; how a job ended stands in its own folder, see `read_job`.
 """
 
 import json
+import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from cl_train.config.command_line import (
     GROUPS,
@@ -23,18 +24,15 @@ from cl_train.config.schema import (
     AUTO_REPEATS,
     HERE,
     LAYOUT_NAMES,
-    SAMPLE_TRAIN_IMAGES,
     SETTINGS_OF_CODE,
     Config,
     LauncherConfig,
 )
 from cl_train.config.validation import from_mapping, setting_fields, train_program
 from cl_train.errors import ConfigError
-from cl_train.measure.statistics import MIN_WINDOWS
 from cl_train.system.files import safe_name, write_json
 
-# Settings of multirun in which its jobs may differ.
-_OF_JOBS = ("nproc", "environment")
+_OF_JOBS = ("nproc", "environment")  # settings of multirun in which its jobs may differ
 
 
 @dataclass(frozen=True)
@@ -66,18 +64,15 @@ class Options:
     def of(cls, cfg: Config) -> Self:
         return cls(**{item.name: getattr(cfg, item.name) for item in fields(cls)})
 
-    @classmethod
-    def read(cls, settings: Mapping[str, Any]) -> Self:
-        """Raises ConfigError: a value is of the wrong type or out of its range."""
-        return cls.of(from_mapping(Config, settings))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | ({"repeats": "auto"} if self.is_auto else {})
-
     @property
     def is_auto(self) -> bool:
         """Whether repeats are added until every pair is decided."""
         return self.repeats == AUTO_REPEATS
+
+    @property
+    def looks(self) -> int:
+        """At the verdicts: repeats=auto looks at 2, 4, 6 ... repeats."""
+        return (self.max_repeats + 1) // 2 if self.is_auto else 1
 
 
 @dataclass(frozen=True)
@@ -92,11 +87,12 @@ class Sweep:
 
     def save(self) -> None:
         """Write `sweep.json`, which `resume_sweep` and `compare` read."""
+        options = asdict(self.options) | ({"repeats": "auto"} if self.options.is_auto else {})
         document = {
             "schema_version": 2,
             "compare_by": self.compare_by,
             "looks": self.looks,
-            "options": self.options.to_dict(),
+            "options": options,
             "jobs": list(map(asdict, self.jobs)),
         }
         write_json(self.folder / "sweep.json", document)
@@ -122,40 +118,29 @@ class Sweep:
         return list(by_group.values())
 
     def with_repeats(self, count: int, groups: Collection[int] | None = None) -> "Sweep":
-        """The sweep with at least `count` repeats of all its groups, or of these."""
+        """The sweep with at least `count` repeats of all its groups, or of these. They alternate
+        A B B A, so that drift cancels in an even number of them.
+        """
         jobs = list(self.jobs)
         for group in self.groups():
-            if groups is None or group[0].group in groups:
-                jobs += _more_repeats(group, count, {job.name for job in jobs}, len(jobs))
+            if groups is not None and group[0].group not in groups:
+                continue
+            sides = [job for job in group if job.repeat == 1]
+            last = max(job.repeat for job in group)
+            for repeat in range(last + 1, count + 1):
+                for job in sides if repeat % 2 else sides[::-1]:
+                    name = _free_name(f"{job.name.removesuffix('_1')}_{repeat}", jobs)
+                    jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat))
         return replace(self, jobs=jobs)
 
 
-def _more_repeats(
-    group: Sequence[Job], count: int, used_names: Collection[str], number: int
-) -> list[Job]:
-    """The jobs of a group's next repeats. They alternate A B B A, so that drift cancels in an even
-    number of them.
-    """
-    last = max(job.repeat for job in group)
-    sides = [job for job in group if job.repeat == 1]
-    more: list[Job] = []
-    for repeat in range(last + 1, count + 1):
-        for job in sides if repeat % 2 else sides[::-1]:
-            stem = job.name.removesuffix("_1")
-            name = _free_name(f"{stem}_{repeat}", [*used_names, *(job.name for job in more)])
-            more.append(replace(job, number=number + len(more), name=name, repeat=repeat))
-    return more
-
-
-def _free_name(text: str, used_names: Collection[str]) -> str:
+def _free_name(text: str, jobs: Sequence[Job]) -> str:
     """A name of a folder that no other job has: a/b and a_b make the same one."""
+    used = {job.name for job in jobs}
     name, number = safe_name(text), 1
-    while (free := name if number == 1 else f"{name}-{number}") in used_names:
+    while (free := name if number == 1 else f"{name}-{number}") in used:
         number += 1
     return free
-
-
-# --- sweep.json, and how jobs ended ---------------------------------------------------------------
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -164,49 +149,28 @@ def read_sweep(folder: Path) -> Sweep:
     Raises ConfigError: there is none, or it cannot be read.
     """
     path = folder / "sweep.json"
-    if not path.is_file():  # nor a FIFO, which would block
+    if not path.is_file():
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        names = [item.name for item in fields(Job)]  # earlier versions kept more
-        jobs = [
-            Job(**{name: values[name] for name in names if name in values})
-            for values in document["jobs"]
-        ]
-        options = Options.read(document.get("options", {}))
-        sweep = Sweep(folder, str(document["compare_by"]), jobs, options, document.get("looks", 1))
-        wrong = _wrong_in(sweep)
+        jobs = [Job(**values) for values in document["jobs"]]
+        options = Options.of(from_mapping(Config, document.get("options", {})))
+        looks = int(document.get("looks", 1))
+        sweep = Sweep(folder, str(document["compare_by"]), jobs, options, looks)
+        is_valid = jobs != [] and looks > 0 and all(map(_is_plain, jobs))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        wrong = f"{error!r:.200}"
-    if wrong:
-        raise ConfigError(f"{path} cannot be read as the record of a sweep: {wrong}")
+        raise ConfigError(f"{path} cannot be read: {error!r:.200}") from None
+    if not is_valid:
+        raise ConfigError(f"{path} cannot be read: a job is not as a sweep writes it")
     return sweep
 
 
-def _wrong_in(sweep: Sweep) -> str | None:
-    """What `Sweep.save` would not have written."""
-    if not isinstance(sweep.looks, int) or sweep.looks < 1 or not sweep.jobs:
-        return "no jobs, or no number of looks"
-    for job in sweep.jobs:
-        numbers = (job.number, job.nproc, job.repeat, job.group)
-        is_typed = isinstance(job.name, str) and isinstance(job.overrides, list)
-        is_typed &= isinstance(job.environment, str)
-        if not is_typed or not all(isinstance(word, str) for word in job.overrides):
-            return f"job {job.number!r:.20} has no name or no settings"
-        if not all(isinstance(number, int) for number in numbers) or min(numbers) < 0:
-            return f"the numbers of the job {job.name:.100}"
-    if len({job.name for job in sweep.jobs}) < len(sweep.jobs):
-        return "two jobs have the same name"
-    for job in sweep.jobs:
-        if safe_name(job.name) != job.name or (sweep.folder / job.name).is_symlink():
-            return f"the job {job.name!r:.100} is not a folder of the sweep"
-        if any(
-            word.lstrip("+~").startswith(("hydra", "-m", "--multirun")) for word in job.overrides
-        ):
-            return f"the job {job.name} names a folder of its own"
-        if not 1 <= job.nproc <= 10_000:
-            return f"nproc={job.nproc} of the job {job.name}"
-    return None
+def _is_plain(job: Job) -> bool:
+    """Whether a job stays in its folder of the sweep and is one run."""
+    are_numbers = min(job.number, job.nproc - 1, job.repeat, job.group) >= 0
+    own = re.compile(r"[+~]*hydra|-m|--multirun")
+    is_one_run = isinstance(job.overrides, list) and not any(map(own.match, job.overrides))
+    return safe_name(job.name) == job.name and are_numbers and is_one_run
 
 
 # --- planning -------------------------------------------------------------------------------------
@@ -222,24 +186,24 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     by_place = list(zip(*(run.words for run in runs), strict=True))
     fixed = [words[0] for words in by_place if len(set(words)) == 1]
     varied = {_key(words[0]) for words in by_place if len(set(words)) > 1}
-    for_sweep = [word for word in fixed if _is_own(word)]
-    words = [word for word in fixed if word not in for_sweep and not word.startswith("hydra.")]
-    own = sorted(filter(_is_own, varied - {*_OF_JOBS}))
-    problems = [f"{key} belongs to the whole sweep and takes one value" for key in own]
+    own = [word for word in fixed if _is_own(word)]
+    words = [word for word in fixed if word not in own and not word.startswith("hydra.")]
+    problems = [
+        f"{key} belongs to the whole sweep and takes one value"
+        for key in sorted(filter(_is_own, varied - {*_OF_JOBS}))
+    ]
     if twice := [words for words, count in Counter(run.words for run in runs).items() if count > 1]:
-        problems.append(
-            f"a value is listed twice ({' '.join(twice[0])}); repeats=2 runs every job twice"
-        )
+        listed = " ".join(twice[0])
+        problems.append(f"a value is listed twice ({listed}); repeats=2 runs every job twice")
     if any(_key(word) == "hydra.run.dir" for word in fixed):
-        problems.append(
-            "hydra.run.dir: each job of a sweep has its own folder; use hydra.sweep.dir=FOLDER"
-        )
+        each = "each job of a sweep has its own folder"
+        problems.append(f"hydra.run.dir: {each}; use hydra.sweep.dir=FOLDER")
     if problems:
         raise ConfigError(problems)
 
-    cfg, typed = runs[0].cfg, {_key(word) for word in for_sweep}
+    cfg, typed = runs[0].cfg, {_key(word) for word in own}
     if cfg.resume_sweep is not None:
-        if words or varied or "compare_by" in typed or "nproc" in typed:
+        if words or varied or typed & {"compare_by", "nproc"}:
             raise ConfigError(
                 "resume_sweep runs what is missing in a sweep, with its settings: only repeats,"
                 " rerun, max_reruns, wait_for_quiet_s, time_limit_s and launcher.gpus can be added"
@@ -252,13 +216,17 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
 
     options, folder = Options.of(cfg), runs[0].folder("sweep")
     jobs = _first_jobs(words, varied, runs)
-    sweep = Sweep(folder, cfg.compare_by, jobs, options, _looks(options))
+    sweep = Sweep(folder, cfg.compare_by, jobs, options, options.looks)
     sweep = sweep.with_repeats(2 if options.is_auto else options.repeats)
     names = ("sweep.json", *(job.name for job in sweep.jobs))
     if taken := [name for name in names if (folder / name).exists()]:
         advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues"
         raise ConfigError(f"{folder / taken[0]} exists already: {advice} a sweep")
-    _warn_without_verdict(cfg.compare_by, varied, runs)
+    keys = set(map(_setting_of, varied))
+    if keys and cfg.compare_by not in keys and keys <= setting_fields(Config).keys():
+        advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
+        same = f"all jobs have the same {cfg.compare_by}, so nothing is compared"
+        print(f"warning: {same}; use {advice}", flush=True)
     return sweep
 
 
@@ -269,52 +237,14 @@ def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
     before = max(job.repeat for job in sweep.jobs)
     looks = sweep.looks
     if options.is_auto and not sweep.options.is_auto:
-        looks = _looks(options)
+        looks = options.looks
     elif options.repeats > before:
         looks += 1
     elif "repeats" in keys and not options.is_auto:
         raise ConfigError(f"repeats={options.repeats}: {sweep.folder} has {before} already")
-    grown = replace(sweep, options=options, looks=looks)
-    count = before + before % 2 if options.is_auto else options.repeats
-    return grown.with_repeats(max(2, count) if options.is_auto else count)
-
-
-def _looks(options: Options) -> int:
-    """repeats=auto looks at 2, 4, 6 ... repeats."""
-    return (options.max_repeats + 1) // 2 if options.is_auto else 1
-
-
-def _warn_without_verdict(by: str, varied: Collection[str], runs: Sequence[Composed]) -> None:
-    keys = set(map(_setting_of, varied))
-    if keys and by not in keys and keys <= setting_fields(Config).keys():  # not: an experiment
-        advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
-        print(
-            f"warning: all jobs have the same {by}, so nothing is compared; use {advice}",
-            flush=True,
-        )
-    elif keys and (few := next((run.cfg for run in runs if _has_few_windows(run.cfg)), None)):
-        needed = f"{MIN_WINDOWS} windows of log_every={few.log_every} steps after warmup_steps="
-        print(
-            f"warning: no verdict: it needs {needed}{few.warmup_steps}; use more steps or a smaller"
-            " log_every",
-            flush=True,
-        )
-
-
-def _has_few_windows(cfg: Config) -> bool:
-    """Whether a run has too few windows for a verdict; the number of images is known for some data
-    sets only.
-    """
-    images = {"synthetic": cfg.data.synthetic_images, "sample": SAMPLE_TRAIN_IMAGES}
-    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
-    epoch_steps = cfg.max_steps or 10**9
-    if cfg.data.name in images:
-        epoch_steps = images[cfg.data.name] // step_images
-    last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
-    # A window begins every log_every steps and with each epoch; those after the fourth make no
-    # difference.
-    steps = range(cfg.warmup_steps, min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every))
-    return sum(step % cfg.log_every == 0 or step % epoch_steps == 0 for step in steps) < MIN_WINDOWS
+    # repeats=auto adds them in pairs.
+    count = max(2, before + before % 2) if options.is_auto else options.repeats
+    return replace(sweep, options=options, looks=looks).with_repeats(count)
 
 
 def _is_own(word: str) -> bool:
@@ -354,6 +284,6 @@ def _first_jobs(
     jobs: list[Job] = []
     for group, sides in enumerate(groups.values()):
         for side in sides:
-            name = _free_name(side.name, [job.name for job in jobs])
+            name = _free_name(side.name, jobs)
             jobs.append(replace(side, number=len(jobs), name=name, group=group))
     return jobs

@@ -24,8 +24,7 @@ from cl_train.system.run_folder import (
     windows_that_count,
 )
 
-# Of the windows, updates or images of a run: from here on its speed is not that of training.
-FAULTY_SHARE = 0.1
+FAULTY_SHARE = 0.1  # of windows, updates or images: the speed is no longer that of training
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,15 @@ class Run:
         return self.others_pct >= TOO_BUSY_PCT and self.fact("device") == "cpu"
 
     @property
-    def results(self) -> dict[str, float | None]:
+    def results(self) -> dict[str, float]:
         """Median speed of the windows that count (images/s), accuracy of the last evaluation
-        (percent), memory; None = unknown.
+        (percent), memory; without what is unknown.
         """
-        return {
-            "images_per_s": statistics.median(self.images_per_s),
-            "top1": self.summary.get("val.top1"),
-            "peak_memory_gib": self.summary.get("peak_memory_gib"),
-        }
+        results = {"images_per_s": statistics.median(self.images_per_s)}
+        for name in ("val.top1", "peak_memory_gib"):
+            if name in self.summary:
+                results[name.removeprefix("val.")] = self.summary[name]
+        return results
 
 
 def read_run(folder: Path) -> Run:
@@ -92,25 +91,18 @@ def read_run(folder: Path) -> Run:
     Raises ConfigError: not a run folder, damaged, or without a window.
     """
     file = METRICS
-    if not (folder / file).is_file():  # nor a FIFO, which would block
+    if not (folder / file).is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no file {file}")
+    damage = (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
     try:
-        records, damaged = read_records(folder)
+        records, damaged_lines = read_records(folder)
         windows = windows_of(records)
         file = CONFIG
         config = dict(flatten(yaml.safe_load((folder / file).read_text(encoding="utf-8"))))
         file = SUMMARY
         leaves = flatten(read_summary(folder))
         summary = {name: value for name, value in leaves if value is not None}
-    except (
-        OSError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        yaml.YAMLError,
-    ) as error:
+    except (*damage, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{folder}/{file} cannot be read: {reason}") from None
     if not windows:
@@ -121,8 +113,9 @@ def read_run(folder: Path) -> Run:
     counted = windows_that_count(windows)
     if config.get("data.size_schedule"):  # growing images: the speed is that of the last size
         settings["data.image_size"] = counted[-1].image_size
-    problems = [f"{METRICS}, line {number} cannot be read" for number in damaged]
+    problems = [f"{METRICS}, line {number} cannot be read" for number in damaged_lines]
     problems += run_problems(windows, summary)
+    evaluations = [record for record in records if record["kind"] == "val"]
     times = [window.time for window in windows]
     return Run(
         folder=folder,
@@ -132,8 +125,8 @@ def read_run(folder: Path) -> Run:
         losses={window.step: window.loss for window in windows if abs(window.loss) < 1e12},
         val_losses={
             record["step"]: record["loss"]
-            for record in records
-            if record["kind"] == "val" and record.get("loss") is not None
+            for record in evaluations
+            if record.get("loss") is not None
         },
         times=(min(times), max(times)),
         problems=[f"{folder.name}: {problem}" for problem in problems],
@@ -158,15 +151,13 @@ def run_problems(windows: Sequence[Window], summary: dict[str, Any]) -> Iterator
             if None not in values and values[0] != values[1]:
                 yield f"{name} changed at step {after.step}: {values[0]} before, {values[1]} after"
 
-    nonfinite = sum(not math.isfinite(window.loss) for window in windows)
     images = summary.get("images_seen") or steps[-1] * summary.get("global_batch_size", 1)
+    nonfinite = sum(not math.isfinite(window.loss) for window in windows)
+    skipped_steps = summary.get("amp.skipped_steps", 0)
+    overflowed = "updates were skipped, because gradients overflowed"
     for count, total, fault in (
         (nonfinite, len(windows), "windows have a loss that is not finite"),
-        (
-            summary.get("amp.skipped_steps", 0),
-            steps[-1],
-            "updates were skipped, because gradients overflowed",
-        ),
+        (skipped_steps, steps[-1], overflowed),
         (summary.get("skipped_images", 0), images, "images were skipped"),
     ):
         if count >= FAULTY_SHARE * max(1, total):

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from cl_train.errors import ConfigError
 from cl_train.sweeps.plan import Job
+from cl_train.system.processes import usable_cores
 
 
 @dataclass(frozen=True)
@@ -33,43 +33,29 @@ def plan_slots(
     asked: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]
 ) -> list[Slot]:
     """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same
-    time, one per group.
+    time, one per group. A job chooses its loader workers and threads by the cores of its slot.
 
-    A job chooses its loader workers and threads by the cores of its slot, and measures the load of
-    others on them. Raises ConfigError: too few GPUs or cores, or GPUs that do not exist.
+    Raises ConfigError: too few GPUs or cores, or GPUs that do not exist.
     """
     gpus = list(visible if list(asked) == ["all"] else asked)
-    cores = own_cores()
+    cores = usable_cores()
     jobs = [job for group in groups for job in group]
     size = max(job.nproc for job in jobs)
     on_cpu = any("device=cpu" in job.overrides for job in jobs)
     if on_cpu or len(set(gpus) & set(visible)) < max(len(gpus), size):
         choice = f"nproc={size} or more of the GPUs {','.join(visible) or '(none)'}, each once"
-        raise ConfigError(
-            f"launcher.gpus={','.join(asked)}: name {choice}, for jobs without device=cpu"
-        )
+        asked_for = f"launcher.gpus={','.join(asked)}"
+        raise ConfigError(f"{asked_for}: name {choice}, for jobs without device=cpu")
+
     count = min(len(gpus) // size, len(groups))
     share = len(cores) // count
     has_loader = not all("data=synthetic" in job.overrides for job in jobs)
     needed = 2 * size if has_loader else size  # processes and loaders
     if share < needed:
-        raise ConfigError(
-            f"{count} jobs at a time have {share} CPU cores each and need {needed}, or the loader"
-            f" would limit the speed: use GPUs for {len(cores) // needed} jobs at most"
-        )
+        why = f"{count} jobs at a time have {share} CPU cores each and need {needed}"
+        advice = f"use GPUs for {len(cores) // needed} jobs at most"
+        raise ConfigError(f"{why}, or the loader would limit the speed: {advice}")
     return [
         Slot(tuple(gpus[size * i :][:size]), tuple(cores[share * i :][:share]))
         for i in range(count)
     ]
-
-
-def own_cores() -> list[int]:
-    """The cores of this process, those that share a physical core adjacent: slots must not share
-    any.
-    """
-    places = {}
-    for core in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        text = siblings.read_text() if siblings.is_file() else str(core)
-        places[core] = int(re.findall(r"\d+", text)[0])
-    return sorted(places, key=lambda core: (places[core], core))

@@ -18,17 +18,13 @@ class Folder:
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        texts = [
-            one if one is None or isinstance(one, str) else json.dumps(one)
-            for one in (self.config, self.summary)
-        ]
-        lines = [line if isinstance(line, str) else json.dumps(line) for line in self.records or ()]
-        texts.append(None if self.records is None else "".join(f"{line}\n" for line in lines))
-        for name, text in zip(
-            ("config.yaml", "summary.json", "metrics.jsonl"), texts, strict=True
-        ):  # JSON is YAML too
-            if text is not None:
-                (folder / name).write_text(text)
+        files = {"config.yaml": self.config, "summary.json": self.summary}  # JSON is YAML too
+        lines = {name: [document] for name, document in files.items() if document is not None}
+        if self.records is not None:
+            lines["metrics.jsonl"] = self.records
+        for name, documents in lines.items():
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in documents]
+            (folder / name).write_text("".join(f"{text}\n" for text in texts))
         return folder
 
 

@@ -31,15 +31,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     comparable.
     """
     folder, runs = tmp_path_factory.mktemp("runs"), []
-    for model, *speeds in (
-        ("resnet18", 100, 150),
-        ("resnet18", 110, 165),
-        ("vit_b_16", 100, 80),
-        ("alexnet", 100, 90),
+    for model, baseline, candidate, size in (
+        ("resnet18", 100, 150, 32),
+        ("resnet18", 110, 165, 32),
+        ("vit_b_16", 100, 80, 32),
+        ("alexnet", 100, 90, 64),
     ):
-        size = 64 if model == "alexnet" else 32
-        runs += [run_of(folder, speeds[0], model=model)]
-        runs += [run_of(folder, speeds[1], model=model, channels_last="true", batch_size=size)]
+        runs += [run_of(folder, baseline, model=model)]
+        runs += [run_of(folder, candidate, model=model, channels_last="true", batch_size=size)]
     return Report(compare_runs(runs), FAILED)
 
 
@@ -63,15 +62,13 @@ def test_the_report_has_the_agreed_fields(written: Path) -> None:
     assert first["ci95"][0] < first["ratio"] < first["ci95"][1] and isinstance(first["notes"], list)
     assert document["failed"] == FAILED
     lines = (written / "comparison.csv").read_text().splitlines()
-    assert len(lines) == 4 and {"ci95_low", "ci95_high", "notes"} < set(lines[0].split(","))
+    assert len(lines) == 4 and {"verdict", "ci95", "notes"} < set(lines[0].split(","))
 
 
 def test_the_verdict_in_words(report: Report, tmp_path: Path) -> None:
     first, second, third = verdict_sentence(report).splitlines()
-    faster = (
-        "channels_last has 1.50 times the speed of contiguous (95 % interval 1.12 to 2.00): faster."
-    )
-    assert first == f"resnet18 (bf16): {faster}"
+    ratio = "channels_last has 1.50 times the speed of contiguous (95 % interval 1.12 to 2.00)"
+    assert first == f"resnet18 (bf16): {ratio}: faster."
     assert "0.80 times" in second and second.endswith(": slower.")
     assert "channels_last and contiguous are not comparable: batch_size differs" in third
     assert third.endswith(" 1 job did not finish.")
@@ -145,15 +142,10 @@ def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     [pair] = compare_folders([first, second], show_table=True).pairs
     printed = capsys.readouterr().out
     assert pair.verdict == "faster" and printed.count("1.50 times the speed") == 1
-    assert "contiguous: a; channels_last: b" in printed
-    [pair] = compare_folders([first, second], parity_failures={"resnet18": "layer1 differs"}).pairs
-    assert (pair.verdict, pair.notes[0]) == ("not_comparable", "layer1 differs")
     assert sorted(tmp_path.rglob("*")) == before
     compare_folders([first, second], out=tmp_path / "out")
     printed = capsys.readouterr().out
-    assert printed.endswith(
-        f"comparison.md\nCurves: tensorboard --logdir {tmp_path}/out/tensorboard\n"
-    )
+    assert printed.endswith(f"\nCurves: tensorboard --logdir {tmp_path}/out/tensorboard\n")
     assert (tmp_path / "out" / "comparison.json").is_file() and len(list(first.iterdir())) == 3
     (folder_of().write(tmp_path / "c") / "metrics.jsonl").write_text("")
     report = compare_folders([tmp_path])
@@ -164,4 +156,4 @@ def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             compare_folders(folders)
     same = [folder_of().write(tmp_path / name / "run") for name in ("x", "y")]
     [pair] = compare_folders(same).pairs
-    assert {pair.baseline, pair.candidate} == {"contiguous (x/run)", "contiguous (y/run)"}
+    assert set(pair.sides) == {f"contiguous ({folder})" for folder in same}
