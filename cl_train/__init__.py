@@ -50,9 +50,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(
-            f"module 'cl_train' has no attribute {name!r}; it exports {', '.join(_MODULES)}"
-        )
+        exported = ", ".join(_MODULES)
+        raise AttributeError(f"module 'cl_train' has no attribute {name!r}; it exports {exported}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

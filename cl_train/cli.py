@@ -38,10 +38,8 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
     try:
         return command(words)
     except ConfigError as error:
-        is_other_rank = (
-            "LOCAL_WORLD_SIZE" in os.environ and os.environ.get("RANK", "").strip("0").isdecimal()
-        )
-        if not is_other_rank:
+        is_first_rank = os.environ.get("RANK", "0").strip("0") == ""
+        if is_first_rank or "LOCAL_WORLD_SIZE" not in os.environ:
             title = f"configuration error{'s' if len(error.problems) > 1 else ''}:"
             print("\n  ".join([title, *error.problems]), file=sys.stderr)
         return 2
@@ -56,10 +54,8 @@ def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
         return 130
     except SystemExit as request:  # raised by a signal handler of a command, or by code of the user
         if not isinstance(request.code, int) or request.code == 0:
-            print(
-                f"failed: code called by this command ended it with sys.exit({request.code})",
-                file=sys.stderr,
-            )
+            what = f"code called by this command ended it with sys.exit({request.code})"
+            print(f"failed: {what}", file=sys.stderr)
             return 1
         return request.code
 
@@ -70,17 +66,8 @@ def _run_command(words: list[str]) -> int:
         end_with_parent(signal.SIGTERM)  # before the imports, which take seconds
     if name in ("-h", "--help"):
         lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
-        print(
-            "\n".join(
-                [
-                    "usage: cl-train COMMAND [key=value ...]",
-                    "",
-                    *lines,
-                    "",
-                    "also: COMMAND --help; --version",
-                ]
-            )
-        )
+        lines = ["usage: cl-train COMMAND [key=value ...]", "", *lines, ""]
+        print("\n".join([*lines, "also: COMMAND --help; --version"]))
         return 0
     if "--version" in words:
         print(f"cl-train {__version__}")

@@ -7,7 +7,7 @@ it takes files USAGE. Other packages are imported inside functions: --help does 
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,13 @@ def settings_and_files(schema: type[T], words: list[str]) -> tuple[T, list[str]]
     return settings_from_arguments(schema, typed), [word for word in words if word not in typed]
 
 
+def optional_file(
+    path: str | None, key: str, *, overwrite: bool
+) -> AbstractContextManager[Path | None]:
+    """`output_file` of the setting `key`; None where it is not given."""
+    return output_file(Path(path), overwrite=overwrite, key=key) if path else nullcontext()
+
+
 def print_result(
     schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]
 ) -> Any:
@@ -47,10 +54,7 @@ def print_result(
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
         try:
             # Opened before the measurement, which may take hours.
-            out: Any = nullcontext()
-            if settings.out:
-                out = output_file(Path(settings.out), overwrite=settings.overwrite)
-            with out as file:
+            with optional_file(settings.out, "out", overwrite=settings.overwrite) as file:
                 result, text = measure(settings)
                 if file is not None:
                     write_json(file, result)

@@ -17,15 +17,12 @@ Exit codes: 0 done, 1 more than max_lost calls lost the format, or more than max
 
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from cl_train.commands import print_result
+from cl_train.commands import optional_file, print_result
 from cl_train.config import schema
 from cl_train.config.schema import ConfigError, setting
-from cl_train.system.files import output_file
 
 
 @dataclass
@@ -34,57 +31,33 @@ class AuditSettings:
 
     model: str = setting("resnet18", schema.MODEL_HELP)
     weights: str | None = setting(None, "pretrained weights by name, or a file of weights")
-    channels_last: bool = setting(True, "convert the model to channels_last")
-    conversion: str = setting(
-        "full", "which tensors to convert", choices=(*schema.CONVERSIONS, "none")
-    )
+    channels_last: bool = setting(True, "memory format of the model and its input")
+    conversion: str = setting("full", "which tensors to convert", choices=schema.CONVERSIONS)
     select: list[str] = setting(
-        [],
-        "shell patterns: of modules to convert with conversion=select, of operators to examine "
-        "with operators=true",
+        [], "patterns: modules to convert, or with operators=true operators"
     )
-    input_channels_last: bool = setting(True, "false: use contiguous input images")
     batch_size: int = setting(2, "images per batch", minimum=1)
-    image_size: int = setting(
-        224, "height and width of the images, pixels", minimum=8, key="data.image_size"
-    )
+    image_size: int = setting(224, "sides of the images, pixels", minimum=8, key="data.image_size")
     frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
-    input_channels: int = setting(3, "channels of the images", minimum=1)
     num_classes: int = setting(1000, "number of classes", minimum=2)
-    output_entry: str | None = setting(
-        None, "entry of the model's output: a dict's key, an attribute or an index"
-    )
+    output_entry: str | None = setting(None, "entry of the output: a key, an attribute, an index")
     precision: str = setting("auto", schema.PRECISION_HELP, choices=schema.PRECISIONS)
     device: str = setting("auto", "cuda if available, else cpu", choices=schema.DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step, and the copies by their bytes")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
-    time_limit_s: float = setting(
-        30.0, "time=true: for all rounds; at least four are measured", above=0
-    )
-    repro: str | None = setting(
-        None,
-        "file for a program of torch alone: with time=true of the worst operator, with against= of "
-        "the first difference",
-    )
-    chart: str | None = setting(
-        None, "time=true: file (.png, .svg) for a bar chart of both layouts"
-    )
+    time_limit_s: float = setting(30.0, "time=true: for all rounds, at least four", above=0)
+    repro: str | None = setting(None, "file for a program of the worst operator or difference")
+    chart: str | None = setting(None, "time=true: file (.png, .svg) for a bar chart")
     max_lost: int | None = setting(None, "exit with 1 if more calls lose channels_last", minimum=0)
-    operators: bool = setting(
-        False, "instead of a model: which of torch's operators keep channels_last here"
-    )
+    operators: bool = setting(False, "instead of a model: what torch's operators keep here")
     against: list[str] = setting(
         [],
         "operators=true: also as fake tensors, as decompositions, compiled (takes minutes)",
         choices=("fake", "decompose", "compile"),
     )
-    max_differences: int | None = setting(
-        None, "against=: exit with 1 if more outputs and gradients differ", minimum=0
-    )
-    compile: bool = setting(
-        False, "also report which compiled graphs inductor lays out channels_last"
-    )
+    max_differences: int | None = setting(None, "against=: exit with 1 if more differ", minimum=0)
+    compile: bool = setting(False, "also: which compiled graphs inductor lays out channels_last")
     out: str | None = setting(None, "file for the report as JSON")
     overwrite: bool = setting(False, schema.OVERWRITE_HELP)
     json: bool = setting(False, "print the report as JSON")
@@ -99,24 +72,26 @@ def main(words: list[str]) -> int:
 
 def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     """Raises ConfigError: the model cannot be built or run, or not be traced for `compile`."""
+    if not settings.operators and (settings.against or settings.max_differences is not None):
+        raise ConfigError("against= and max_differences= need operators=true")
+    needed, is_given = ("time=true", settings.time)
+    if settings.operators:
+        needed, is_given = ("against= with operators=true", bool(settings.against))
+    if not is_given and (settings.repro or settings.chart):
+        raise ConfigError(f"repro= and chart= need {needed}")
+    return _operators(settings) if settings.operators else _model(settings)
+
+
+def _model(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+    from cl_train.measure.charts import write_times_chart
     from cl_train.measure.times_repro import reproduction
 
-    if settings.operators:
-        return _operators(settings)
-    if settings.against or settings.max_differences is not None:
-        raise ConfigError("against= and max_differences= need operators=true")
-    if not settings.time and (settings.repro or settings.chart):
-        raise ConfigError("repro= and chart= need time=true")
-    with ExitStack() as stack:
-        program, chart = (
-            (
-                stack.enter_context(output_file(Path(name), overwrite=settings.overwrite, key=key))
-                if name
-                else None
-            )
-            for key, name in (("repro", settings.repro), ("chart", settings.chart))
-        )
-        report = _audit_model(settings)
+    overwrite = settings.overwrite
+    with (
+        optional_file(settings.repro, "repro", overwrite=overwrite) as program,
+        optional_file(settings.chart, "chart", overwrite=overwrite) as chart,
+    ):
+        report = _audited(settings)
         result, text = report.to_dict(), str(report)
         if program:
             worst = report.times.worst()
@@ -124,13 +99,9 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
             ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
             result["alone"] = (ran.stdout or ran.stderr).splitlines()
             text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])
-        if chart:
-            from cl_train.measure.charts import write_times_chart
-
-            if not write_times_chart(
-                report.times, f"{report.model}, {report.precision} on {report.device}", chart
-            ):
-                raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
+        title = f"{report.model}, {report.precision} on {report.device}"
+        if chart and not write_times_chart(report.times, title, chart):
+            raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
     lost = report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:
@@ -138,56 +109,7 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     return {**result, "exceeded": exceeded}, text
 
 
-def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
-    """The table of torch's operators, and of what differs under the compiler."""
-    import torch
-
-    from cl_train.memory_format.operators import (
-        check_compiler,
-        conformance,
-        conformance_program,
-        differs,
-        operator_support,
-        selected,
-    )
-    from cl_train.step.precision import resolve_precision
-    from cl_train.system.distributed import choose_device
-    from cl_train.system.tables import markdown_table
-
-    if settings.repro and not settings.against:
-        raise ConfigError("repro= needs against= with operators=true")
-    device = choose_device(settings.device)
-    dtype = resolve_precision(settings.precision, device).input_dtype
-    where = {
-        "torch": torch.__version__,
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    probes = selected(settings.select or ["*"])
-    if not settings.against:
-        rows: list[dict[str, Any]] = operator_support(device, dtype, probes)
-        text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
-        return {"schema_version": 1, **where, "operators": rows}, text
-    if "compile" in settings.against:
-        check_compiler(device)
-    with ExitStack() as stack:
-        path = settings.repro and Path(settings.repro)
-        program = path and stack.enter_context(
-            output_file(path, overwrite=settings.overwrite, key="repro")
-        )
-        compared = conformance(device, dtype, settings.against, probes)
-        differing = [row for row in compared if differs(row)]
-        if program and differing:
-            text = conformance_program(differing[0], device, dtype)
-            program.write_text(text, encoding="utf-8")
-    result = {"schema_version": 1, **where, "differences": len(differing), "operators": compared}
-    number = f"{len(differing)} of {len(compared)} outputs and gradients differ from eager mode"
-    text = f"{number}: {', '.join(where.values())}\n\n{markdown_table(compared)}"
-    limit = settings.max_differences
-    return {**result, "exceeded": limit is not None and len(differing) > limit}, text
-
-
-def _audit_model(settings: AuditSettings) -> Any:
+def _audited(settings: AuditSettings) -> Any:
     """The report of the model of the settings, which is built, converted and audited."""
     import torch
 
@@ -210,26 +132,22 @@ def _audit_model(settings: AuditSettings) -> Any:
         settings.model, num_classes=classes, weights=settings.weights, image_size=size
     )
     cast_model(model.to(device), precision).train(settings.backward)
+    shape = (settings.batch_size, 3, *[settings.frames] * bool(settings.frames), size, size)
+    images = torch.randn(shape).to(device, precision.input_dtype)
     if settings.channels_last:
         print(convert(model, settings.conversion, settings.select))
-    sides = [settings.frames] * bool(settings.frames) + [size, size]
-    images = torch.randn(settings.batch_size, settings.input_channels, *sides).to(
-        device, precision.input_dtype
-    )
-    if settings.channels_last and settings.input_channels_last:
-        images = images.to(
-            memory_format=torch.channels_last_3d if settings.frames else torch.channels_last
-        )
-    options = {
-        name: getattr(settings, name) for name in ("backward", "measure", "time", "time_limit_s")
-    }
+        channels_last = torch.channels_last_3d if settings.frames else torch.channels_last
+        images = images.to(memory_format=channels_last)
     report = audit(
         model,
         images,
         precision=precision,
         output=settings.output_entry,
         name=settings.model,
-        **options,
+        backward=settings.backward,
+        measure=settings.measure,
+        time=settings.time,
+        time_limit_s=settings.time_limit_s,
     )
 
     def loss(compiled: torch.nn.Module) -> torch.Tensor:
@@ -237,8 +155,39 @@ def _audit_model(settings: AuditSettings) -> Any:
             return mean_square(output_tensors(compiled(images), settings.output_entry))
 
     if settings.compile:
-        with failure_explained(
-            "the model cannot be traced", "leave out compile=true"
-        ):  # not every model can
+        with failure_explained("the model cannot be traced", "leave out compile=true"):
             report.compiled = compiled_graphs(model, loss, settings.backward)
     return report
+
+
+def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+    """The table of torch's operators, and of what differs under the compiler."""
+    import torch
+
+    from cl_train.memory_format import operators
+    from cl_train.step.precision import resolve_precision
+    from cl_train.system.distributed import choose_device
+    from cl_train.system.tables import markdown_table
+
+    device = choose_device(settings.device)
+    dtype = resolve_precision(settings.precision, device).input_dtype
+    name = str(dtype).removeprefix("torch.")
+    where = {"torch": torch.__version__, "device": str(device), "dtype": name}
+    probes = operators.selected(settings.select or ["*"])
+    if not settings.against:
+        rows: list[dict[str, Any]] = operators.operator_support(device, dtype, probes)
+        text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
+        return {"schema_version": 1, **where, "operators": rows}, text
+    if "compile" in settings.against:
+        operators.check_compiler(device)
+    with optional_file(settings.repro, "repro", overwrite=settings.overwrite) as program:
+        compared = operators.conformance(device, dtype, settings.against, probes)
+        differing = [row for row in compared if operators.differs(row)]
+        if program and differing:
+            text = operators.conformance_program(differing[0], device, dtype)
+            program.write_text(text, encoding="utf-8")
+    result = {"schema_version": 1, **where, "differences": len(differing), "operators": compared}
+    number = f"{len(differing)} of {len(compared)} outputs and gradients differ from eager mode"
+    text = f"{number}: {', '.join(where.values())}\n\n{markdown_table(compared)}"
+    limit = settings.max_differences
+    return {**result, "exceeded": limit is not None and len(differing) > limit}, text

@@ -14,17 +14,15 @@ from cl_train.config.schema import Config
 from cl_train.config.validation import setting_fields
 from cl_train.system.files import cache_folder, write_text
 
+INSTALL = "complete -o default -o nospace -C 'cl-train completion query' cl-train"
+
 
 def main(words: list[str]) -> int:
     if words[:1] == ["query"]:  # bash appends the command, the word and the word before it
         line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0") or 0)]
         print("\n".join(candidates(line)))
     else:
-        print(
-            __doc__
-            if words
-            else "complete -o default -o nospace -C 'cl-train completion query' cl-train"
-        )
+        print(__doc__ if words else INSTALL)
     return 0
 
 
@@ -34,18 +32,19 @@ def candidates(line: str) -> list[str]:
     before = [part for part in before if part]
     if len(before) < 2:
         return [f"{name} " for name in COMMANDS if name.startswith(word)]
-    is_train = before[1] == "train"
-    if before[1] not in COMMANDS:
+    command = before[1]
+    if command not in COMMANDS:
         return []
-    command = importlib.import_module(f"cl_train.commands.{before[1]}")
-    schemas = [Config] if is_train else getattr(command, "SETTINGS", {}).values()
+    module = importlib.import_module(f"cl_train.commands.{command}")
+    schemas = [Config] if command == "train" else getattr(module, "SETTINGS", {}).values()
     settings = {key: item for schema in schemas for key, item in setting_fields(schema).items()}
     key, equals, value = word.partition("=")
     if not equals:
-        names = TYPED_KEYS if is_train else settings
+        names = TYPED_KEYS if command == "train" else settings
         return sorted(f"{name}=" for name in names if name.startswith(key))
+
     choices: list[str] = []
-    if is_train and key in GROUPS:
+    if command == "train" and key in GROUPS:
         choices = group_choices(key)
     elif key == "model" and key in settings:
         choices = model_names("timm" if value.startswith("timm/") else "torchvision")

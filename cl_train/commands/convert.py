@@ -9,15 +9,15 @@ with the original.
     cl-train convert scripted.pt out=nhwc.pt input=8,3,224,224 trust=true          TorchScript
 
 Weights are contiguous on disk, with their memory format recorded; programs keep the strides of
-channels_last. trust=true loads a program, which runs its code: use it only for files whose source
-you trust. Exit codes: 0 converted and outputs equal; 1 not converted (then no file is written), or
-the outputs not compared; 2 wrong usage or an unreadable file.
+channels_last. trust=true runs the code in the file.
+Exit codes: 0 converted and outputs equal; 1 not converted (then no file is written), or the outputs
+not compared; 2 wrong usage or an unreadable file.
 """
 
 from dataclasses import dataclass
 
 from cl_train.commands import settings_and_files
-from cl_train.config.schema import ConfigError, setting
+from cl_train.config.schema import OVERWRITE_HELP, ConfigError, setting
 
 
 @dataclass
@@ -25,31 +25,15 @@ class ConvertSettings:
     """Convert a saved model; its values and outputs are compared before and after."""
 
     out: str = setting("", "file to write", required=True)
-    channels_last: bool = setting(
-        True, "the layout of the model when it is loaded; false = contiguous"
-    )
-    overwrite: bool = setting(False, "replace an existing file")
-    model: str | None = setting(
-        None, "the model that a file of weights belongs to; null = the one that the file names"
-    )
-    weights: str | None = setting(
-        None, "weights by name (DEFAULT, ...) or file of the model given instead of a file"
-    )
-    input: list[int] = setting(
-        [], "shape of random images to compare with; empty = 2 of the recorded size", minimum=1
-    )
-    entry: str | None = setting(
-        None, "which entry of a checkpoint holds the weights, such as model_ema"
-    )
-    prefix: str | None = setting(
-        None, "take only the names with this prefix, such as backbone., and remove it"
-    )
-    output_entry: str | None = setting(
-        None, "which entry of the model's output is compared: a dict's key or an index"
-    )
-    trust: bool = setting(
-        False, "load a TorchScript or exported program, which runs the code in the file"
-    )
+    channels_last: bool = setting(True, "the layout of the model when it is loaded")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
+    model: str | None = setting(None, "the model of a file of weights; null = the file names it")
+    weights: str | None = setting(None, "of a model given by name: DEFAULT, ..., or a file")
+    input: list[int] = setting([], "shape of random images to compare with; empty = 2", minimum=1)
+    entry: str | None = setting(None, "entry of a checkpoint that holds the weights: model_ema")
+    prefix: str | None = setting(None, "take only the names with it, and remove it: backbone.")
+    output_entry: str | None = setting(None, "entry of the output to compare: a key or an index")
+    trust: bool = setting(False, "load a program, which runs the code in the file")
 
 
 USAGE = "FILE|RUN|MODEL out=FILE [key=value ...]"

@@ -40,8 +40,7 @@ def _named(key: str, value: Any) -> Any:
         return value
     if key not in SETTINGS_OF_CODE:
         raise ConfigError(f"{key}= takes no object ({type(value).__name__})")
-    is_module = hasattr(value, "named_parameters") and not isinstance(value, type)
-    if key == "model" and is_module:
+    if key == "model" and hasattr(value, "named_parameters") and not isinstance(value, type):
         return _name_of(lambda num_classes: value, f"model_{type(value).__name__}")
     name = getattr(value, "__name__", type(value).__name__)
     return _name_of(value, f"{key.replace('.', '_')}_{name}")

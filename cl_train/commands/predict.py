@@ -20,15 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from cl_train.config.schema import (
-    DEVICES,
-    IMAGE_FORMATS,
-    MODEL_HELP,
-    PRECISIONS,
-    ConfigError,
-    DataConfig,
-    setting,
-)
+from cl_train.config import schema
+from cl_train.config.schema import ConfigError, DataConfig, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.system.files import output_file
 
@@ -37,40 +30,27 @@ from cl_train.system.files import output_file
 class PredictSettings:
     """The weights, the images and the file to write."""
 
-    weights: str = setting(
-        "", "run folder, file of weights, or with model=NAME weights by name", required=True
-    )
-    root: str = setting(
-        "",
-        "folder of images; its folder val or test, if it has one",
-        required=True,
-        key="data.root",
-    )
+    weights: str = setting("", "run, file, or with model=NAME weights by name", required=True)
+    root: str = setting("", "folder of images, or of val or test", required=True, key="data.root")
     out: str = setting("", "file to write: a table as CSV", required=True)
-    overwrite: bool = setting(False, "replace an existing file")
-    model: str | None = setting(None, f"null = the one that the weights name; {MODEL_HELP}")
-    entry: str | None = setting(
-        None, "which entry of a checkpoint holds the weights: average = the EMA of a run"
-    )
+    overwrite: bool = setting(False, schema.OVERWRITE_HELP)
+    model: str | None = setting(None, f"null = the one that the weights name; {schema.MODEL_HELP}")
+    entry: str | None = setting(None, "entry of a checkpoint that holds the weights: average = EMA")
     image_size: int | None = setting(
         None, "pixels, if weights record none", minimum=8, key="data.image_size"
     )
     extensions: list[str] = setting(
         [],
         "extensions of image files; empty = those of the run",
-        choices=tuple(IMAGE_FORMATS),
+        choices=tuple(schema.IMAGE_FORMATS),
         key="data.extensions",
     )
     batch_size: int = setting(64, "images per batch", minimum=1)
-    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
-    precision: str | None = setting(None, "null = that of the run, or auto", choices=PRECISIONS)
-    channels_last: bool | None = setting(
-        None, "memory format of the model and its input; null = the recorded one"
-    )
+    device: str = setting("auto", "cuda if available, else cpu", choices=schema.DEVICES)
+    precision: str | None = setting(None, "null = as the run, or auto", choices=schema.PRECISIONS)
+    channels_last: bool | None = setting(None, "memory format; null = the recorded one")
     evaluate_flip: bool = setting(False, "average the logits of each image and of its mirror image")
-    workers: int | None = setting(
-        None, "loader processes; null = the cores, at most 32", minimum=0, key="data.workers"
-    )
+    workers: int | None = setting(None, "processes; null = cores", minimum=0, key="data.workers")
     on_bad_image: str = setting(
         "error", "skip = leave damaged out", choices=("error", "skip"), key="data.on_bad_image"
     )
@@ -97,46 +77,66 @@ def main(words: list[str]) -> int:
 
 
 def predict(settings: PredictSettings, file: Path) -> str:
-    """Write the table.
-
-    Returns the number of images, the accuracy of those with labels, and what was left out.
-    """
+    """Write the table; returns the number of images, the accuracy, and what was left out."""
     import torch
 
     from cl_train.data.build import images_of_folder
     from cl_train.data.device import DeviceFormat
-    from cl_train.data.images import EXTENSIONS
     from cl_train.data.loader_report import first_reasons
     from cl_train.errors import BadImageError
-    from cl_train.models.card import Preprocessing
     from cl_train.models.convert_file import load_saved
-    from cl_train.step.precision import kernel_selection, resolve_precision
-    from cl_train.step.train_step import labels_and_top5
+    from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import Dist, choose_device
     from cl_train.system.machine import keep_freed_memory
-    from cl_train.training.console import progress_bar
-    from cl_train.training.evaluation import check_evaluation, outputs
 
-    asked = torch.channels_last if settings.channels_last else torch.contiguous_format
+    formats = {True: torch.channels_last, False: torch.contiguous_format, None: None}
     model, card, memory_format = load_saved(
         settings.model or settings.weights,
         # Of that model; else the file or run names its own.
         weights=settings.weights if settings.model else None,
         entry=settings.entry,
-        memory_format=None if settings.channels_last is None else asked,
+        memory_format=formats[settings.channels_last],
     )
+    device = choose_device(settings.device)
+    keep_freed_memory(device)
+    named = settings.precision or card.precision or "auto"
+    precision = resolve_precision(named, device).for_fp32_weights
+    cfg = _data_settings(settings, card)
+    data = images_of_folder(cfg, card.classes, settings.batch_size, Dist(0, 1, device))
+    batches = data.validation(DeviceFormat(device, precision.input_dtype, memory_format))
+    rows, names = _classified(
+        model.to(device), batches, precision, card.classes, data.val_images, settings.evaluate_flip
+    )
+    bad = data.bad_images.reasons
+    if not rows:
+        raise BadImageError(f"none of the {len(bad)} images could be decoded: {first_reasons(bad)}")
+    files = [data.validation_name(index) for index in data.validation_indices()]
+    _write_table(file, files, rows, names)
+    data.close()
+
+    summary = [f"{len(rows)} images"]
+    correct = [label == classes[0] for label, classes, _ in rows if label >= 0]
+    if correct:
+        share_pct = 100 * sum(correct) / len(correct)
+        summary[0] += f", {share_pct:.3f} % of {len(correct)} with a label are correct"
+    if bad:
+        summary.append(f"{len(bad)} left out: {first_reasons(bad)}")
+    if 0 < len(card.classes) < len(names):
+        summary.append(f"the weights name {len(card.classes)} classes of {len(names)} outputs")
+    return "; ".join([*summary, *data.notes])
+
+
+def _data_settings(settings: PredictSettings, card: Any) -> DataConfig:
+    from cl_train.data.images import EXTENSIONS
+    from cl_train.models.card import Preprocessing
+
     preprocessing = card.preprocessing
     if preprocessing is None:
         if settings.image_size is None:
             what = f"weights={settings.weights} record no preprocessing"
             raise ConfigError(f"{what}: data.image_size=224 is ImageNet's")
         preprocessing = Preprocessing.of(DataConfig(image_size=settings.image_size))
-
-    device = choose_device(settings.device)
-    keep_freed_memory(device)
-    named = settings.precision or card.precision or "auto"
-    precision = resolve_precision(named, device).for_fp32_weights
-    cfg = DataConfig(
+    return DataConfig(
         name="folder",
         root=settings.root,
         workers=settings.workers,
@@ -144,53 +144,38 @@ def predict(settings: PredictSettings, file: Path) -> str:
         extensions=settings.extensions or list(card.extensions or EXTENSIONS),
         **preprocessing.settings(),
     )
-    data = images_of_folder(cfg, card.classes, settings.batch_size, Dist(0, 1, device))
-    device_format = DeviceFormat(device, precision.input_dtype, memory_format)
-    rows: list[Any] = []  # label, classes and probabilities of each image
-    bar = progress_bar("images", data.val_images, shown=True)
+
+
+def _classified(
+    model: Any, batches: Any, precision: Any, classes: Sequence[str], images: int, flip: bool
+) -> tuple[list[Any], list[str]]:
+    """Label, best classes and their probabilities of each image, and the names of the outputs: the
+    classes, then numbers. Raises ConfigError: there are more classes than outputs.
+    """
+    from cl_train.step.precision import kernel_selection
+    from cl_train.step.train_step import labels_and_top5
+    from cl_train.training.console import progress_bar
+    from cl_train.training.evaluation import check_evaluation, outputs
+
+    rows: list[Any] = []
+    names: list[str] = []
+    bar = progress_bar("images", images, shown=True)
     with kernel_selection(tf32=precision.tf32, autotune=False), bar:
-        batches = data.validation(device_format)
-        for logits, targets in outputs(
-            model.to(device), batches, precision, flip=settings.evaluate_flip
-        ):
-            names = names_of_outputs(card.classes, logits.shape[1])
+        for logits, targets in outputs(model, batches, precision, flip=flip):
+            count = logits.shape[1]
+            if len(classes) > count:
+                what = f"the weights name {len(classes)} classes, and the model has {count} outputs"
+                raise ConfigError(f"{what}: the names are those of another model")
+            names = [*classes, *map(str, range(len(classes), count))]
             labels, best = labels_and_top5(logits, targets)
             shares = logits.softmax(1).gather(1, best)
             check_evaluation(float(shares.sum()))
             rows += zip(labels.tolist(), best.tolist(), shares.tolist(), strict=True)
             bar.update(len(labels))
-
-    bad = data.bad_images.reasons
-    if not rows:
-        raise BadImageError(f"none of the {len(bad)} images could be decoded: {first_reasons(bad)}")
-    files = [data.validation_name(index) for index in data.validation_indices()]
-    write_table(file, files, rows, names)
-    data.close()
-
-    summary = f"{len(rows)} images"
-    correct = [label == classes[0] for label, classes, _ in rows if label >= 0]
-    if correct:
-        share_pct = 100 * sum(correct) / len(correct)
-        summary += f", {share_pct:.3f} % of {len(correct)} with a label are correct"
-    if bad:
-        summary += f"; {len(bad)} left out: {first_reasons(bad)}"
-    if 0 < len(card.classes) < len(names):
-        summary += f"; the weights name {len(card.classes)} classes of {len(names)} outputs"
-    return "; ".join([summary, *data.notes])
+    return rows, names
 
 
-def names_of_outputs(classes: Sequence[str], outputs: int) -> list[str]:
-    """The names of the classes, and numbers for outputs beyond them.
-
-    Raises ConfigError: there are more names than outputs, so they are those of another model.
-    """
-    if len(classes) > outputs:
-        what = f"the weights name {len(classes)} classes, and the model has {outputs} outputs"
-        raise ConfigError(f"{what}: the names are those of another model")
-    return [*classes, *map(str, range(len(classes), outputs))]
-
-
-def write_table(file: Path, files: list[str], rows: list[Any], names: list[str]) -> None:
+def _write_table(file: Path, files: list[str], rows: list[Any], names: list[str]) -> None:
     top = range(1, len(rows[0][1]) + 1)
     columns = [f"{what}{rank}" for rank in top for what in ("class", "probability")]
     with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:

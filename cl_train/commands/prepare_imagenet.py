@@ -22,28 +22,24 @@ from cl_train.config.validation import settings_from_arguments, suggest
 
 
 @dataclass
-class Tars:
-    """Unpack the official archives into train/<wnid>/*.JPEG and val/<wnid>/*.JPEG."""
-
-    out: str = setting("", "folder to make train/ and val/ in", required=True)
-    train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
-    val: str | None = setting(
-        None, "ILSVRC2012_img_val.tar, or a folder with its flat files, which are moved"
-    )
-    devkit: str | None = setting(
-        None, "ILSVRC2012_devkit_t12.tar.gz, or a text file with the val labels"
-    )
+class _Output:
+    out: str = setting("", "folder to write to", required=True)
     overwrite: bool = setting(False, OVERWRITE_HELP)
 
 
 @dataclass
 class _Folder:
-    root: str = setting(
-        "", "folder that holds train/<class>/* and val/<class>/*", key="data.root", required=True
-    )
-    workers: int | None = setting(
-        None, "processes; null = as many as cores", minimum=1, key="data.workers"
-    )
+    root: str = setting("", "folder of train/<class>/* and val/*", key="data.root", required=True)
+    workers: int | None = setting(None, "processes; null = cores", minimum=1, key="data.workers")
+
+
+@dataclass
+class Tars(_Output):
+    """Unpack the official archives into train/<wnid>/*.JPEG and val/<wnid>/*.JPEG."""
+
+    train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
+    val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder of its files, to be moved")
+    devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz, or a file of val labels")
 
 
 @dataclass
@@ -51,36 +47,28 @@ class Verify(_Folder):
     """Count classes and images, and find files that are not images."""
 
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
-    expect: str = setting(
-        "imagenet", "expected numbers of classes and images", choices=("imagenet", "any")
-    )
+    expect: str = setting("imagenet", "numbers of classes and images", choices=("imagenet", "any"))
 
 
 @dataclass
-class Resize(_Folder):
+class Resize(_Output, _Folder):
     """Copy a folder with smaller images, which load faster."""
 
-    out: str = setting("", "folder for the copies", required=True)
-    max_side: int | None = setting(
-        None, "longest side of a copy, pixels; 400 without short_side", minimum=8
-    )
-    short_side: int | None = setting(None, "shortest side of a copy, pixels", minimum=8)
+    max_side: int | None = setting(None, "longest side, pixels; 400 without short_side", minimum=8)
+    short_side: int | None = setting(None, "shortest side, pixels", minimum=8)
     quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
-    overwrite: bool = setting(False, OVERWRITE_HELP)
 
 
 @dataclass
-class Shards(_Folder):
+class Shards(_Output, _Folder):
     """Copy any folder of images into tar shards for data=shards and WebDataset."""
 
-    out: str = setting("", "folder for the shards", required=True)
     images_per_shard: int = setting(1000, "images in each shard", minimum=1)
     seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
-    overwrite: bool = setting(False, OVERWRITE_HELP)
 
 
 @dataclass
-class Parquet(_Folder):
+class Parquet(_Output, _Folder):
     """Copy parquet files of Hugging Face `datasets`, with images and labels, into a folder or tar
     shards.
     """
@@ -88,9 +76,7 @@ class Parquet(_Folder):
     root: str = setting(
         "", "folder with *train*.parquet and *validation*.parquet", key="data.root", required=True
     )
-    out: str = setting("", "folder to write to", required=True)
     to: str = setting("folder", "what to write", choices=("folder", "shards"))
-    overwrite: bool = setting(False, OVERWRITE_HELP)
 
 
 TASKS: dict[str, type] = {
@@ -104,10 +90,9 @@ SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in T
 def main(words: list[str]) -> int:
     name = words[0] if words else ""
     if name not in TASKS:
-        raise ConfigError(
-            f"the first argument must be a task ({', '.join(TASKS)}), not '{name}'"
-            f"{suggest(name, TASKS)}"
-        )
+        tasks = ", ".join(TASKS)
+        hint = suggest(name, TASKS)
+        raise ConfigError(f"the first argument must be a task ({tasks}), not '{name}'{hint}")
     settings = vars(settings_from_arguments(TASKS[name], words[1:]))
     options = {
         key: Path(value).expanduser() if key in _PATHS and value else value
@@ -118,9 +103,6 @@ def main(words: list[str]) -> int:
     except (OSError, RuntimeError) as error:  # a full or failing disk, a worker process that died
         print(f"failed: {error}. Run the same command again to continue", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted. Run the same command again to continue", file=sys.stderr)
-        return 130
     print("\n".join(lines))
     return 0 if is_right else 1
 

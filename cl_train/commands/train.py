@@ -8,10 +8,9 @@
     cl-train train evaluate_only=true resume=outputs/RUN    evaluate a run, with its settings
     cl-train train --config-dir=recipes experiment=mine     recipes/experiment/mine.yaml, or ./conf
     torchrun --standalone --nproc-per-node=8 -m cl_train train experiment=resnet50_90ep ...
-    srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m cl_train train ...
 
 `python train.py` is the same from a checkout, and `cl_train.train(...)` in Python. The training
-loop is in cl_train/training/loop.py; docs/clusters.md has more on srun.
+loop is in cl_train/training/loop.py.
 """
 
 import logging
@@ -47,13 +46,8 @@ from cl_train.system.processes import adopt_srun, read_launch
 if TYPE_CHECKING:
     from cl_train.system.run_folder import RunResult
 
-USAGE = (
-    "cl-train train [-m] [group=choice] [key=value ...]      (from a checkout: python train.py ...)"
-)
-
-
-# A run sets switches of the whole process: kernels, seeds, signals.
-_train_lock = threading.Lock()
+USAGE = "cl-train train [-m] [group=choice] [key=value ...]"
+_train_lock = threading.Lock()  # a run sets switches of the whole process: kernels, seeds, signals
 
 
 def main(words: list[str]) -> int:
@@ -67,12 +61,8 @@ def main(words: list[str]) -> int:
     runs = _compose(line)
     if line.printed:
         raw = runs[0].raw
-        print(
-            OmegaConf.to_yaml(
-                OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
-            ),
-            end="",
-        )
+        settings = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
+        print(OmegaConf.to_yaml(settings), end="")
         return 0
     if line.multirun:
         from cl_train.sweeps.launch import run_sweep
@@ -85,9 +75,7 @@ def main(words: list[str]) -> int:
         return run_sweep(words, runs=runs)
     try:
         return _train(runs[0], command=None).exit_code
-    except (
-        KeyboardInterrupt
-    ):  # in training it is a request to save; before that there is nothing to save
+    except KeyboardInterrupt:  # in training it is a request to save
         print("stopped before the first step", file=sys.stderr)
         return 130
     except ConfigError:  # before torch is imported for `describe_failure`
@@ -102,8 +90,6 @@ def main(words: list[str]) -> int:
 
 def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult":
     """Train in this process, as train.py does; may be called again.
-
-    In another thread than the main one it does not handle signals.
 
     Args:
         overrides: words of the command line, such as "channels_last=true", "optim=adamw" or
@@ -120,8 +106,8 @@ def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult"
     Raises:
         ConfigError: wrong settings; the message has one line per problem.
         KeyboardInterrupt: Ctrl-C, after a checkpoint was saved; a second Ctrl-C does not wait.
-        TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the run
-            cannot continue.
+            Signals are handled in the main thread only.
+        Fault, OSError: the run cannot continue; see `cl_train.errors`.
     """
     if wrong := [word for word in overrides if not isinstance(word, str)]:
         raise ConfigError(f"train({wrong[0]!r}): write a setting as a word, or as key=value")
@@ -157,21 +143,22 @@ def _without_confirmed_code(words: list[str], runs: list[Composed]) -> list[str]
     folder = Path(str(runs[0].cfg.resume_sweep))
     sweep = read_sweep(folder)
     jobs = {tuple(job.overrides) for job in sweep.jobs}  # those of repeats are equal
-    settings = [check_command_line(overrides)[0] for overrides in sorted(jobs)]
-    in_jobs = {item for cfg in settings for item in code_named(cfg).items()}
-    environments = {HERE, *(run.cfg.environment for run in runs)}
-    in_jobs |= {
-        ("environment", quoted(job.environment))
-        for job in sweep.jobs
-        if job.environment not in environments
-    }
-    typed = {item for run in runs for item in code_named(run.cfg).items()}
+    of_jobs = [cfg for overrides in sorted(jobs) for cfg in check_command_line(overrides)]
+    typed = [run.cfg for run in runs]
+    unconfirmed = _code_of(of_jobs, [job.environment for job in sweep.jobs])
+    unconfirmed -= _code_of(typed, [HERE, *(cfg.environment for cfg in typed)])
     values: dict[str, list[str]] = {}
-    for key, value in sorted(in_jobs - typed):
+    for key, value in sorted(unconfirmed):
         values.setdefault(key, []).append(value)
     refuse_code(folder, [f"{key}={','.join(named)}" for key, named in values.items()])
     confirmed = (*SETTINGS_OF_CODE, "environment")
     return [word for word in words if word.partition("=")[0] not in confirmed]
+
+
+def _code_of(settings: list[Config], environments: list[str]) -> set[tuple[str, str]]:
+    """The settings that name code, and the environments, as they are typed."""
+    code = {item for cfg in settings for item in code_named(cfg).items()}
+    return code | {("environment", quoted(name)) for name in environments}
 
 
 def _compose(line: CommandLine) -> list[Composed]:
