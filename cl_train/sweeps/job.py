@@ -37,6 +37,8 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
     words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
     if job.environment != HERE:
         words.append(f"environment={quoted(job.environment)}")  # for its config.yaml
+    if any(path.is_symlink() for path in (folder, log, folder / JOB_NAME)):
+        raise ConfigError(f"{folder} is, or has, a symbolic link")
     if log.exists():
         words += _to_continue(job, folder)
     elif folder.exists():

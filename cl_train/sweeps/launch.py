@@ -5,14 +5,18 @@ disturbed run again, and with repeats=auto undecided pairs get more repeats.
 """
 
 import math
+import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
@@ -26,6 +30,7 @@ from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad, StopRequest, re
 GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
 LONGEST_DEFAULT_WAIT_S = 600.0  # for other processes to end
 _SAMPLE_S = 1.0  # in which the load of other processes is measured
+_PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
 
 
 def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) -> int:
@@ -183,11 +188,12 @@ class Launcher:
             if time.monotonic() > until_s:
                 self._waited_in_vain = True
                 return
+            self._show(f"waits: other processes use {others_pct:.0f} % of the CPU cores")
 
     def _run_job(self, job: Job, slot: Slot) -> None:
         folder, started_s = self._sweep.folder / job.name, time.monotonic()
         try:
-            exit_code = self._wait(start_job(job, folder, slot))
+            exit_code = self._wait(job, start_job(job, folder, slot))
             signum = self._request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
             write_json(folder / JOB_NAME, {"exit_code": exit_code, "signal": name})
@@ -208,10 +214,11 @@ class Launcher:
             left_s = (self._count - self._ended) * self._mean_s() / len(self._slots)
             left = f"; about {timedelta(seconds=round(left_s))} left" if left_s else ""
             took = timedelta(seconds=round(seconds))
-            counter = f"[{self._ended}/{self._count}]"
+            start = "\r\x1b[K" if sys.stdout.isatty() else ""
+            counter = f"{start}[{self._ended}/{self._count}]"
             print(f"{counter} {job.name}: {outcome} in {took}{place}{left}", flush=True)
 
-    def _wait(self, process: "subprocess.Popen[bytes]") -> int:
+    def _wait(self, job: Job, process: "subprocess.Popen[bytes]") -> int:
         """The exit code of a job, -n after signal n; after a stop signal it has `GRACE_S`."""
         kill_at_s = math.inf
         while True:
@@ -223,3 +230,21 @@ class Launcher:
                 process.send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
             if time.monotonic() > kill_at_s:
                 process.kill()  # its ranks and workers end with it
+            self._show(f"{job.name}: {place_of(self._sweep.folder / job.name)}")
+
+    def _show(self, text: str) -> None:
+        """On a terminal: a line that the next one replaces."""
+        if sys.stdout.isatty():
+            columns = os.get_terminal_size().columns
+            with self._lock:
+                print(f"\r\x1b[K{text[: columns - 1]}", end="", flush=True)
+
+
+def place_of(folder: Path) -> str:
+    """Where a running job is: epoch, step and remaining time of its last log line."""
+    with suppress(OSError), open(folder / LOG_NAME, "rb") as log:
+        log.seek(-min(20_000, log.seek(0, os.SEEK_END)), os.SEEK_END)
+        if lines := _PLACE.findall(log.read()):
+            step, left = (part.decode() for part in lines[-1])
+            return f"{step}, {left} left"
+    return "starts"

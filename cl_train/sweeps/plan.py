@@ -24,12 +24,14 @@ from cl_train.config.schema import (
     AUTO_REPEATS,
     HERE,
     LAYOUT_NAMES,
+    SAMPLE_TRAIN_IMAGES,
     SETTINGS_OF_CODE,
     Config,
     LauncherConfig,
 )
 from cl_train.config.validation import from_mapping, setting_fields, train_program
 from cl_train.errors import ConfigError
+from cl_train.measure.statistics import MIN_WINDOWS
 from cl_train.system.files import safe_name, write_json
 
 _OF_JOBS = ("nproc", "environment")  # settings of multirun in which its jobs may differ
@@ -227,7 +229,24 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
         advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
         same = f"all jobs have the same {cfg.compare_by}, so nothing is compared"
         print(f"warning: {same}; use {advice}", flush=True)
+    elif keys and (few := next((run.cfg for run in runs if _has_few_windows(run.cfg)), None)):
+        windows = f"{MIN_WINDOWS} windows of log_every={few.log_every} steps"
+        needed = f"it needs {windows} after warmup_steps={few.warmup_steps}"
+        print(f"warning: no verdict: {needed}; use more steps or a smaller log_every", flush=True)
     return sweep
+
+
+def _has_few_windows(cfg: Config) -> bool:
+    """Whether a run is too short for a verdict, if the number of images is known."""
+    images = {"synthetic": cfg.data.synthetic_images, "sample": SAMPLE_TRAIN_IMAGES}
+    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
+    epoch_steps = cfg.max_steps or 10**9
+    if cfg.data.name in images:
+        epoch_steps = images[cfg.data.name] // step_images
+    last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
+    # A window begins every log_every steps and with each epoch; later ones make no difference.
+    steps = range(cfg.warmup_steps, min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every))
+    return sum(step % cfg.log_every == 0 or step % epoch_steps == 0 for step in steps) < MIN_WINDOWS
 
 
 def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:

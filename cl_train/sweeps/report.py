@@ -148,12 +148,7 @@ def write_report(report: Report, folder: Path) -> None:
         "failed": report.failed,
     }
     write_json(folder / "comparison.json", document, indent=2)
-    # The rows have different settings in common.
-    names = dict.fromkeys(name for row in rows for name in row)
-    with open(folder / "comparison.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(names) or ["verdict"])
-        writer.writeheader()
-        writer.writerows(rows)
+    _write_csv(rows, folder / "comparison.csv")
 
     labels = _labels(report.pairs)
     bars = []
@@ -170,6 +165,19 @@ def write_report(report: Report, folder: Path) -> None:
     image = "\n![speed ratios with 95 % intervals](comparison.png)\n" if has_chart else ""
     write_text(folder / "comparison.md", text + image)
     write_dashboard(report.pairs, labels, text, folder)
+
+
+def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    flat = []
+    for row in rows:
+        low, high = row["ci95"] or (None, None)
+        flat.append(row | {"ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
+        del flat[-1]["ci95"]
+    names = dict.fromkeys(name for row in flat for name in row)  # settings in common differ
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(names) or ["verdict"])
+        writer.writeheader()
+        writer.writerows(flat)
 
 
 def _row(pair: Pair) -> dict[str, Any]:

@@ -253,8 +253,11 @@ def _obstacles(
             yield f"{key} differs: {_of_both(values, names)}"
     outcome = _OUTCOME.get(by, "")
     used = [{run.summary.get(outcome) for run in side} - {None} for side in (first, second)]
-    if _value(baseline, by) != _value(candidate, by) and (both := used[0] & used[1]):
-        yield f"both sides ran with {outcome} {' and '.join(sorted(map(str, both)))}"
+    ran_with = " and ".join(sorted(map(str, used[0] | used[1])))
+    if max(map(len, used)) > 1:
+        yield f"the repeats of one side ran with different {outcome}: {ran_with}"
+    elif _value(baseline, by) != _value(candidate, by) and used[0] & used[1]:
+        yield f"both sides ran with {outcome} {ran_with}"
 
     for run in runs:
         if (count := run.windows_after_warmup) < MIN_WINDOWS:

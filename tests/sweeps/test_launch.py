@@ -172,6 +172,10 @@ def test_the_names_of_jobs(words: str, ends: str) -> None:
         ("seed=1,2 compare_by=precision", "compare_by=seed"),
         ("seed=1,2 channels_last=true,false", ""),
         ("augment=basic,strong compare_by=augment.flip", ""),
+        (f"{BOTH} max_steps=2", "windows"),
+        (f"{BOTH} epochs=1", "windows"),
+        (f"{BOTH} max_steps=14 log_every=1", ""),
+        (f"{BOTH} data.root=/x", ""),
     ],
 )
 def test_a_sweep_without_a_verdict_is_announced(words: str, expected: str, capsys: Output) -> None:
@@ -465,6 +469,22 @@ def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(
     with pytest.raises(ConfigError, match=r"sweep\.json cannot be read: [^\n]*$"):
         resume(path.parent)
     assert not (stand_in.parent / "calls").exists()
+
+
+def test_a_job_does_not_follow_a_link_out_of_its_sweep(stand_in: Path, tmp_path: Path) -> None:
+    planned = saved_plan(tmp_path)
+    (tmp_path / "precious").mkdir()
+    for planned_job in planned.jobs:
+        (planned.folder / planned_job.name).symlink_to(tmp_path / "precious")
+    assert resume(planned.folder) == 1
+    assert not any((tmp_path / "precious").iterdir())
+
+
+def test_a_running_job_has_a_place(tmp_path: Path) -> None:
+    assert sweep_module.place_of(tmp_path) == "starts"
+    line = "Epoch: [{}][10/125] Time 0.198 (0.198) Speed 1012.1 (1010.9) ETA {}\n"
+    (tmp_path / LOG_NAME).write_text(line.format(0, "1:20") + line.format(1, "0:52") + "Epoch: [2")
+    assert sweep_module.place_of(tmp_path) == "[1][10/125], 0:52 left"
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_the_report_has_the_agreed_fields(written: Path) -> None:
     assert first["ci95"][0] < first["ratio"] < first["ci95"][1] and isinstance(first["notes"], list)
     assert document["failed"] == FAILED
     lines = (written / "comparison.csv").read_text().splitlines()
-    assert len(lines) == 4 and {"verdict", "ci95", "notes"} < set(lines[0].split(","))
+    assert len(lines) == 4 and {"ci95_low", "ci95_high", "notes"} < set(lines[0].split(","))
 
 
 def test_the_verdict_in_words(report: Report, tmp_path: Path) -> None:
