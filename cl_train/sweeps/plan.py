@@ -160,7 +160,7 @@ def read_sweep(folder: Path) -> Sweep:
         looks = int(document.get("looks", 1))
         sweep = Sweep(folder, str(document["compare_by"]), jobs, options, looks)
         is_valid = jobs != [] and looks > 0 and all(map(_is_plain, jobs))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r:.200}") from None
     if not is_valid:
         raise ConfigError(f"{path} cannot be read: a job is not as a sweep writes it")

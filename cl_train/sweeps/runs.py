@@ -93,7 +93,7 @@ def read_run(folder: Path) -> Run:
     file = METRICS
     if not (folder / file).is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no file {file}")
-    damage = (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+    damage = (OSError, AttributeError, LookupError, TypeError, ValueError)
     try:
         records, damaged_lines = read_records(folder)
         windows = windows_of(records)

@@ -109,7 +109,7 @@ NOT_COMPARABLE: list[tuple[Any, ...]] = [
     # records
     ("step", lambda a, b: b.records.extend(dict(entry) for entry in b.records[-3:]), {"5.step": 1}),
     ("step", lambda a, b: setattr(b, "records", [entry for entry in b.records for _ in "ab"])),
-    ("cannot be read", line('{"kind": "tr'), line("[" * 100_000), line("null")),
+    ("cannot be read", line('{"kind": "tr'), line("null")),
     ("windows", lambda a, b: b.records.__delitem__(slice(4, None)), {"records.warmup": True}),
     ("not finite", {"records.loss": math.nan}),
     # times, other processes, and what else it did
