@@ -55,9 +55,7 @@ def with_head(run: Callable[..., Any], head: Any) -> nn.Module:
 
 
 def as_if_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory read in contiguous order: right in one layout, a permutation in the
-    other.
-    """
+    """The tensor's memory read in contiguous order: a permutation in channels_last."""
     return torch.as_strided(x, x.shape, torch.empty(x.shape).stride())
 
 
@@ -179,7 +177,6 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rand_like": lambda x: x + torch.rand_like(x),
     "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.8),
     "python": lambda x: x * random.random(),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
 }
 
 
@@ -304,9 +301,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": lambda: with_head(
         lambda gru, x: gru(x.flatten(2).transpose(1, 2))[0][:, -1], nn.GRU(8, 6, batch_first=True)
     ),
-    "weight_norm, new": lambda: features(
-        first=nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
-    ),
     "complex": lambda: with_head(  # inside and out
         lambda weight, x: torch.fft.fft2(x.float()) * weight,
         nn.Parameter(torch.ones(8, 1, 1) + 0j),
@@ -316,7 +310,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "scripted inside": lambda: features(
         pooled, nn.Sequential(torch.jit.script(body()), nn.Conv2d(8, 8, 3))
     ),
-    "no parameters": lambda: nn.Sequential(nn.ReLU(), nn.Flatten()),
     "frozen": lambda: features().requires_grad_(False),
     "sparse gradients": lambda: with_head(
         lambda table, x: pooled(x) + table(pooled(x).argmax(1)), nn.Embedding(8, 8, sparse=True)
@@ -361,7 +354,6 @@ SPEED = {
     "reads strides": True,
     "view": "reshape",
     "complex": "floating point",
-    "no parameters": "mode=infer",
     "frozen": "mode=infer",
     "sparse gradients": "parse",
 }
