@@ -32,7 +32,6 @@ class ConvertSettings:
     input: list[int] = setting([], "shape of random images to compare with; empty = 2", minimum=1)
     entry: str | None = setting(None, "entry of a checkpoint that holds the weights: model_ema")
     prefix: str | None = setting(None, "take only the names with it, and remove it: backbone.")
-    output_entry: str | None = setting(None, "entry of the output to compare: a key or an index")
     trust: bool = setting(False, "load a program, which runs the code in the file")
 
 

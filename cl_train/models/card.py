@@ -16,11 +16,11 @@ from cl_train.data.device import DeviceFormat, Normalise
 from cl_train.data.transforms import ImageTransform, default_val_resize
 
 _TEXTS = ("memory_format", "model", "precision")
+_LISTS = ("classes", "extensions")
 # The settings of `data` that are called otherwise there.
 _SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}
 _PREPROCESSING = (*_SETTINGS, "mean", "std")
-_LISTS = ("classes", "extensions")
-KEYS = (*_TEXTS, *_LISTS, "input_size", *_PREPROCESSING)
+KEYS = (*_TEXTS, *_LISTS, *_PREPROCESSING)
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ class Preprocessing:
         return {"input_size": [3, self.crop, self.crop], **vars(self), **lists}
 
     def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
-        """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], with the pixels of an
-        evaluation.
-        """
+        """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], as an evaluation does."""
         pixels = np.array(image.convert("RGB")) if isinstance(image, Image.Image) else image
         rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         settings = DataConfig(**self.settings())
@@ -78,12 +76,23 @@ class ModelCard:
     preprocessing: Preprocessing | None = None
     extensions: tuple[str, ...] = ()  # of the image files that it was trained with
 
+    @property
+    def image_size(self) -> int | None:
+        return self.preprocessing.crop if self.preprocessing else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values without the unknown ones."""
         values = {name: getattr(self, name) for name in _TEXTS}
         values |= {name: list(getattr(self, name)) for name in _LISTS}
         known = {name: value for name, value in values.items() if value}
         return known | (self.preprocessing.to_dict() if self.preprocessing else {})
+
+    def to_texts(self) -> dict[str, str]:
+        """The same, for metadata that holds text only: lists and numbers as JSON."""
+        values = self.to_dict().items()
+        return {
+            key: value if isinstance(value, str) else json.dumps(value) for key, value in values
+        }
 
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":

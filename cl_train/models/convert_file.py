@@ -3,7 +3,8 @@ with the original.
 """
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,16 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import (
-    CHANNELS_LAST,
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
-    images_in,
+    to_memory_format,
 )
 from cl_train.memory_format.model_call import output_tensors
 from cl_train.models import sources as models
@@ -35,18 +34,13 @@ from cl_train.models.files import (
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import output_file
 
-# Of the largest output, else 2e-2: another order of sums.
-_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named
-_SUFFIXES = (".pth", ".pt", ".safetensors", ".pt2", ".onnx")
-_SUFFIXES_OF = {
-    "TorchScript": (".pt", ".pth", ".safetensors"),
-    "exported program": (".pt2", ".onnx", ".safetensors"),
-}
+_TOLERANCE = 1e-4  # of the largest output: another order of sums
+PROGRAMS = (".pt2", ".onnx")
+_SUFFIXES = (".pth", ".pt", ".safetensors", *PROGRAMS)
 
 
 class NotConverted(Exception):
-    """There is nothing to convert, or the file has other values or outputs, and was removed."""
+    """The file has other values or outputs than the original, and was removed."""
 
 
 def load_model(
@@ -81,7 +75,7 @@ def load_saved(
 ) -> tuple[nn.Module, ModelCard, torch.memory_format]:
     """As `load_model`, in `memory_format` (None: as recorded); or a zoo's model with `weights`."""
     saved = _read(source, **reading)
-    model = _runnable(saved, saved.card.preprocessing.crop if saved.card.preprocessing else None)
+    model = _runnable(saved, saved.card.image_size)
     if model is None:
         raise ConfigError(f"{source}: holds weights only: {_needed_model(saved)}")
     recorded = MEMORY_FORMATS.get(str(saved.card.memory_format), torch.contiguous_format)
@@ -96,7 +90,6 @@ def convert_file(
     *,
     channels_last: bool = True,
     input: Sequence[int] = (),
-    output_entry: str | int | None = None,
     overwrite: bool = False,
     **reading: Any,
 ) -> tuple[str, bool]:
@@ -117,18 +110,13 @@ def convert_file(
         optional_module(module, f"out={target}")
     with output_file(target, overwrite=overwrite) as file:
         saved = _read(source, **reading)
-        suffixes = _SUFFIXES_OF.get(saved.kind, _SUFFIXES)
-        if target.suffix not in suffixes:
-            what = f"this {saved.kind} can be written as {', '.join(suffixes)}"
-            raise ConfigError(f"out={target}: {what}")
-        if not any(tensor.dim() in CHANNELS_LAST for tensor in saved.tensors.values()):
-            what = "the file has no tensor of 4 or 5 dimensions"
-            raise NotConverted(f"{what}; if it is frozen, convert it before that")
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         saved = saved.with_card(memory_format=MEMORY_FORMAT_NAMES[memory_format])
-        done, is_proved = _convert(saved, file, memory_format, tuple(input), output_entry)
-    written = f"written: {target}, {target.stat().st_size / 2**20:.1f} MiB; to load it:"
-    return f"{done}\n{written} {_how_to_load(target, saved)}", is_proved
+        proof, is_proved = _convert(saved, file, memory_format, input)
+    taken = f", {saved.taken}" if saved.taken else ""
+    done = f"{saved.kind}{taken}: {len(saved.tensors)} tensors; {proof}"
+    size_mib = target.stat().st_size / 2**20
+    return f"{done}\nwritten as {saved.card.memory_format}: {target}, {size_mib:.1f} MiB", is_proved
 
 
 def _read(
@@ -148,17 +136,14 @@ def _read(
     if path is None and (":" in name or name.startswith("timm/") or name in models.model_names()):
         raise ConfigError(f"{name} is a model: add weights=DEFAULT, another name, or a file")
     saved = read_weights(path or Path(source), **reading)
-    recorded = saved.card.model
-    code = recorded if ":" in (recorded or "") else None
-    known = name if weights is not None else None if code else recorded
-    return replace(saved, code=code).with_card(model=model or known)
+    recorded = saved.card.model or ""
+    if ":" in recorded:  # a file may not choose the code that runs
+        saved, recorded = replace(saved, code=recorded), ""
+    return saved.with_card(model=model or (name if weights is not None else recorded) or None)
 
 
 def _needed_model(saved: SavedModel) -> str:
-    """What the user can add where a model is needed, and the file may not choose it."""
-    if saved.code is not None:
-        return f"it names code, and a file never runs any: to run it, add model={saved.code}"
-    return "give model=<name>, the model that these weights belong to"
+    return f"give model={saved.code or 'NAME'}, the model of these weights; a file never runs code"
 
 
 def _runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:
@@ -166,7 +151,8 @@ def _runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:
     if saved.program is not None:
         is_exported = saved.kind == "exported program"
         return saved.program.module() if is_exported else copy.deepcopy(saved.program).eval()
-    if (name := saved.card.model) is None:
+    name = saved.card.model
+    if name is None:
         return None
     build = partial(models.build_model, name, image_size=image_size)
     model = build(num_classes=len(saved.card.classes) or 1000)
@@ -179,147 +165,104 @@ def _runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:
 
 
 def _convert(
-    saved: SavedModel,
-    file: Path,
-    memory_format: torch.memory_format,
-    shape: Sequence[int],
-    output: str | int | None,
+    saved: SavedModel, file: Path, memory_format: torch.memory_format, shape: Sequence[int]
 ) -> tuple[str, bool]:
-    crop = saved.card.preprocessing.crop if saved.card.preprocessing else 224
-    shape = shape or (2, 3, crop, crop)
-    original = _runnable(saved, shape[-1])
-    if original is not None and not saved.versions:  # they fit those of this code
-        saved = replace(saved, versions=module_versions(original.state_dict()))
-    done = f"{saved.kind}{f', {saved.taken}' if saved.taken else ''}: {len(saved.tensors)} tensors"
-    done += f", {saved.stored} before; recorded memory format: {saved.card.memory_format}"
-
-    inputs = _noise(original, saved.program, shape)
+    """Write the file, read it back and compare; returns what is equal, and whether all is."""
+    size = saved.card.image_size or 224
+    shape = shape or (2, 3, size, size)
+    images = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     other_format = torch.channels_last
     if memory_format == torch.channels_last:
         other_format = torch.contiguous_format
+    original = _runnable(saved, shape[-1])
     references, reason = list[torch.Tensor](), _needed_model(saved)
     if original is not None:
+        saved = replace(saved, versions=saved.versions or module_versions(original.state_dict()))
         try:
-            references, reason = _outputs(original, inputs, other_format, output), ""
+            references, reason = _outputs(original, images, other_format), ""
         except ConfigError as error:
             reason = str(error)
 
-    written = _write(saved, file, memory_format, original, inputs)  # in place, if it is a program
-    if written.kind != "ONNX":
-        # A program also has the buffers that are not persistent.
-        names = written.tensors if saved.program is not None else saved.tensors.keys()
-        values = {name: written.tensors[name] for name in written.tensors.keys() & names}
+    proof = ""
+    converted: Callable[[torch.Tensor], Any] | None
+    if file.suffix in PROGRAMS:
+        if original is None:
+            raise ConfigError(f"out=*{file.suffix}: {reason}")
+        converted = _written_program(saved, original, images, memory_format, file)
+    else:
+        if saved.kind == "TorchScript":
+            convert(saved.program, memory_format=memory_format)
+        write_weights(saved, file)
+        written = read_weights(file, trust=True).with_card(model=saved.card.model)
         try:  # NaN equals NaN, because a diverged model is copied exactly too
-            torch.testing.assert_close(values, saved.tensors, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                written.tensors, saved.tensors, rtol=0, atol=0, equal_nan=True
+            )
         except AssertionError as error:
             raise NotConverted(f"the values read back differ: {error}") from None
-        done += f"; {written.stored} now, the values read back are equal"
-    converted = _runnable(written, shape[-1])
+        proof = "the values read back are equal; "
+        converted = _runnable(written, shape[-1])
     if reason or converted is None:
-        return f"{done}\noutputs not compared: {reason}", False
+        return f"{proof}outputs not compared: {reason}", False
 
     try:
-        outputs = _outputs(converted, inputs, memory_format, output)
+        outputs = _outputs(converted, images, memory_format)
     except ConfigError as error:
         raise NotConverted(str(error)) from error
     difference = max(
         ((ours - reference).abs().max() / reference.abs().max().clamp_min(1e-30)).item()
         for reference, ours in zip(references, outputs, strict=True)
     )
-    if not difference <= _TOLERANCES.get(references[0].dtype, 2e-2):
+    if not difference <= _TOLERANCE:
         what = f"the outputs differ by {difference:.1e} of the largest, or are not finite"
         raise NotConverted(what)
-    what = f"largest difference {difference:.1e} of the largest output"
-    return f"{done}\noutputs of both memory formats: {what}", True
+    return f"{proof}outputs of both formats are within {difference:.1e} of the largest", True
 
 
-def _noise(model: nn.Module | None, program: Any, shape: Sequence[int]) -> Inputs:
-    """Random images in the dtype of the model, for a program in the shapes of its example."""
-    weights = model.parameters() if model is not None else ()
-    dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
-    images: Inputs = ((torch.empty(*shape, dtype=dtype),), {})
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-    example = getattr(program, "example_inputs", None) or images
-    return tree_map_only(torch.Tensor, noise, example)
-
-
-def _write(
+def _written_program(
     saved: SavedModel,
-    file: Path,
+    model: nn.Module,
+    images: torch.Tensor,
     memory_format: torch.memory_format,
-    original: nn.Module | None,
-    inputs: Inputs,
-) -> SavedModel:
-    """Returns what is read back from the file."""
-    program, is_onnx = saved.program, file.suffix == ".onnx"
-    if program is None and file.suffix in (".pt2", ".onnx"):
-        if original is None:
-            raise ConfigError(f"out=*{file.suffix}: {_needed_model(saved)}")
-        example_format = torch.contiguous_format if is_onnx else memory_format
-        # A model that fails does so here: torch.export would print a traceback before its error.
-        _outputs(original, inputs, example_format, None)
-        arguments, named = images_in(example_format, inputs)
-        # The number of images of the example, if the model takes no other.
-        any_batch = tuple({0: torch.export.Dim.AUTO} for _ in arguments)
-        failure = "torch.export cannot export the model"
-        with torch.no_grad(), failure_explained(failure, "write a .pth file"):
-            program = torch.export.export(original, arguments, named, dynamic_shapes=any_batch)
-    if program is not None and not is_onnx:
-        convert(program, memory_format=memory_format)
-    write_weights(replace(saved, program=program), file)
-    if is_onnx:
-        return SavedModel("ONNX", {}, program=_OnnxModel(file))
-    return read_weights(file, trust=True).with_card(model=saved.card.model)
-
-
-def _how_to_load(file: Path, saved: SavedModel) -> str:
-    """A line of Python."""
-    if file.suffix == ".onnx":
-        return f'onnxruntime.InferenceSession("{file}").run(None, {{"images": images}})'
-    if file.suffix == ".pt2":
-        return f'torch.export.load("{file}").module()'
-    if saved.program is not None and file.suffix != ".safetensors":
-        return f'torch.jit.load("{file}")'
-    name = saved.code or saved.card.model
-    is_needed = saved.code is not None or saved.card.model is None
-    named = f', model="{name or "NAME"}"' if is_needed else ""
-    return f'model, preprocess, classes = cl_train.load_model("{file}"{named})'
-
-
-class _OnnxModel(nn.Module):
-    """An ONNX file, run by onnxruntime on the CPU."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def forward(self, *arguments: Any, **named: Any) -> list[torch.Tensor]:
-        runtime = optional_module("onnxruntime", "out=*.onnx")
-        session = runtime.InferenceSession(self._path, providers=["CPUExecutionProvider"])
-        tensors = [
-            leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)
-        ]
-        names = [value.name for value in session.get_inputs()]
-        arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
-        return [torch.from_numpy(array) for array in session.run(None, arrays)]
+    file: Path,
+) -> Callable[[torch.Tensor], Any]:
+    """Export `model`, unless it is a program; returns what is read back from the file."""
+    is_onnx = file.suffix == ".onnx"
+    if is_onnx:  # it has no strides
+        memory_format = torch.contiguous_format
+    # A model that fails does so here: torch.export would print a traceback before its error.
+    _outputs(model, images, memory_format)
+    images = to_memory_format(images, memory_format)
+    # The number of images of the example, if the model takes no other.
+    any_batch = ({0: torch.export.Dim.AUTO},)
+    explained = failure_explained("torch cannot export the model", "write a .pth file")
+    with explained, torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        program = saved.program if saved.kind == "exported program" else None
+        if program is None:
+            program = torch.export.export(model, (images,), dynamic_shapes=any_batch)
+        if not is_onnx:
+            convert(program, memory_format=memory_format)
+            torch.export.save(program, file, extra_files=saved.card.to_texts())
+            return torch.export.load(file).module()
+        exported: Any = torch.onnx.export(
+            program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"]
+        )
+        exported.model.metadata_props.update(saved.card.to_texts())
+        exported.save(file, external_data=False)
+    runtime = optional_module("onnxruntime", "out=*.onnx")
+    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return lambda images: [
+        torch.from_numpy(array) for array in session.run(None, {"images": images.numpy()})
+    ]
 
 
 def _outputs(
-    model: nn.Module, inputs: Inputs, memory_format: torch.memory_format, output: str | int | None
+    model: Callable[[torch.Tensor], Any], images: torch.Tensor, memory_format: torch.memory_format
 ) -> list[torch.Tensor]:
-    """The outputs of `model` in `memory_format`.
-
-    Raises ConfigError: the model fails; it may raise any exception.
-    """
-    convert(model, memory_format=memory_format)
-    arguments, named = images_in(memory_format, inputs)
-    shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    what = f"the {MEMORY_FORMAT_NAMES[memory_format]} model fails on {shapes}"
+    """The outputs of `model` in `memory_format`. Raises ConfigError: the model fails."""
+    name = MEMORY_FORMAT_NAMES[memory_format]
+    what = f"the {name} model fails on {list(images.shape)}"
+    if isinstance(model, nn.Module):
+        convert(model, memory_format=memory_format)
     with torch.no_grad(), failure_explained(what, "input=N,C,H,W sets the shape"):
-        return output_tensors(model(*arguments, **named), output)
+        return output_tensors(model(to_memory_format(images, memory_format)))

@@ -1,18 +1,16 @@
 """Files of models: weights are read without running code, with the card of their model.
 
-The card is in `facts` of a checkpoint, `_metadata[""]` of a state dict, the metadata of safetensors
-and ONNX, the extra files of a program (TorchScript, `torch.export`). Programs run code when they
+The card is in `facts` of a checkpoint, `_metadata[""]` of a state dict, the metadata of
+safetensors, the extra files of a program (TorchScript, `torch.export`). Programs run code when they
 are loaded: only those that the user trusts, and even then nothing in them is unpickled.
 """
 
-import contextlib
-import json
 import os
 import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,25 +21,14 @@ from torch import nn
 
 from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module, suggest
-from cl_train.memory_format.layout import memory_format_of, named_tensors
 from cl_train.models.card import KEYS, ModelCard
 from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file, snapshot
-from cl_train.system.failures import failure_explained
 
-Kind = Literal[
-    "state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "ONNX", "zoo"
-]
-
+Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "zoo"]
+# Of a checkpoint: those that hold weights. `average` is the EMA of a run.
 ENTRIES = (
-    "state_dict",
-    "model_state_dict",
-    "model",
-    "module",
-    "model_ema",
-    "state_dict_ema",
-    "ema_state_dict",
-    "ema",
-    "average",  # the EMA of a run
+    *("state_dict", "model_state_dict", "model", "module"),
+    *("model_ema", "state_dict_ema", "ema_state_dict", "ema", "average"),
 )
 
 
@@ -71,12 +58,6 @@ class SavedModel:
     def with_card(self, **known: Any) -> "SavedModel":
         return replace(self, card=replace(self.card, **known))
 
-    @property
-    def stored(self) -> str:
-        """The memory format of the tensors in the file."""
-        tensors = self.tensors.values()
-        return memory_format_of(value for value in tensors if value.is_floating_point())
-
 
 def weights_path(weights: str | Path) -> Path | None:
     """The file that `weights` names: of a run folder its best checkpoint, or else the newest; None
@@ -102,18 +83,14 @@ def _kind_of(path: Path) -> Kind:
         raise ConfigError(f"{path}: an ONNX file runs with onnxruntime; {advice}")
     if path.suffix == ".safetensors":
         return "safetensors"
-    if not zipfile.is_zipfile(path):
-        return "state dict"  # the format of torch.save before 1.6; the reader refuses anything else
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-    members = {*names, *(name.partition("/")[2] for name in names)}
-    if any(name.startswith("code/") or name == "constants.pkl" for name in members):
+    members = []
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            members = [name.partition("/")[2] or name for name in archive.namelist()]
+    if any(name.startswith(("code/", "constants.pkl")) for name in members):
         return "TorchScript"
-    if any(
-        name.startswith("models/") or name.endswith("exported_program.json") for name in members
-    ):
-        return "exported program"
-    return "state dict"
+    is_exported = any(name.startswith(("models/", "serialized_exported_")) for name in members)
+    return "exported program" if is_exported else "state dict"
 
 
 def read_weights(
@@ -142,12 +119,11 @@ def read_weights(
             content = read_torch_file(path)
             metadata = _mapping(content).get("facts")
             kind = "checkpoint" if is_checkpoint(content) else kind
-    except ConfigError:
-        raise
-    except CheckpointError as error:
+    except (ConfigError, CheckpointError) as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # safetensors raises many
         raise ConfigError(f"{path}: cannot be read: {str(error)[:300]}") from error
+
     content, taken = _find_state(content, path, entry)
     metadata = metadata or _mapping(getattr(content, "_metadata", None)).get("")
     state = {
@@ -156,69 +132,63 @@ def read_weights(
         if isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
     }
     rename, removed = _renaming(list(state), path, prefix)
+    versions = {}
+    for module, version in module_versions(content).items():
+        new_prefix = rename(f"{module}." if module else "")
+        if new_prefix is not None:
+            versions[new_prefix.removesuffix(".")] = version
     return SavedModel(
         kind,
         {new: state[old] for old in state if (new := rename(old)) is not None},
         ModelCard.read(metadata),
         ", ".join(filter(None, (taken, removed))),
-        versions=_renamed_modules(module_versions(content), rename),
+        versions=versions,
     )
 
 
+def _read_program(path: Path, kind: Kind) -> SavedModel:
+    with zipfile.ZipFile(path) as archive:
+        members = archive.namelist()
+    executed = [name for name in members if re.search("custom_obj|opaque_obj|aotinductor", name)]
+    if executed:
+        raise ConfigError(f"{path}: torch would unpickle or execute its member {executed[0]}")
+    facts: dict[str, Any] = dict.fromkeys(KEYS, "")
+    # Without it torch.export falls back to `weights_only=False`.
+    only_weights = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
+    with only_weights, path.open("rb") as file, warnings.catch_warnings(action="ignore"):
+        if kind == "TorchScript":
+            program = torch.jit.load(file, map_location="cpu", _extra_files=facts)
+            state = program.state_dict()
+        else:  # given a path, torch expects the suffix .pt2
+            program = torch.export.load(file, extra_files=facts)
+            state = program.state_dict
+    return SavedModel(kind, dict(state), ModelCard.read(facts), program=program)
+
+
 def write_weights(saved: SavedModel, path: Path) -> None:
-    """Write weights and card as safetensors or a plain state dict of contiguous tensors, by the
-    suffix; or the program, if there is one, which keeps its strides.
+    """Write weights and card as safetensors or a plain state dict, by the suffix; contiguous.
+    TorchScript stays a program in a .pt or .pth file, with its strides.
     """
-    values, is_safetensors = saved.card.to_dict(), path.suffix == ".safetensors"
-    texts = {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in values.items()
-    }
-    if saved.program is None or is_safetensors:
-        state = dict(saved.state)
-        copies: dict[Any, torch.Tensor] = {}
-        for name, value in state.items():
-            if getattr(value, "layout", None) == torch.strided:
-                # Tied tensors stay tied; safetensors refuses them.
-                place = name if is_safetensors else (value.data_ptr(), value.shape, value.stride())
-                if place not in copies:
-                    copies[place] = snapshot(value)
-                state[name] = copies[place]
-    if is_safetensors:
+    if path.suffix == ".safetensors":
         if len(saved.tensors) < len(saved.state):
             raise ConfigError("safetensors cannot hold extra state of a module: write a .pth file")
         safetensors = optional_module("safetensors.torch", f"out=*{path.suffix}")
-        safetensors.save_file(state, path, metadata={"format": "pt", **texts})
-    elif saved.program is None:
-        state = OrderedDict(state)
-        versions = saved.versions or module_versions(saved.state)
-        state._metadata = _metadata_of(versions, values)  # type: ignore[attr-defined]
-        torch.save(state, path)
-    else:
-        what = f"torch cannot write the program as {path.suffix}"
-        with _careful_loading(), failure_explained(what, "write a .safetensors file"):
-            if path.suffix == ".onnx":
-                exported: Any = torch.onnx.export(saved.program, dynamo=True, verbose=False)
-                _name_onnx(exported.model.graph)
-                exported.model.metadata_props.update(texts)
-                exported.save(path, external_data=False)
-            elif isinstance(saved.program, torch.export.ExportedProgram):
-                torch.export.save(saved.program, path, extra_files=texts)
-            else:
-                torch.jit.save(saved.program, path, _extra_files=texts)
-
-
-def _name_onnx(graph: Any) -> None:
-    """Gives a model of one input and one output their names: `images` [batch, ...] and `logits`."""
-    if len(graph.inputs) != 1 or len(graph.outputs) != 1:
+        copies = {name: snapshot(value) for name, value in saved.tensors.items()}
+        safetensors.save_file(copies, path, metadata={"format": "pt", **saved.card.to_texts()})
         return
-    values = [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]
-    batch = graph.inputs[0].shape[0]
-    for value in values if not isinstance(batch, int) else ():
-        for position, size in enumerate(value.shape or ()):
-            if size == batch:
-                value.shape[position] = type(batch)("batch")
-    graph.inputs[0].name, graph.outputs[0].name = "images", "logits"
+    if saved.kind == "TorchScript":
+        with warnings.catch_warnings(action="ignore"):
+            torch.jit.save(saved.program, path, _extra_files=saved.card.to_texts())
+        return
+    state = OrderedDict(saved.state)
+    copy_of: dict[Any, torch.Tensor] = {}  # by view, so that tied tensors stay tied
+    for name, value in saved.tensors.items():
+        if value.layout == torch.strided:
+            view = (value.data_ptr(), value.shape, value.stride())
+            state[name] = copy_of.setdefault(view, snapshot(value))
+    versions = saved.versions or module_versions(saved.state)
+    state._metadata = _metadata_of(versions, saved.card.to_dict())  # type: ignore[attr-defined]
+    torch.save(state, path)
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -228,7 +198,7 @@ def _mapping(value: object) -> dict[str, Any]:
 def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[str, Any], str]:
     """The state dict in a checkpoint, at most three entries deep, and which entries were taken."""
     state = _mapping(content)
-    names, others = list[str](), list[str]()
+    names = list[str]()
     if entry is not None:
         entries = [str(name) for name, value in state.items() if isinstance(value, dict)]
         if entry not in entries:
@@ -237,53 +207,41 @@ def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[st
         state = state[entry]
         names = [entry]
     for _ in range(3):
-        usual = [name for name in ENTRIES if _mapping(state.get(name))]
-        if not usual:
+        usual = next((name for name in ENTRIES if _mapping(state.get(name))), None)
+        if usual is None:
             break
-        state = state[usual[0]]
-        names += usual[:1]
-        others += usual[1:]
+        state = state[usual]
+        names.append(usual)
     if not any(isinstance(value, torch.Tensor) for value in state.values()):
         advice = "entry=NAME of cl-train convert selects the weights"
         raise ConfigError(f"{path}: holds no tensors by name; {advice}")
-    taken = f"entry '{'.'.join(names)}'" if names else ""
-    if others:
-        taken += f" (entry=NAME takes {' or '.join(others)})"
-    return state, taken
+    return state, f"entry '{'.'.join(names)}'" if names else ""
 
 
-Rename = Callable[[str], str | None]
-
-
-def _renaming(names: list[str], path: Path, prefix: str | None) -> tuple[Rename, str]:
-    """Returns the function from a name in the file to the one in the model, or None for a name that
-    is left out; and what it removes, for messages.
+def _renaming(
+    names: list[str], path: Path, prefix: str | None
+) -> tuple[Callable[[str], str | None], str]:
+    """The function from a name in the file to the one in the model, None for a name that is left
+    out; and what it removes, for messages. Without `prefix`, that is what DDP and compile add.
     """
-    if prefix is not None:
-        selected = sum(name.startswith(prefix) for name in names)
+    if prefix is None:
+        common = os.path.commonprefix(names)  # noqa: RUF071 (of names)
+        start: str = re.findall(r"^(?:(?:module|_orig_mod)\.)*", common)[0]
+        removed = f"prefix '{start}' removed" if start else ""
+    else:
+        start = prefix
+        selected = sum(name.startswith(start) for name in names)
+        removed = f"the {selected} of {len(names)} names with the prefix '{start}'"
         if not selected:
-            what = f"no name begins with prefix={prefix} (the first is {names[0]})"
+            what = f"no name begins with prefix={start} (the first is {names[0]})"
             raise ConfigError(f"{path}: {what}")
 
-        def below_prefix(name: str) -> str | None:
-            return name.removeprefix(prefix) if name.startswith(prefix) else None
+    def renamed(name: str) -> str | None:
+        if not name.startswith(start):
+            return None
+        return re.sub(r"(^|\.)_orig_mod\.", r"\1", name.removeprefix(start))
 
-        return below_prefix, f"the {selected} of {len(names)} names with the prefix '{prefix}'"
-
-    def without_compile(name: str) -> str:
-        return re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
-
-    of_ddp = ""
-    while all(without_compile(name).startswith(f"{of_ddp}module.") for name in names):
-        of_ddp += "module."
-
-    def unwrapped(name: str) -> str:
-        return without_compile(name).removeprefix(of_ddp)
-
-    removed = next((n.removesuffix(unwrapped(n)) for n in names if n != unwrapped(n)), None)
-    if removed is None:
-        return unwrapped, ""
-    return unwrapped, f"prefix '{removed or '_orig_mod.'}' removed"
+    return renamed, removed
 
 
 # --- versions of modules --------------------------------------------------------------------------
@@ -293,28 +251,14 @@ def module_versions(state: object) -> dict[str, int]:
     """The version of each module that a state dict records, by the path of the module."""
     recorded = _mapping(getattr(state, "_metadata", None))
     versions = {path: _mapping(entry).get("version") for path, entry in recorded.items()}
-    return {
-        path: version
-        for path, version in versions.items()
-        if isinstance(path, str) and isinstance(version, int)
-    }
+    return {path: version for path, version in versions.items() if isinstance(version, int)}
 
 
-def _renamed_modules(versions: dict[str, int], rename: Rename) -> dict[str, int]:
-    """Returns `versions` by the paths in the model; of a wrapper and its module, the module's."""
-    renamed = {}
-    for path, version in versions.items():
-        prefix = rename(f"{path}." if path else "")
-        if prefix is not None:
-            renamed[prefix.removesuffix(".")] = version
-    return renamed
-
-
-def _metadata_of(versions: Mapping[str, int], card: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Returns the `_metadata` of a state dict, as `torch.nn.Module.state_dict` writes it."""
+def _metadata_of(versions: Mapping[str, int], facts: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """The `_metadata` of a state dict, as `torch.nn.Module.state_dict` writes it."""
     metadata: OrderedDict[str, Any] = OrderedDict({"": {}})
     metadata.update({path: {"version": version} for path, version in versions.items()})
-    metadata[""].update(card)
+    metadata[""].update(facts)
     return metadata
 
 
@@ -338,30 +282,3 @@ def load_state(
     except Exception as error:  # the hooks of a user's module may raise any exception
         raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from error
     return missing, unexpected
-
-
-def _read_program(path: Path, kind: Kind) -> SavedModel:
-    with zipfile.ZipFile(path) as archive:
-        members = archive.namelist()
-    executed = [name for name in members if re.search("custom_obj|opaque_obj|aotinductor", name)]
-    if executed:
-        raise ConfigError(f"{path}: torch would unpickle or execute its member {executed[0]}")
-    extra: dict[str, Any] = dict.fromkeys(KEYS, "")
-    with _careful_loading():
-        if kind == "TorchScript":
-            program = torch.jit.load(path, map_location="cpu", _extra_files=extra)
-        else:
-            with path.open("rb") as file:  # given a path, torch expects the suffix .pt2
-                program = torch.export.load(file, extra_files=extra)
-    card = ModelCard.read(extra)
-    return SavedModel(kind, named_tensors(program), card=card, program=program)
-
-
-@contextlib.contextmanager
-def _careful_loading() -> Iterator[None]:
-    """Suppress torch's warnings about its formats, and prevent torch.export's fallback to
-    `weights_only=False`.
-    """
-    with warnings.catch_warnings(), mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
-        warnings.simplefilter("ignore")
-        yield

@@ -3,11 +3,8 @@ weights, and the preprocessing that these were published with. Copies of a model
 """
 
 import copy
-import io
 import logging
 import math
-import warnings
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
@@ -23,17 +20,11 @@ from cl_train.config.schema import ConfigError, DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
 from cl_train.memory_format.layout import refuse_lazy
 from cl_train.models.card import Preprocessing
-from cl_train.models.files import (
-    SavedModel,
-    load_state,
-    read_weights,
-    weights_path,
-)
+from cl_train.models.files import SavedModel, load_state, read_weights, weights_path
 from cl_train.system.failures import explain_failure
 
 log = logging.getLogger(__name__)
 
-_NETWORK = ("httpx", "huggingface_hub", "requests")  # modules of errors that are no OSError
 # Settings of `data`.
 _TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), ("mean", "std"))
 
@@ -44,15 +35,13 @@ def model_names() -> list[str]:
 
 
 def video_model_names() -> list[str]:
-    """All models of torchvision for video; some accept one size only."""
+    """Those for video; some accept one size only."""
     return torchvision.models.list_models(module=torchvision.models.video)
 
 
 def timm_model_names() -> list[str]:
     """All models of timm, which must be installed, as `timm/<name>`."""
-    import timm
-
-    return [f"timm/{name}" for name in timm.list_models()]
+    return [f"timm/{name}" for name in optional_module("timm", "timm/").list_models()]
 
 
 def usual_image_size(name: str) -> int:
@@ -66,7 +55,7 @@ def check_model(name: str, weights: str | None = None) -> None:
         user_function("model", name)
     elif name.startswith("timm/"):
         timm = optional_module("timm", f"model={name}")
-        if not timm.is_model(name.removeprefix("timm/").split(".")[0]):
+        if not timm.is_model(_timm_name(name).split(".")[0]):
             near = suggest(name, timm_model_names())
             raise ConfigError(f"model={name}: timm has no such model{near}")
     elif name not in (*model_names(), *video_model_names()):
@@ -101,23 +90,29 @@ def build_model(
     """
     check_model(name, weights)
     file = weights_path(weights) if weights is not None else None
-    zoo_weights = weights if file is None else None
+    published = weights if file is None else None
     try:
-        model = _built(name, num_classes, zoo_weights, image_size, drop_path)
+        model = _built(name, num_classes, published, image_size, drop_path)
     except ConfigError:
         raise
     except Exception as error:  # of the user's own code, of an image size that cannot be divided
-        is_network = isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)
-        if zoo_weights is not None and is_network:
-            raise ConfigError(_not_downloaded(name, zoo_weights, error)) from error
+        if published is not None:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            what = f"weights={published} of {name} cannot be loaded: {reason}"
+            cache = "the cache of Hugging Face (HF_HOME)"
+            if not name.startswith("timm/"):
+                url = torchvision_weights(name, published).url
+                cache = f"{Path(torch.hub.get_dir(), 'checkpoints', Path(url).name)} (TORCH_HOME)"
+            advice = f"without a network copy the file to {cache}, or give weights=FILE"
+            raise ConfigError(f"{what}; {advice}") from error
         what = f"model={name} cannot be built"
         what += f" with drop_path={drop_path}" if drop_path is not None else ""
         what += f" for images of {image_size} px" if image_size else ""
         raise ConfigError(f"{what}: {explain_failure(error)}") from error
     if not isinstance(model, nn.Module):
-        what = f"model={name} returned a {type(model).__name__}"
-        raise ConfigError(f"{what}; it must return a torch.nn.Module")
-    is_new = zoo_weights is not None and num_classes != zoo_classes(name, zoo_weights)[0]
+        kind = type(model).__name__
+        raise ConfigError(f"model={name} returned a {kind}; it must return a torch.nn.Module")
+    is_new = published is not None and num_classes != zoo_classes(name, published)[0]
     if file is not None:
         is_new = load_weights_file(model, file, entry)
     if is_new and keep_classifier:
@@ -126,21 +121,63 @@ def build_model(
     return model
 
 
+def _built(
+    name: str,
+    num_classes: int,
+    weights: str | None,
+    image_size: int | None,
+    drop_path: float | None,
+) -> Any:
+    is_own, is_timm = ":" in name, name.startswith("timm/")
+    rate = "drop_path" if is_own else "drop_path_rate" if is_timm else "stochastic_depth_prob"
+    options: dict[str, Any] = {} if drop_path is None else {rate: drop_path}
+    if is_own:
+        return user_function("model", name)(num_classes=num_classes, **options)
+    if weights is not None and not is_timm:
+        published = torchvision_weights(name, weights)
+        model = torchvision.models.get_model(name, weights=published, **options)
+        replace_classifier(model, num_classes)
+        return model
+    options |= {"num_classes": num_classes, **size_options(name, image_size)}
+    if is_timm:
+        timm = optional_module("timm", f"model={name}")
+        return timm.create_model(_timm_name(name), pretrained=weights is not None, **options)
+    if name in ("inception_v3", "googlenet"):  # torchvision warns without it
+        options["init_weights"] = True
+    return torchvision.models.get_model(name, **options)
+
+
+def _timm_name(name: str) -> str:
+    return name.removeprefix("timm/")
+
+
+def size_options(name: str, image_size: int | None) -> dict[str, int]:
+    """The argument of a zoo's builder for networks that are built for one image size."""
+    if image_size is None or ":" in name:
+        return {}
+    if not name.startswith("timm/"):
+        return {"image_size": image_size} if name.startswith("vit_") else {}
+    timm = optional_module("timm", f"model={name}")
+    pretrained = timm.get_pretrained_cfg(_timm_name(name), allow_unregistered=True)
+    is_fixed = pretrained is not None and pretrained.fixed_input_size
+    return {"img_size": image_size} if is_fixed else {}
+
+
 def set_drop_path(model: nn.Module, rate: float) -> None:
     """Give every block the same stochastic depth `rate`, as DeiT III has it. Where the rate rises
     from 0, timm builds the first block without. Raises ConfigError: the model has none.
     """
-    children = [(parent, *item) for parent in model.modules() for item in parent.named_children()]
-    of_torchvision = [child for *_, child in children if isinstance(child, StochasticDepth)]
-    of_timm = [child for *_, child in children if hasattr(child, "drop_prob")]
-    if not of_torchvision + of_timm:
+    modules = dict(model.named_modules())
+    kinds = [
+        m for m in modules.values() if isinstance(m, StochasticDepth) or hasattr(m, "drop_prob")
+    ]
+    if not kinds:
         raise ConfigError("drop_path_constant=true: the model has no stochastic depth")
-    for depth in of_torchvision:
-        depth.p = rate
-    for parent, name, child in children if of_timm else ():
-        if child in of_timm or name.startswith("drop_path"):
-            setattr(parent, name, copy.deepcopy(of_timm[0]))
-            getattr(parent, name).drop_prob = rate
+    depth = copy.deepcopy(kinds[0])
+    setattr(depth, "p" if isinstance(depth, StochasticDepth) else "drop_prob", rate)
+    for path, module in modules.items():
+        if type(module) is type(depth) or path.rpartition(".")[2].startswith("drop_path"):
+            model.set_submodule(path, copy.deepcopy(depth))
 
 
 def set_layer_scale(model: nn.Module, value: float) -> None:
@@ -153,62 +190,11 @@ def set_layer_scale(model: nn.Module, value: float) -> None:
         nn.init.constant_(scale, value)
 
 
-def _not_downloaded(name: str, weights: str, error: Exception) -> str:
-    """A message that says where the library looks for the file."""
-    where = "the cache of Hugging Face (HF_HOME)"
-    if not name.startswith("timm/"):
-        url = torchvision_weights(name, weights).url
-        where = f"{Path(torch.hub.get_dir(), 'checkpoints', Path(url).name)} (TORCH_HOME)"
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    what = f"weights={weights} of {name} cannot be downloaded: {reason}"
-    return f"{what}; copy the file to {where}, or give weights=FILE"
-
-
-def _built(
-    name: str,
-    num_classes: int,
-    weights: str | None,
-    image_size: int | None,
-    drop_path: float | None,
-) -> Any:
-    def depth(option: str) -> dict[str, Any]:
-        return {} if drop_path is None else {option: drop_path}
-
-    if ":" in name:
-        return user_function("model", name)(num_classes=num_classes, **depth("drop_path"))
-    options = size_options(name, image_size) | {"num_classes": num_classes}
-    if name.startswith("timm/"):
-        timm, own_name = optional_module("timm", f"model={name}"), name.removeprefix("timm/")
-        options |= depth("drop_path_rate")
-        return timm.create_model(own_name, pretrained=weights is not None, **options)
-    of_depth = depth("stochastic_depth_prob")
-    if weights is not None:
-        published = torchvision_weights(name, weights)
-        model = torchvision.models.get_model(name, weights=published, **of_depth)
-        replace_classifier(model, num_classes)
-        return model
-    if name in ("inception_v3", "googlenet"):  # torchvision warns without init_weights
-        options |= {"init_weights": True, "aux_logits": True}
-    return torchvision.models.get_model(name, **options, **of_depth)
-
-
-def size_options(name: str, image_size: int | None) -> dict[str, int]:
-    """The argument of a zoo's builder for networks that are built for one image size."""
-    if image_size is None or ":" in name:
-        return {}
-    if not name.startswith("timm/"):
-        return {"image_size": image_size} if name.startswith("vit_") else {}
-    timm = optional_module("timm", f"model={name}")
-    pretrained = timm.get_pretrained_cfg(name.removeprefix("timm/"), allow_unregistered=True)
-    is_fixed = pretrained is not None and pretrained.fixed_input_size
-    return {"img_size": image_size} if is_fixed else {}
-
-
 def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
     """The number of classes of a zoo's weights, and their names, which timm does not have."""
     if name.startswith("timm/"):
         timm = optional_module("timm", f"model={name}")
-        return int(timm.get_pretrained_cfg(name.removeprefix("timm/")).num_classes), ()
+        return int(timm.get_pretrained_cfg(_timm_name(name)).num_classes), ()
     names = torchvision_weights(name, weights).meta["categories"]
     return len(names), tuple(names)
 
@@ -225,13 +211,16 @@ def torchvision_weights(name: str, weights: str) -> Any:
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
     """Give every classifier of a zoo's model `num_classes` outputs, unless it has them."""
     for path, layer in _classifiers(model).items():
-        if isinstance(layer, nn.Linear) and len(layer.weight) != num_classes:
+        if len(layer.weight) == num_classes:
+            continue
+        if isinstance(layer, nn.Linear):
             has_bias = layer.bias is not None
-            model.set_submodule(path, nn.Linear(layer.in_features, num_classes, bias=has_bias))
-        elif isinstance(layer, nn.Conv2d) and len(layer.weight) != num_classes:
-            model.set_submodule(path, nn.Conv2d(layer.in_channels, num_classes, kernel_size=1))
+            new: nn.Module = nn.Linear(layer.in_features, num_classes, bias=has_bias)
+        else:
+            new = nn.Conv2d(layer.in_channels, num_classes, kernel_size=1)
+        model.set_submodule(path, new)
     if hasattr(model, "num_classes"):
-        model.num_classes = num_classes  # type: ignore[assignment] # a plain number; nn.Module declares another type
+        model.num_classes = num_classes  # type: ignore[assignment]
 
 
 def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
@@ -248,8 +237,7 @@ def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
 def head_parameters(model: nn.Module) -> set[str]:
     """The names of the parameters of `_classifiers`."""
     layers = _classifiers(model).items()
-    names = (f"{path}.{name}" for path, layer in layers for name in layer.state_dict())
-    return {name.removeprefix(".") for name in names}
+    return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer.state_dict()}
 
 
 def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) -> bool:
@@ -257,8 +245,9 @@ def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) ->
     weights = read_weights(path, entry=entry)
     if weights.taken:
         log.info("weights=%s: %s", path, weights.taken)
-    other_shape = weights.names_of_other_shape(model)
-    new_head = set(other_shape) if head_parameters(model).issuperset(other_shape) else set[str]()
+    new_head = set(weights.names_of_other_shape(model))
+    if not new_head <= head_parameters(model):
+        new_head = set()  # loading them fails
     load_weights(model, weights, f"weights={path} do not fit the model", without=new_head)
     if new_head:
         names = ", ".join(sorted(new_head))
@@ -278,14 +267,11 @@ def load_weights(
     absent = sorted(set(missing) - set(without))
     if not absent and not unexpected:
         return
-    cuts = (
-        (name, dot + 1) for name in unexpected for dot, letter in enumerate(name) if letter == "."
-    )
-    prefixes = Counter(name[:cut] for name, cut in cuts if name[cut:] in absent).most_common(1)
-    advice = f"prefix={prefixes[0][0]}" if prefixes else "entry=... prefix=..."
+    longer = [name for name in unexpected if absent and name.endswith(f".{absent[0]}")]
+    prefix = longer[0].removesuffix(absent[0]) if longer else "..."
     lacks = f"the file lacks {len(absent)} of its tensors ({', '.join(absent[:3])})"
     has = f"has {len(unexpected)} others ({', '.join(unexpected[:3])})"
-    advice = f"cl-train convert FILE out=... {advice} selects them"
+    advice = f"cl-train convert FILE out=... entry=... prefix={prefix} selects them"
     raise ConfigError(f"{what}: {lacks} and {has}; {advice}")
 
 
@@ -305,21 +291,19 @@ def published_preprocessing(
     if not model.startswith("timm/"):
         published = torchvision_weights(model, weights).transforms()
         sizes = published.resize_size[0], published.crop_size[0]
-        return Preprocessing(
-            *sizes, published.interpolation.value, tuple(published.mean), tuple(published.std)
-        )
+        statistics = tuple(published.mean), tuple(published.std)
+        return Preprocessing(*sizes, published.interpolation.value, *statistics)
     timm = optional_module("timm", f"model={model}")
-    cfg = timm.get_pretrained_cfg(model.removeprefix("timm/"))
-    pretrained = cfg.to_dict() if cfg else {}
-    published = timm.data.resolve_data_config(pretrained_cfg=pretrained, use_test_size=True)
-    _, size, width = published["input_size"]
-    interpolation = published["interpolation"]
-    is_centre_crop = size == width and published["crop_mode"] == "center"
-    if not is_centre_crop or interpolation not in ("bilinear", "bicubic"):
+    pretrained = timm.get_pretrained_cfg(_timm_name(model))
+    facts = pretrained.to_dict() if pretrained else {}
+    data = timm.data.resolve_data_config(pretrained_cfg=facts, use_test_size=True)
+    _, size, width = data["input_size"]
+    is_centre_crop = size == width and data["crop_mode"] == "center"
+    if not is_centre_crop or data["interpolation"] not in ("bilinear", "bicubic"):
         return None
-    resize = math.floor(size / published["crop_pct"])
-    mean, std = tuple(published["mean"]), tuple(published["std"])
-    return Preprocessing(resize, size, interpolation, mean, std)
+    resize = math.floor(size / data["crop_pct"])
+    statistics = tuple(data["mean"]), tuple(data["std"])
+    return Preprocessing(resize, size, data["interpolation"], *statistics)
 
 
 def follow_published_preprocessing(
@@ -344,12 +328,11 @@ def log_preprocessing(
     published = published_preprocessing(model, weights, entry)
     used = Preprocessing.of(data).settings()
     settings = published.settings() if published else used
-    names = [name for name in used if evaluate_only or name in ("mean", "std")]
-    other = [
-        f"data.{name}={show(settings[name])}" for name in names if settings[name] != used[name]
-    ]
+    names = used if evaluate_only else ("mean", "std")
+    other = {name: settings[name] for name in names if settings[name] != used[name]}
     if other:
-        log.warning("weights=%s were published with other settings: %s", weights, " ".join(other))
+        shown = " ".join(f"data.{name}={show(value)}" for name, value in other.items())
+        log.warning("weights=%s were published with other settings: %s", weights, shown)
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -357,20 +340,17 @@ def log_preprocessing(
 
 def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """A deep copy of `model`, eager, on `device` (None: each tensor where it is; "meta": shapes and
-    strides only).
+    strides only). A result that a module keeps as an attribute (`torch.nn.utils.weight_norm`'s
+    weight), which `copy.deepcopy` refuses, is copied as a constant.
 
-    A result that a module keeps as an attribute (`torch.nn.utils.weight_norm`'s weight), which
-    `copy.deepcopy` refuses, is copied as a constant. Raises ConfigError: lazy modules, or an
-    attribute that cannot be copied.
+    Raises ConfigError: lazy modules, or an attribute that cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)
     refuse_lazy(model)
     memo: dict[int, object] = {}
     try:
         for module in model.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                if id(module) not in memo:
-                    memo[id(module)] = _copy_of_script(module, device)
+            if isinstance(module, torch.jit.ScriptModule):  # it copies itself, and has no "meta"
                 continue
             tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             for value in (*tensors, *vars(module).values()):
@@ -379,18 +359,11 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
                     if isinstance(value, nn.Parameter):
                         copied = nn.Parameter(copied, False)
                     memo[id(value)] = copied.requires_grad_(value.requires_grad and value.is_leaf)
-        return copy.deepcopy(model, memo)
+        with torch.no_grad():  # else a scripted module's parameters would have an autograd graph
+            copied_model = copy.deepcopy(model, memo)
+        for new, parameter in zip(copied_model.parameters(), model.parameters(), strict=True):
+            new.requires_grad_(parameter.requires_grad)
+        return copied_model if device in (None, "meta") else copied_model.to(device)
     except Exception as error:  # the attributes of a user's module may raise any exception
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"the model cannot be copied ({what})") from error
-
-
-def _copy_of_script(module: torch.jit.ScriptModule, device: torch.device | str | None) -> Any:
-    """By a file: `copy.deepcopy` returns parameters with an autograd graph. There is no meta
-    device.
-    """
-    buffer = io.BytesIO()
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        torch.jit.save(module, buffer)
-        buffer.seek(0)
-        return torch.jit.load(buffer, None if str(device) == "meta" else device)
