@@ -6,7 +6,6 @@ costs.
     cl-train audit model=mobilenet_v2 time=true repro=slow.py         a program of the worst call
     cl-train audit model=my_package.my_model:build max_lost=0         for CI: exit code 1 beyond it
     cl-train audit model=my_package.my_model:segment output_entry=mask    an output that is a dict
-    cl-train audit model=resnext50_32x4d compile=true      also: graphs that inductor converts
     cl-train audit operators=true precision=bf16           what each operator does on this machine
     cl-train audit operators=true against=fake,decompose   where torch's compiler predicts otherwise
     cl-train audit operators=true against=compile select=*roll* repro=bug.py    and a program of it
@@ -57,7 +56,6 @@ class AuditSettings:
         choices=("fake", "decompose", "compile"),
     )
     max_differences: int | None = setting(None, "against=: exit with 1 if more differ", minimum=0)
-    compile: bool = setting(False, "also: which compiled graphs inductor lays out channels_last")
     out: str | None = setting(None, "file for the report as JSON")
     overwrite: bool = setting(False, schema.OVERWRITE_HELP)
     json: bool = setting(False, "print the report as JSON")
@@ -71,7 +69,7 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
-    """Raises ConfigError: the model cannot be built or run, or not be traced for `compile`."""
+    """Raises ConfigError: the model cannot be built or run."""
     if not settings.operators and (settings.against or settings.max_differences is not None):
         raise ConfigError("against= and max_differences= need operators=true")
     needed, is_given = ("time=true", settings.time)
@@ -114,13 +112,10 @@ def _audited(settings: AuditSettings) -> Any:
     import torch
 
     from cl_train.measure.audit import audit
-    from cl_train.memory_format.audit import compiled_graphs
     from cl_train.memory_format.convert import convert
-    from cl_train.memory_format.model_call import mean_square, output_tensors
     from cl_train.models.sources import build_model
-    from cl_train.step.precision import autocast, cast_model, resolve_precision
+    from cl_train.step.precision import cast_model, resolve_precision
     from cl_train.system.distributed import choose_device
-    from cl_train.system.failures import failure_explained
 
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision, device)
@@ -149,14 +144,6 @@ def _audited(settings: AuditSettings) -> Any:
         time=settings.time,
         time_limit_s=settings.time_limit_s,
     )
-
-    def loss(compiled: torch.nn.Module) -> torch.Tensor:
-        with autocast(precision, device):
-            return mean_square(output_tensors(compiled(images), settings.output_entry))
-
-    if settings.compile:
-        with failure_explained("the model cannot be traced", "leave out compile=true"):
-            report.compiled = compiled_graphs(model, loss, settings.backward)
     return report
 
 
@@ -174,10 +161,6 @@ def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     name = str(dtype).removeprefix("torch.")
     where = {"torch": torch.__version__, "device": str(device), "dtype": name}
     probes = operators.selected(settings.select or ["*"])
-    if not settings.against:
-        rows: list[dict[str, Any]] = operators.operator_support(device, dtype, probes)
-        text = f"{markdown_table(rows)}\n\n{', '.join(where.values())}"
-        return {"schema_version": 1, **where, "operators": rows}, text
     if "compile" in settings.against:
         operators.check_compiler(device)
     with optional_file(settings.repro, "repro", overwrite=settings.overwrite) as program:
@@ -187,7 +170,9 @@ def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
             text = operators.conformance_program(differing[0], device, dtype)
             program.write_text(text, encoding="utf-8")
     result = {"schema_version": 1, **where, "differences": len(differing), "operators": compared}
-    number = f"{len(differing)} of {len(compared)} outputs and gradients differ from eager mode"
-    text = f"{number}: {', '.join(where.values())}\n\n{markdown_table(compared)}"
+    text = f"{', '.join(where.values())}\n\n{markdown_table(compared)}"
+    if settings.against:
+        number = f"{len(differing)} of {len(compared)} outputs and gradients"
+        text = f"{number} differ from eager mode: {text}"
     limit = settings.max_differences
     return {**result, "exceeded": limit is not None and len(differing) > limit}, text

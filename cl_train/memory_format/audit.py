@@ -48,16 +48,10 @@ def audit(
         precision = resolve_precision(precision, device)
     scalar_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
     forward = partial(_forward, precision, device, scalar_loss if backward else None)
-    dtype = str(images.dtype).removeprefix("torch.")
-    described = f"{classify(images)} {dtype} {list(images.shape)}"
-    report = LayoutReport(
-        name or type(model).__name__,
-        model_memory_format(model),
-        described,
-        precision.name,
-        str(device),
-        torch.__version__,
-    )
+    order, memory_format = classify(images), model_memory_format(model)
+    described = f"{order} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
+    facts = (memory_format, described, precision.name, str(device), torch.__version__)
+    report = LayoutReport(name or type(model).__name__, *facts)
 
     def step() -> None:
         if (scalar := forward(model, batch)) is not None:
@@ -65,18 +59,16 @@ def audit(
 
     remedy = "check the shape, dtype and device of the batch"
     explained = failure_explained(f"the model failed on {described}", remedy)
-    is_contiguous = classify(images) == model_memory_format(model) == "contiguous"
     with explained, state_restored(model, device):
+        is_contiguous = order == memory_format == "contiguous"
         if backward and (time_operators is not None or not is_contiguous):
             refuse_known_crash(model, lambda: forward(model, batch))
         with recording(report):
             step()
         if measure:
-            warm_up_and_steps_s = [timed_s(step, device) for _ in range(4)]
-            report.step_ms = 1000 * median(warm_up_and_steps_s[1:])
-            ms_per_byte = copy_ms_per_byte(device)
-            for call in report.calls:
-                call.copy_ms = ms_per_byte * call.moved_bytes
+            steps_s = [timed_s(step, device) for _ in range(4)]
+            report.step_ms = 1000 * median(steps_s[1:])  # after the warm-up
+            report.copy_ms_per_byte = copy_ms_per_byte(device)
         model.zero_grad(set_to_none=True)
         if time_operators:
             report.times = time_operators(model, batch, forward, precision, device)
@@ -98,10 +90,8 @@ def _first_images(batch: Any) -> torch.Tensor:
     tensors = sorted(tensors_in(batch), key=lambda tensor: tensor.dim() == 3)
     images = next((tensor for tensor in tensors if tensor.dim() in (3, 4, 5)), None)
     if images is None:
-        raise ConfigError(
-            "the batch holds no images: no tensor of 4 or 5 dimensions, [N,C,H,W], nor of 3, "
-            "[C,H,W]"
-        )
+        what = "no tensor of 4 or 5 dimensions, [N,C,H,W], nor of 3, [C,H,W]"
+        raise ConfigError(f"the batch holds no images: {what}")
     return images
 
 
@@ -125,53 +115,7 @@ def _forward(
 
 def copy_ms_per_byte(device: torch.device) -> float:
     """Milliseconds for each byte that a copy into the other layout reads or writes."""
-    # On a GPU 0.3 GB: copies of which take longer than their launch.
+    # On a GPU 0.3 GB, because copying them takes longer than the launch.
     image = torch.zeros(256 if device.type == "cuda" else 2, 64, 64, 64, device=device)
     copies_s = step_times_s(lambda: image.clone(memory_format=torch.channels_last), 9, device)
     return 1000 * median(copies_s) / (2 * image.nbytes)
-
-
-def compiled_graphs(
-    model: nn.Module, step: Callable[[nn.Module], torch.Tensor], backward: bool = True
-) -> list[dict[str, Any]]:
-    """Trace `step(model)`, which returns a scalar, and ask inductor for its decision on each graph.
-
-    Graphs run without code generation, so no compiler is needed. Inference without gradients is a
-    direction beside forward and backward, with rules of its own.
-    """
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor import lowering  # noqa: F401  (its decompositions are registered on import)
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.graph import GraphLowering
-
-    graphs: list[dict[str, Any]] = []
-
-    def traced(direction: str, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        is_laid_out = GraphLowering.decide_layout_opt(graph, is_inference=direction == "inference")
-        nodes = [str(node.target) for node in graph.graph.nodes]
-        row = {
-            "graph": len(graphs),
-            "direction": direction,
-            "nodes": len(nodes),
-            "convolutions": sum(node.startswith("aten.convolution") for node in nodes),
-            "channels_last": bool(is_laid_out),
-        }
-        graphs.append(row)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=partial(traced, "forward"),
-        bw_compiler=partial(traced, "backward"),
-        inference_compiler=partial(traced, "inference"),
-        decompositions=select_decomp_table(),
-    )
-    torch._dynamo.reset()
-    try:
-        with torch.set_grad_enabled(backward):
-            scalar = step(torch.compile(model, backend=backend))  # type: ignore[arg-type]
-            if backward:
-                scalar.backward()
-    finally:
-        torch._dynamo.reset()
-    return graphs

@@ -9,6 +9,7 @@ from cl_train.system.tables import markdown_table
 
 Outcome = Literal["kept", "lost", "restored", "created", "inherited", "ambiguous", "contiguous"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
 
 @dataclass
@@ -47,7 +48,6 @@ class Call(Origin):
     # element-wise kernel reads one input with large strides
     copy: str = ""
     moved_bytes: int = 0
-    copy_ms: float | None = None
     cause: str = ""  # the `place` of the call that made one of its inputs contiguous
     count: int = 1
 
@@ -65,6 +65,7 @@ class Call(Origin):
 
     def advice(self) -> str:
         """What to do about a loss."""
+        is_mixed = self.cause or any(text.startswith("contiguous") for text in self.inputs)
         if self.module_type == "Parameter":
             return "The parameter is contiguous: its gradient takes the parameter's strides."
         if not self.inputs:
@@ -73,15 +74,12 @@ class Call(Origin):
             return "It writes into a contiguous tensor: make that one with torch.empty_like."
         if self.copy == "explicit" and len(self.shape) > 5:
             return "Cut windows from x.permute(0, 2, 3, 1), where channels stay last."
-        if self.copy == "explicit" and self.direction == "forward":
-            return "Remove this copy (a .contiguous(), a .reshape), unless it is the classifier's."
         if self.copy == "explicit":
-            return "Remove this copy, or the reshape whose gradient it is."
-        if self.cause:
-            return f"One of its inputs was contiguous already, from {self.cause}."
-        if any(described.startswith("contiguous") for described in self.inputs):
-            return "One of its inputs was contiguous already: make that one channels_last."
-        if self.name in ("mm", "bmm", "addmm", "baddbmm"):
+            return "Remove this copy (a .contiguous(), a .reshape), unless it is the classifier's."
+        if is_mixed:
+            of = f", from {self.cause}" if self.cause else ""
+            return f"One of its inputs was contiguous already{of}: make that one channels_last."
+        if self.name in PRODUCTS:
             return "Exchange and transpose its operands, so that its columns are channels."
         return "This kernel returns contiguous: replace it if the share matters."
 
@@ -99,8 +97,8 @@ class LayoutReport:
     calls: list[Call] = field(default_factory=list)
     step_bytes: int = 0
     step_ms: float | None = None
+    copy_ms_per_byte: float | None = None
     times: Any = None  # the `measure.times_report.OperatorTimes` of both layouts, if measured
-    compiled: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
         """The calls with this outcome, sorted by the bytes that they moved."""
@@ -116,17 +114,12 @@ class LayoutReport:
     @property
     def moved_bytes(self) -> int:
         """Bytes copied to change the format."""
-        return _total(self.calls, "moved_bytes")
+        return _moved_bytes(self.calls)
 
     @property
     def moved_pct(self) -> float:
         """The same as a share of all bytes of the step."""
-        return 100 * self.moved_bytes / max(self.step_bytes, 1)
-
-    @property
-    def copy_ms(self) -> float | None:
-        """Milliseconds of a step spent on such copies; None if not measured."""
-        return None if self.step_ms is None else _total(self.calls, "copy_ms")
+        return self._pct(self.calls)
 
     def headline(self) -> str:
         lost = self.of("lost")
@@ -134,10 +127,10 @@ class LayoutReport:
             return f"{self.model} and its input are contiguous: convert the model first"
         if not lost:
             return f"{self.model}: no operator loses channels_last"
-        places = {call.module for call in lost}
         causes = {call.place for call in lost}
         paying = [call for call in self.calls if call.outcome == "lost" or call.cause in causes]
-        number = "1 place; it costs" if len(places) == 1 else f"{len(places)} places; they cost"
+        places = len({call.module for call in lost})
+        number = "1 place; it costs" if places == 1 else f"{places} places; they cost"
         return f"{self.model} loses channels_last in {number} {self._cost(paying)}"
 
     def losses(self) -> list[dict[str, Any]]:
@@ -151,8 +144,8 @@ class LayoutReport:
                 "operator": f"{first.name} ({first.direction})",
                 "line": first.where,
                 "first module": f"{first.module or '(top)'} {list(first.shape)}",
-                "% of bytes": self._bytes_pct(paying),
-                "ms": None if self.step_ms is None else _total(paying, "copy_ms"),
+                "% of bytes": self._pct(paying),
+                "ms": self._ms(paying),
                 "copy": first.copy,
                 "advice": first.advice(),
             }
@@ -161,26 +154,24 @@ class LayoutReport:
 
     def notes(self) -> list[str]:
         """What is paid for contiguous tensors that no loss made, the most expensive first."""
-        lines = []
         lost = {call.place for call in self.of("lost")}
         creators = {call.place: call for call in self.of("created")}
-        paying = self.of("restored") + self.of("inherited")
-        by_cause = grouped(paying, "cause")
-        for calls in sorted(by_cause, key=lambda calls: -_total(calls, "moved_bytes")):
-            cause, number = calls[0].cause, _count(calls)
+        groups = grouped(self.of("restored") + self.of("inherited"), "cause")
+        lines = []
+        for calls in sorted(groups, key=lambda calls: -_moved_bytes(calls)):
+            first = calls[0]
+            if first.cause in lost:
+                continue
+            number = _count(calls)
             pays = f"{number} call pays" if number == 1 else f"{number} calls pay"
-            cost = f"{pays} {self._cost(calls)}"
-            if cause in creators:
-                lines.append(f"{_of_creator(creators[cause])}; {cost}")
-            elif cause not in lost:
-                first = f"(first {calls[0].where} in {calls[0].module or '(top)'})"
-                lines.append(f"the batch or a weight is contiguous; {cost} to convert it {first}")
+            what = f"the batch or a weight is contiguous, first for {first.where}"
+            if first.cause in creators:
+                what = _of_creator(creators[first.cause])
+            lines.append(f"{what}; {pays} {self._cost(calls)}")
         return lines
 
     def inherited(self) -> dict[tuple[str, str, str], str]:
-        """The lines that create gradients, by direction, module and operator of who pays for
-        them.
-        """
+        """The lines that create gradients, by direction, module and operator of who pays."""
         creators = {call.place: call.where for call in self.of("created")}
         return {
             (call.direction, call.module, call.operator): creators[call.cause]
@@ -188,15 +179,20 @@ class LayoutReport:
             if call.cause in creators
         }
 
-    def _bytes_pct(self, calls: list[Call]) -> float:
-        return 100 * _total(calls, "moved_bytes") / max(self.step_bytes, 1)
+    def _pct(self, calls: list[Call]) -> float:
+        return 100 * _moved_bytes(calls) / max(self.step_bytes, 1)
+
+    def _ms(self, calls: list[Call]) -> float | None:
+        """Milliseconds of their copies; None if not measured."""
+        rate = self.copy_ms_per_byte
+        return None if rate is None else rate * _moved_bytes(calls)
 
     def _cost(self, calls: list[Call]) -> str:
-        if self.step_ms:
-            ms = _total(calls, "copy_ms")
+        ms = self._ms(calls)
+        if ms is not None and self.step_ms:
             pct = 100 * ms / self.step_ms
             return f"{pct:.2g} % of the step ({ms:.2g} of {self.step_ms:.4g} ms)"
-        return f"{self._bytes_pct(calls):.2g} % of the step's bytes"
+        return f"{self._pct(calls):.2g} % of the step's bytes"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values. "kept" and "contiguous" calls appear in the totals only."""
@@ -207,7 +203,7 @@ class LayoutReport:
             "times": self.times and self.times.to_dict(),
             "totals": self.totals,
             "moved_bytes": self.moved_bytes,
-            "copy_ms": self.copy_ms,
+            "copy_ms": self._ms(self.calls),
             "moved_pct": round(self.moved_pct, 3),
             "verdict": [self.headline(), *self.notes()],
             "losses": self.losses(),
@@ -227,16 +223,13 @@ class LayoutReport:
             f"operator calls: {', '.join(totals)}{moved}",
             *(f"- {line}" for line in self.notes()),
         ]
-        for rows, title in ((self.losses(), "losses"), (self.compiled, "compiled graphs")):
-            if rows:
-                parts += ["", f"{title}:", "", markdown_table(rows)]
+        losses = self.losses()
+        parts += ["", "losses:", "", markdown_table(losses)] if losses else []
         return "\n".join([*parts, "", self.times.tables_text()] if self.times else parts)
 
 
 def _of_creator(call: Call) -> str:
-    where = f"`{call.module or '(top)'}` ({call.module_type})"
-    if call.source:
-        where = f"{call.where} in {where}"
+    where = f"{call.where} in `{call.module or '(top)'}` ({call.module_type})"
     created = f"{where}: its backward pass creates a contiguous gradient"
     if not call.name.startswith("div"):
         return created
@@ -256,8 +249,8 @@ def _count(calls: list[Call]) -> int:
     return sum(call.count for call in calls)
 
 
-def _total(calls: list[Call], name: str) -> Any:
-    return sum((getattr(call, name) or 0) * call.count for call in calls)
+def _moved_bytes(calls: list[Call]) -> int:
+    return sum(call.moved_bytes * call.count for call in calls)
 
 
 def short_name(operator: str) -> str:

@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +19,12 @@ from cl_train.memory_format.layout import (
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
     Layout,
-    classify,
     named_tensors,
     refuse_lazy,
     to_memory_format,
 )
 
 Predicate = Callable[[str, nn.Module], bool]
-MODES = (*CONVERSIONS, "none")
 _DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 # The original of a parametrised tensor belongs to the parametrised module.
 _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
@@ -37,15 +36,10 @@ class ConversionReport:
 
     mode: str
     memory_format: torch.memory_format
+    tensors: int  # parameters, and buffers of 4 or 5 dimensions
     changed: list[str] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
-    ambiguous: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    tensors: int = 0  # parameters, and buffers of 4 or 5 dimensions
-    moved_bytes: int = (
-        0  # of tensors that were reordered; of ambiguous ones only the strides change
-    )
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "memory_format": MEMORY_FORMAT_NAMES[self.memory_format]}
@@ -61,7 +55,7 @@ class ConversionReport:
             names = [name for name, why in self.left.items() if why == reason]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             lines.append(f"  left unchanged, {reason}: {', '.join(names[:3])}{more}")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join(lines)
 
 
 def convert(
@@ -74,58 +68,90 @@ def convert(
 
     Each Parameter stays the same object, so optimizers, hooks, tied weights and `requires_grad` are
     unaffected; gradients are converted too. Convert after building and loading the model, and
-    before DDP, EMA and the first compiled call. `memory_format=torch.contiguous_format` converts
-    back.
+    before DDP, EMA and the first compiled call.
 
     Args:
         model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export`
             program.
         mode: "full", every tensor with 4 or 5 dimensions, as `model.to(memory_format=...)`;
-            "conv", those of modules that are convolutions, as
-            `torch.nn.utils.convert_conv2d_weight_memory_format`; "select", those of the selected
-            modules; "none", nothing. Exported programs: full and none only. A `Layout` stands for
-            all three arguments.
+            "conv", those of convolutions, as `torch.nn.utils.convert_conv2d_weight_memory_format`;
+            "select", those of the selected modules. Exported programs: full only. A `Layout`
+            stands for all three arguments.
         select: for mode "select": shell patterns of module names (a pattern includes the module's
             children), or a predicate of (name, module).
-        memory_format: `channels_last` or `channels_last_3d`, which are equivalent here: tensors of
-            4 dimensions become channels_last, tensors of 5 channels_last_3d; or
-            `contiguous_format`. Or its name.
+        memory_format: `channels_last` (of tensors of 5 dimensions it is channels_last_3d),
+            `channels_last_3d`, which is the same here, or `contiguous_format`; or its name.
 
     Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model that
     is, contains or is inside DDP or FSDP; sharded parameters.
     """
     if isinstance(mode, Layout):
         return convert(model, mode.conversion, mode.select, mode.memory_format)
-    if mode not in MODES:
-        raise ConfigError(
-            f"conversion={mode}: no such mode; use {', '.join(MODES)}{suggest(mode, MODES)}"
-        )
+    if mode not in CONVERSIONS:
+        near = suggest(mode, CONVERSIONS)
+        raise ConfigError(f"conversion={mode}: no such mode; use {', '.join(CONVERSIONS)}{near}")
     memory_format = MEMORY_FORMATS.get(memory_format, memory_format)  # type: ignore[arg-type]
     if memory_format not in MEMORY_FORMAT_NAMES:
         known = f"{', '.join(MEMORY_FORMATS)}{suggest(str(memory_format), MEMORY_FORMATS)}"
         raise ConfigError(f"a model cannot be converted to {memory_format}; use {known}")
     refuse_lazy(model)
-    report = ConversionReport(mode, memory_format)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(model, nn.DataParallel):
-        report.notes.append(
-            "DataParallel loses the format when it replicates (pytorch/pytorch#37484): use torchrun"
-        )
     tensors = named_tensors(model)
     _refuse_distributed(model, tensors)
-    report.tensors = sum(
-        isinstance(tensor, nn.Parameter) or tensor.dim() in CHANNELS_LAST
-        for tensor in tensors.values()
-    )
-    selected = set(tensors) if mode == "full" else set()
-    if mode in ("conv", "select"):
+    selected = set(tensors)
+    if mode != "full":
         chosen = _chosen(model, mode, select)
         selected = {name for name in tensors if _WITHIN_MODULE.sub("", name) in chosen}
-        if not chosen:
-            report.notes.append(f"conversion={mode} takes modules, and finds none: use full")
-    for group in _groups_sharing_memory(tensors):
-        _convert_group(group, selected, memory_format, report)
+    counted = [
+        t for t in tensors.values() if isinstance(t, nn.Parameter) or t.dim() in CHANNELS_LAST
+    ]
+    report = ConversionReport(mode, memory_format, len(counted))
+    _convert_tensors(tensors, selected, memory_format, report)
     return report
+
+
+@torch.no_grad()
+def _convert_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    selected: set[str],
+    memory_format: torch.memory_format,
+    report: ConversionReport,
+) -> None:
+    """Convert the selected tensors; those that shared memory still do so afterwards."""
+    strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
+    views = {name: _view(tensor) for name, tensor in strided.items()}
+    selected_views = {views[name] for name in selected & views.keys()}
+    viewed_bytes = Counter[int]()  # by storage
+    for view, tensor in {views[name]: tensor for name, tensor in strided.items()}.items():
+        viewed_bytes[view[0]] += tensor.nbytes
+    converted: dict[Any, torch.Tensor] = {}  # by view
+
+    for name, tensor in strided.items():
+        view, storage = views[name], tensor.untyped_storage()
+        if tensor.dim() not in CHANNELS_LAST:
+            continue
+        if view not in selected_views:
+            report.left[name] = "not selected"
+            continue
+        if view not in converted:
+            if viewed_bytes[view[0]] > storage.nbytes():
+                report.left[name] = "expanded, or shares its memory with a tensor of another shape"
+                continue
+            converted[view] = to_memory_format(tensor.detach(), memory_format)
+        if converted[view].stride() == view[-1]:
+            report.unchanged.append(name)
+            continue
+        report.changed.append(name)
+        # The object must stay: optimizers, hooks and tied modules refer to it.
+        tensor.data = converted[view]
+        if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
+            tensor.grad.data = to_memory_format(tensor.grad, memory_format)
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same elements of the same memory."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -141,9 +167,7 @@ def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
-    """Names of the convolutions, or of the modules that `select` takes; a pattern's with
-    children.
-    """
+    """Names of the convolutions, or of the modules that `select` takes."""
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -157,9 +181,8 @@ def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> 
     if callable(select):
         return {name for name, module in modules.items() if select(name, module)}
     if not (patterns := list(select or ())):
-        raise ConfigError(
-            f"conversion={mode} needs select=<module names>, for instance select='layer1*,layer2*'"
-        )
+        example = "for instance select='layer1*,layer2*'"
+        raise ConfigError(f"conversion={mode} needs select=<module names>, {example}")
     heads = {pattern: fnmatch.filter(modules, pattern) for pattern in patterns}
     unknown = [pattern for pattern in patterns if not heads[pattern]]
     if unknown:
@@ -167,61 +190,3 @@ def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> 
         raise ConfigError([f"select={name}: {what}{suggest(name, modules)}" for name in unknown])
     prefixes = tuple(f"{head}." for names in heads.values() for head in names)
     return {name for name in modules if f"{name}.".startswith(prefixes)}
-
-
-def _groups_sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Strided tensors grouped by overlapping memory; most groups hold one tensor."""
-    strided = [item for item in tensors.items() if item[1].layout == torch.strided]
-    groups: list[dict[str, torch.Tensor]] = []
-    device, end = None, 0
-    for name, tensor in sorted(strided, key=lambda item: (str(item[1].device), item[1].data_ptr())):
-        start = tensor.data_ptr()
-        # Meta tensors are all at address 0.
-        if tensor.device != device or start >= end or start == 0:
-            groups.append({})
-            device, end = tensor.device, start
-        groups[-1][name] = tensor
-        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in dimensions)
-        end = max(end, start + extent * tensor.element_size() if tensor.numel() else start)
-    position = {name: index for index, name in enumerate(tensors)}
-    return sorted(groups, key=lambda group: min(position[name] for name in group))
-
-
-@torch.no_grad()
-def _convert_group(
-    group: Mapping[str, torch.Tensor],
-    selected: set[str],
-    memory_format: torch.memory_format,
-    report: ConversionReport,
-) -> None:
-    """Convert the tensors of one memory block; they still share memory afterwards."""
-    candidates = {name: tensor for name, tensor in group.items() if tensor.dim() in CHANNELS_LAST}
-    if not candidates:
-        return
-    first = next(iter(candidates.values()))
-    report.ambiguous += [name for name in candidates if classify(candidates[name]) == "ambiguous"]
-    views = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in group.values()}
-    dimensions = zip(first.shape, first.stride(), strict=True)
-    reason = ""
-    if not selected & candidates.keys():
-        reason = "not selected"
-    elif len(views) > 1:
-        reason = "shares its memory with a tensor of another shape"
-    elif any(size > 1 and stride == 0 for size, stride in dimensions):
-        reason = "expanded (stride 0): converting it would allocate its full size"
-    if reason:
-        report.left |= dict.fromkeys(candidates, reason)
-        return
-    converted = to_memory_format(first.detach(), memory_format)
-    if converted.stride() == first.stride():
-        report.unchanged += candidates
-        return
-    report.changed += candidates
-    if classify(first) != "ambiguous":
-        report.moved_bytes += len(candidates) * converted.nbytes
-    for tensor in {id(tensor): tensor for tensor in candidates.values()}.values():
-        # The object must stay: optimizers, hooks and tied modules refer to it.
-        tensor.data = converted
-        if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
-            tensor.grad.data = to_memory_format(tensor.grad, memory_format)

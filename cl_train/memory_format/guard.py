@@ -19,8 +19,8 @@ def layout_guard(
 ) -> Iterator[None]:
     """Watch every operator of the block, in any training loop; costs as much as a debugger.
 
-    Convert the model and its input first: what never was channels_last cannot be lost. The image is
-    followed through views and tokens. A loss of tokens is raised by the operator that reads them.
+    Convert the model and its input first: what never was channels_last cannot be lost. A loss of
+    tokens is raised by the operator that reads them.
 
     Args:
         on_loss: "raise" `LayoutLost` with the operator, line, module, shapes and strides, or "warn"
@@ -42,7 +42,9 @@ def layout_guard(
         pays = call.moved_bytes and call.cause in creators
         if call.outcome != "lost" and not (strict and pays):
             return
-        if any(fnmatch(text, pattern) for text in _names(call) for pattern in allowed):
+        places = (call.source, call.source.rpartition("/")[2], call.line)
+        names = (call.operator, call.name, call.module, call.module_type, *places)
+        if any(fnmatch(name, pattern) for name in names for pattern in allowed):
             return
         message = _message(call)
         if on_loss == "raise":
@@ -53,13 +55,6 @@ def layout_guard(
 
     with LayoutRecorder(on_call=check):
         yield
-
-
-def _names(call: Call) -> tuple[str, ...]:
-    """What a pattern may name."""
-    file_and_line = call.source.rpartition("/")[2]
-    of_module = call.module, call.module_type
-    return call.name, call.operator, *of_module, call.source, file_and_line, call.line
 
 
 def _message(call: Call) -> str:

@@ -1,10 +1,9 @@
 """Which dimensions of a tensor are channels and which are pixels, followed through views.
 
 Memory that an operator has written is described by its axes: the stride at which each dimension of
-the written tensor advances, and the kind of that dimension. A view needs no rule of its own,
-whatever operator made it (flatten, permute, unflatten, chunk, unfold, ...): its strides show along
-which axes its dimensions run. Only operators that write need rules, and few do: most keep the
-number of dimensions.
+the written tensor advances, and the kind of that dimension. A view needs no rule, whatever operator
+made it: its strides show along which axes its dimensions run. Few operators that write need one:
+most keep the number of dimensions.
 """
 
 import math

@@ -1,10 +1,9 @@
 """The memory format of a tensor and of a model's parameters, and its name in records.
 
-A channels_last tensor keeps its shape [N,C,H,W] and stores its elements pixel by pixel: C-stride <
-W-stride < H-stride < N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1,
-or H == W == 1, the contiguous and the channels_last order are the same bytes: such a tensor is
-*ambiguous*. Video, [N,C,D,H,W], has the same two formats; torch calls the second one
-`channels_last_3d`.
+A channels_last tensor [N,C,H,W] stores its elements pixel by pixel: C-stride < W-stride < H-stride
+< N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, both
+orders are the same bytes: such a tensor is *ambiguous*. Video, [N,C,D,H,W], has the same two
+formats; torch calls the second one `channels_last_3d`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,13 +65,9 @@ CONTIGUOUS = Layout(torch.contiguous_format)
 def classify(tensor: torch.Tensor) -> StrideOrder:
     """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], by the order of its strides.
 
-    Unlike `is_contiguous(memory_format=...)` this accepts slices: half of the channels of a
-    channels_last image is channels_last.
-
-    Returns:
-        "ambiguous" if both orders hold (C == 1, H == W == 1, no elements); "other" for any other
-        number of dimensions, any other order, expanded (stride 0) dimensions, and tensors without
-        strides (sparse).
+    Unlike `is_contiguous(memory_format=...)` this accepts slices, such as half of the channels.
+    "ambiguous": both orders hold (C == 1, H == W == 1, no elements); "other": another number of
+    dimensions, another order, expanded (stride 0), no strides (sparse).
     """
     if tensor.layout != torch.strided or tensor.dim() not in CHANNELS_LAST:
         return "other"
@@ -119,9 +114,7 @@ def images_in(memory_format: torch.memory_format, values: Any) -> Any:
 
 
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
-    """The format of all tensors of 4 or 5 dimensions, or "mixed"; of ambiguous ones the strides
-    decide.
-    """
+    """The format of all tensors of 4 or 5 dimensions, or "mixed"; ambiguous ones by strides."""
     strided = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided]
     images = [tensor for tensor in strided if tensor.dim() in CHANNELS_LAST]
     orders = {classify(tensor) for tensor in images} - {"ambiguous"}
@@ -132,9 +125,8 @@ def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def model_memory_format(model: Any) -> str:
-    """The memory format of a module's parameters, or of an exported program's state; or "mixed"."""
-    is_exported = isinstance(model, torch.export.ExportedProgram)
-    return memory_format_of(model.state_dict.values() if is_exported else model.parameters())
+    """The memory format of the parameters of a module or an exported program; or "mixed"."""
+    return memory_format_of(model.parameters())
 
 
 def named_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -149,10 +141,7 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
 def refuse_lazy(model: Any) -> None:
     """Raises ConfigError if this is no model, or a tensor of the model has no shape yet."""
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
-        raise ConfigError(
-            f"a {type(model).__name__} is no model ({model!r:.60}): give a torch.nn.Module"
-        )
+        raise ConfigError(f"a {type(model).__name__} is no model: give a torch.nn.Module")
     for name, tensor in named_tensors(model).items():
         if nn.parameter.is_lazy(tensor):
-            what = "is lazy and has no shape yet"
-            raise ConfigError(f"{name} {what}: run one batch through the model first")
+            raise ConfigError(f"{name} is lazy: run one batch through the model first")

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from cl_train.memory_format.audit_report import Call, Origin, Outcome
+from cl_train.memory_format.audit_report import PRODUCTS, Call, Origin, Outcome
 from cl_train.memory_format.image_axes import (
     CHANNEL,
     NO_IMAGE,
@@ -37,9 +37,7 @@ class Traits(NamedTuple):
 
     name: str
     is_view: bool
-    is_allocation: bool
     is_copy: bool
-    is_pointwise: bool
     is_product: bool
     is_of_images: bool
     is_in_place: bool
@@ -55,10 +53,8 @@ def traits_of(function: Any) -> Traits:
     return Traits(
         name=name,
         is_view=name in _UNDECLARED_VIEWS or any(not alias.is_write for alias in aliases),
-        is_allocation="empty" in name,
         is_copy=schema.name in COPIES,
-        is_pointwise=torch.Tag.pointwise in function.tags,
-        is_product=name in ("mm", "bmm", "addmm", "baddbmm"),
+        is_product=name in PRODUCTS,
         is_of_images="convert" not in name and any(word in name for word in _OF_IMAGES),
         is_in_place=any(alias.is_write for alias in aliases),
         dim_argument=arguments.index("dim") if "dim" in arguments else None,
@@ -84,6 +80,10 @@ class Operand(NamedTuple):
     order: StrideOrder | None
     memory: Memory | None  # None: nothing is known of it
 
+    @property
+    def is_image(self) -> bool:
+        return self.kinds == image_kinds(self.tensor.dim())
+
 
 class Executed(NamedTuple):
     """An operator call, with what it read and wrote."""
@@ -97,6 +97,13 @@ class Executed(NamedTuple):
     @property
     def is_backward(self) -> bool:
         return self.origin.direction == "backward"
+
+    def call(self, outcome: Outcome, output: Operand) -> Call:
+        """`output`: the first that counts."""
+        tensor = output.tensor
+        what: dict[str, Any] = {"shape": tuple(tensor.shape), "strides": tensor.stride()}
+        what |= {"dtype": _dtype(tensor), **vars(self.origin)}
+        return Call(operator=str(self.function), outcome=outcome, **what)
 
 
 class LayoutRecorder(OriginRecorder):
@@ -113,7 +120,6 @@ class LayoutRecorder(OriginRecorder):
         self.step_bytes = 0
         self._on_call = on_call
         self._memory: dict[int, Memory] = {}  # by storage
-        self._most_memory = 4096  # entries; then those of freed memory are dropped
         self._unread: dict[int, Call] = {}  # by storage: copies of tokens
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
         self._has_channels_last = False  # before that there is nothing to lose, nor to follow
@@ -153,14 +159,14 @@ class LayoutRecorder(OriginRecorder):
         executed = Executed(function, traits, origin, operands, produced)
 
         call = None
-        if not traits.is_allocation:
+        if "empty" not in traits.name:
             self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self._settle_unread(executed)
             if not executed.is_backward:
                 self._note_forward(executed)
             call = self._judge(executed)
         self._remember(executed, call)
-        if call and call.outcome == "lost" and traits.is_copy and not _is_image(produced[0]):
+        if call and call.outcome == "lost" and traits.is_copy and not produced[0].is_image:
             self._unread[_storage(produced[0].tensor)] = call
         elif call:
             self._on_call(call)
@@ -173,9 +179,9 @@ class LayoutRecorder(OriginRecorder):
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         if memory is None and (is_new or tensor.nbytes >= storage.nbytes()):
-            if len(self._memory) > self._most_memory:
-                alive = {id: m for id, m in self._memory.items() if not m.reference.expired()}
-                self._memory, self._most_memory = alive, 4096 + 2 * len(alive)
+            if len(self._memory) % 4096 == 4095:  # forget what is freed
+                alive = self._memory.items()
+                self._memory = {id: m for id, m in alive if not m.reference.expired()}
             memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage))
         return memory
 
@@ -227,21 +233,19 @@ class LayoutRecorder(OriginRecorder):
             kinds = None if left and right else left or right
         else:
             # Beside what is no image, such as an attention map, a parameter or a scale is none.
-            is_mixed = any(each.memory and each.memory.axes is NO_IMAGE for each in operands)
-            if is_mixed:
+            if any(each.memory and each.memory.axes is NO_IMAGE for each in operands):
                 operands = [each for each in operands if each.memory and each.order != "ambiguous"]
             kinds = kept_kinds(rank, [each.kinds for each in operands if each.kinds], reduced)
         is_activation = origin.direction == "backward" and tuple(tensor.shape) in self._activations
         if is_activation and not {CHANNEL, PIXEL} <= set(kinds or ()):
             kinds = image_kinds(rank)
-        order = stride_order(tensor, kinds) if kinds else None
-        return Operand(tensor, kinds, order, memory)
+        return Operand(tensor, kinds, stride_order(tensor, kinds) if kinds else None, memory)
 
     def _note_forward(self, executed: Executed) -> None:
         """The shapes of channels_last images, and a loss that only its reader shows."""
         operands = executed.operands
         for each in (*operands, *executed.produced):
-            if each.order == "channels_last" and _is_image(each):
+            if each.order == "channels_last" and each.is_image:
                 self._activations.add(tuple(each.tensor.shape))
         if not (operands and executed.traits.is_of_images and self._has_channels_last):
             return
@@ -255,9 +259,10 @@ class LayoutRecorder(OriginRecorder):
         traits, operands = executed.traits, executed.operands
         contiguous = [each.memory for each in operands if each.order == "contiguous"]
         cause = next((memory.cause for memory in contiguous if memory), None)
+        if call is not None and call.outcome in ("lost", "created"):
+            cause = call
         is_outside = any(not (memory and (memory.cause or memory.writer)) for memory in contiguous)
         is_written = not (executed.is_backward or is_outside) and len(self.running) > 1
-        is_made_here = call is not None and call.outcome in ("lost", "created")
         for output in executed.produced:
             memory = output.memory
             if memory is None:
@@ -266,10 +271,8 @@ class LayoutRecorder(OriginRecorder):
                 memory.axes = None
             elif not (traits.is_in_place and memory.axes):
                 memory.axes = axes_of(output.tensor, output.kinds) if output.kinds else NO_IMAGE
-            memory.cause = None
-            if output.order == "contiguous":
-                memory.cause = call if is_made_here else cause
-            memory.writer = _call(executed, output.tensor, "lost") if is_written else None
+            memory.cause = cause if output.order == "contiguous" else None
+            memory.writer = executed.call("lost", output) if is_written else None
 
     # --- what a call does ---
 
@@ -305,14 +308,13 @@ class LayoutRecorder(OriginRecorder):
                 outcome, moved_bytes = "created", 0
             elif causes and all(cause and cause.outcome == "created" for cause in causes):
                 outcome = "inherited"
-        call = _call(executed, results[0].tensor, outcome)
+        call = executed.call(outcome, results[0])
         call.inputs = tuple(
             f"{each.order} {_dtype(each.tensor)} {list(each.tensor.shape)}" for each in images
         )
+        call.moved_bytes = moved_bytes
         if moved_bytes:
-            call.moved_bytes = moved_bytes
-            other = "strided" if traits.is_pointwise else "hidden"
-            call.copy = "explicit" if traits.is_copy else other
+            call.copy = "explicit" if traits.is_copy else "hidden"
         call.cause = next((cause.place for cause in causes if cause), "")
         return call
 
@@ -330,22 +332,6 @@ def _outcome(
     if "ambiguous" in after:
         return "ambiguous" if before & {"channels_last", "ambiguous"} else "contiguous"
     return None
-
-
-def _is_image(operand: Operand) -> bool:
-    return operand.kinds == image_kinds(operand.tensor.dim())
-
-
-def _call(executed: Executed, tensor: torch.Tensor, outcome: Outcome) -> Call:
-    """`tensor`: its first output that counts."""
-    return Call(
-        operator=str(executed.function),
-        outcome=outcome,
-        **vars(executed.origin),
-        shape=tuple(tensor.shape),
-        strides=tensor.stride(),
-        dtype=_dtype(tensor),
-    )
 
 
 def _read(traits: Traits, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

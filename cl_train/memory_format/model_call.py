@@ -26,19 +26,15 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tensor]:
     """The floating-point (or complex) tensors of a model's output, at any depth; with `key` those
-    of one entry of it: a dict's key, an attribute's name, or a tuple's index.
-
-    Raises ConfigError: no such entry, or no such tensor.
+    of its entry: a dict's key, an attribute, or a tuple's index. Raises ConfigError: none.
     """
     tensors = tensors_in(output if key is None else _entry(output, key))
     numbers = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     if not numbers:
-        what = "its output" if key is None else f"its entry {key!r}"
-        raise ConfigError(
-            f"the model returned a {type(output).__name__} and {what} holds no floating-point "
-            "tensor to differentiate: select another entry (output=KEY, output_entry=KEY), pass a "
-            "loss, or run forward only (backward=false)"
-        )
+        of_key = "" if key is None else f", whose entry {key!r}"
+        what = f"the model returned a {type(output).__name__}{of_key} without a float tensor"
+        advice = "select an entry (output=KEY, output_entry=KEY), pass a loss, or backward=false"
+        raise ConfigError(f"{what} to differentiate: {advice}")
     return numbers
 
 
@@ -69,8 +65,6 @@ def _entry(output: Any, key: str | int) -> Any:
             return output[int(key)]
         return getattr(output, str(key))
     except (LookupError, AttributeError):
-        known = f"a {type(output).__name__}"
-        if isinstance(output, Mapping):
-            known = ", ".join(map(str, output))
-        problem = f"output={key}: the model's output has no such entry (it is {known})"
-        raise ConfigError(problem) from None
+        keys = f" ({', '.join(map(str, output))})" if isinstance(output, Mapping) else ""
+        what = f"the model's output, a {type(output).__name__}{keys}, has no such entry"
+        raise ConfigError(f"output={key}: {what}") from None

@@ -85,8 +85,8 @@ class OriginRecorder(TorchDispatchMode):
 def _calling_line(frame: FrameType | None) -> tuple[str, str]:
     """file:line and text of the model's code; empty for calls of autograd and of this package.
 
-    That is the innermost line in the package of the function that PyTorch called (a module's
-    forward): in a model that uses einops, the model's line, not one of einops.
+    It is the innermost line in the package of the function that PyTorch called: in a model that
+    uses einops, the model's, not einops's.
     """
     while frame is not None and _package(frame.f_code.co_filename) == "torch":
         if frame.f_code.co_name == "_engine_run_backward":

@@ -1,118 +1,143 @@
-"""What each operator of torch does with channels_last: in eager mode, as fake tensors and
-decompositions predict it, and compiled.
-"""
+"""What each operator of torch does with channels_last: a table of `operator_probe`."""
 
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.config.schema import ConfigError
+from cl_train.memory_format import operator_probe
 from cl_train.memory_format.layout import classify
+from cl_train.memory_format.operator_probe import (
+    AGAINST,
+    compile,
+    differentiated,
+    image_of,
+    probe_function,
+)
 
-# Of x and v, every dimension above 1, so that no probe is ambiguous.
-SHAPE, VIDEO_SHAPE = (2, 8, 8, 8), (2, 8, 4, 6, 6)
 # Expressions of an image x or a video v in channels_last, with torch, its functional `F`,
 # ones(*shape), contiguous, and weight(*shape) in channels_last.
-PROBES = (
-    "F.conv2d(x, weight(8, 8, 3, 3), padding=1)", "F.conv2d(x, weight(8, 8, 1, 1))",
-    "F.conv2d(x, weight(8, 8, 3, 3), stride=2)",
-    "F.conv2d(x, weight(8, 8, 3, 3), padding=2, dilation=2)",
-    "F.conv2d(x, weight(8, 2, 3, 3), padding=1, groups=4)",
-    "F.conv2d(x, weight(8, 1, 3, 3), padding=1, groups=8)",
-    "F.conv_transpose2d(x, weight(8, 8, 3, 3), stride=2)",
-    "F.batch_norm(x, None, None, ones(8), ones(8), training=True)",
-    "F.batch_norm(x, *(ones(8),) * 4)",
-    "F.group_norm(x, 2, ones(8), ones(8))", "F.layer_norm(x, x.shape[1:])",
-    "F.local_response_norm(x, 3)",
-    "F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)", "F.relu_(x * 1)",
-    "F.prelu(x, ones(8))",
-    "F.instance_norm(x)", "F.normalize(x)", "F.relu(x)", "F.leaky_relu(x)", "F.elu(x)", "F.gelu(x)",
-    "F.silu(x)",
-    "F.mish(x)", "F.hardswish(x)", "F.hardsigmoid(x)", "F.hardtanh(x)", "F.softplus(x)",
-    "F.dropout(x)",
-    "F.dropout2d(x)", "F.glu(x, 1)", "F.softmax(x, 1)", "F.log_softmax(x, 1)", "x.sigmoid()",
-    "x.clamp(-1, 1)",
-    "x + x.flip(0)", "(x * 1).add_(x)", "x * ones(8).view(1, 8, 1, 1)", "torch.where(x > 0, x, -x)",
-    "x - x.mean((2, 3), keepdim=True)", "x - x.sum(1, keepdim=True)", "x.cumsum(2)",
-    "F.max_pool2d(x, 2)", "F.avg_pool2d(x, 2)", "F.lp_pool2d(x.abs() + 1, 2, 2)",
-    "F.adaptive_avg_pool2d(x, 3)",
-    "F.adaptive_max_pool2d(x, 3)", "F.fractional_max_pool2d(x, 2, output_size=4)",
-    "F.pad(x, (1, 1, 1, 1))", "F.pad(x, (1, 1, 1, 1), mode='reflect')",
-    "F.pad(x, (1, 1, 1, 1), mode='replicate')",
-    "F.interpolate(x, scale_factor=2)", "F.interpolate(x, scale_factor=2, mode='bilinear')",
-    "F.interpolate(x, scale_factor=2, mode='bicubic')",
-    "F.grid_sample(x, ones(2, 8, 8, 2), align_corners=False)",
-    "F.pixel_shuffle(x, 2)", "F.pixel_unshuffle(x, 2)", "F.channel_shuffle(x, 2)",
-    "x.contiguous()", "x.clone()", "x.double()", "torch.empty_like(x).copy_(x)",
-    "torch.cat([x, x], 1)",
-    "torch.stack([x, x], 2).flatten(1, 2)", "x.chunk(2, 1)[0]", "torch.cat(x.split(4, 1)[::-1], 1)",
-    "x[:, :, 1:-1, 1:-1]", "x.index_select(1, torch.arange(4, device=x.device))", "x.flip(3)",
-    "x.roll(1, 2)",
-    "x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(x.shape)",
-    # without a gradient, in place, out=
-    "torch.zeros_like(x)", "torch.empty_like(x)", "torch.full_like(x, 2)", "torch.randn_like(x)",
-    "x.new_zeros(x.shape)",
-    "(x * 1).mul_(2).relu_()", "(x * 1).copy_(x.flip(1))",
-    "torch.add(x.detach(), 1, out=torch.empty_like(x))",
-    "torch.mul(x.detach(), 2, out=ones(2, 8, 8, 8))",
-    # channels_last with contiguous
-    "x + ones(2, 8, 8, 8)", "ones(2, 8, 8, 8) * x", "torch.where(x > 0, x, ones(2, 8, 8, 8))",
-    "torch.cat([x, ones(2, 8, 8, 8)], 1)", "torch.maximum(ones(2, 8, 8, 8), x)",
-    # pools and sizes that end in 1x1, copies of permuted views
-    "F.adaptive_avg_pool2d(x, 1) * x", "x.mean((2, 3))", "x.amax((2, 3))",
-    "x.transpose(2, 3).contiguous()",
-    "x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)",
-    "x.flatten(2).transpose(1, 2).contiguous()",
-    "F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)",
-    "F.pad(x, (1, 1, 1, 1), mode='circular')",
-    "F.pad(x, (-1, -1, -1, -1))", "F.interpolate(x, size=(5, 7), mode='area')",
-    "F.interpolate(x, scale_factor=0.5, mode='bilinear', antialias=True)",
-    "F.interpolate(x, size=(5, 7), mode='nearest-exact')", "torch.roll(x, (1, 2), (2, 3))",
-    "torch.as_strided(x.roll(1, 0), (5, 10), (4, 1), 0)", "x.repeat(1, 2, 1, 1)", "F.unfold(x, 3)",
-    "x.softmax(-1)",
-    # video
-    "F.conv3d(v, weight(8, 8, 3, 3, 3), padding=1)", "F.conv3d(v, weight(8, 1, 3, 3, 3), groups=8)",
-    "F.conv_transpose3d(v, weight(8, 8, 2, 2, 2), stride=2)", "F.max_pool3d(v, 2)",
-    "F.avg_pool3d(v, 2)",
-    "F.adaptive_avg_pool3d(v, 2)", "F.batch_norm(v, None, None, ones(8), ones(8), training=True)",
-    "F.instance_norm(v)",
-    "F.group_norm(v, 2, ones(8), ones(8))", "F.interpolate(v, scale_factor=2, mode='trilinear')",
-    "F.pad(v, (1,) * 6)", "F.relu(v)", "torch.cat([v, v], 1)",
-)  # fmt: skip
+_PROBES = """
+F.conv2d(x, weight(8, 8, 3, 3), padding=1)
+F.conv2d(x, weight(8, 8, 1, 1))
+F.conv2d(x, weight(8, 8, 3, 3), stride=2)
+F.conv2d(x, weight(8, 8, 3, 3), padding=2, dilation=2)
+F.conv2d(x, weight(8, 2, 3, 3), padding=1, groups=4)
+F.conv2d(x, weight(8, 1, 3, 3), padding=1, groups=8)
+F.conv_transpose2d(x, weight(8, 8, 3, 3), stride=2)
+F.batch_norm(x, None, None, ones(8), ones(8), training=True)
+F.batch_norm(x, *(ones(8),) * 4)
+F.group_norm(x, 2, ones(8), ones(8))
+F.layer_norm(x, x.shape[1:])
+F.local_response_norm(x, 3)
+F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)
+F.relu_(x * 1)
+F.prelu(x, ones(8))
+F.instance_norm(x)
+F.normalize(x)
+F.relu(x)
+F.leaky_relu(x)
+F.elu(x)
+F.gelu(x)
+F.silu(x)
+F.mish(x)
+F.hardswish(x)
+F.hardsigmoid(x)
+F.hardtanh(x)
+F.softplus(x)
+F.dropout(x)
+F.dropout2d(x)
+F.glu(x, 1)
+F.softmax(x, 1)
+F.log_softmax(x, 1)
+x.sigmoid()
+x.clamp(-1, 1)
+x + x.flip(0)
+(x * 1).add_(x)
+x * ones(8).view(1, 8, 1, 1)
+torch.where(x > 0, x, -x)
+x - x.mean((2, 3), keepdim=True)
+x - x.sum(1, keepdim=True)
+x.cumsum(2)
+F.max_pool2d(x, 2)
+F.avg_pool2d(x, 2)
+F.lp_pool2d(x.abs() + 1, 2, 2)
+F.adaptive_avg_pool2d(x, 3)
+F.adaptive_max_pool2d(x, 3)
+F.fractional_max_pool2d(x, 2, output_size=4)
+F.pad(x, (1, 1, 1, 1))
+F.pad(x, (1, 1, 1, 1), mode='reflect')
+F.pad(x, (1, 1, 1, 1), mode='replicate')
+F.interpolate(x, scale_factor=2)
+F.interpolate(x, scale_factor=2, mode='bilinear')
+F.interpolate(x, scale_factor=2, mode='bicubic')
+F.grid_sample(x, ones(2, 8, 8, 2), align_corners=False)
+F.pixel_shuffle(x, 2)
+F.pixel_unshuffle(x, 2)
+F.channel_shuffle(x, 2)
+x.contiguous()
+x.clone()
+x.double()
+torch.empty_like(x).copy_(x)
+torch.cat([x, x], 1)
+torch.stack([x, x], 2).flatten(1, 2)
+x.chunk(2, 1)[0]
+torch.cat(x.split(4, 1)[::-1], 1)
+x[:, :, 1:-1, 1:-1]
+x.index_select(1, torch.arange(4, device=x.device))
+x.flip(3)
+x.roll(1, 2)
+x.view(2, 2, 4, 8, 8).transpose(1, 2).reshape(x.shape)
+torch.zeros_like(x)
+torch.empty_like(x)
+torch.full_like(x, 2)
+torch.randn_like(x)
+x.new_zeros(x.shape)
+(x * 1).mul_(2).relu_()
+(x * 1).copy_(x.flip(1))
+torch.add(x.detach(), 1, out=torch.empty_like(x))
+torch.mul(x.detach(), 2, out=ones(2, 8, 8, 8))
+x + ones(2, 8, 8, 8)
+ones(2, 8, 8, 8) * x
+torch.where(x > 0, x, ones(2, 8, 8, 8))
+torch.cat([x, ones(2, 8, 8, 8)], 1)
+torch.maximum(ones(2, 8, 8, 8), x)
+F.adaptive_avg_pool2d(x, 1) * x
+x.mean((2, 3))
+x.amax((2, 3))
+x.transpose(2, 3).contiguous()
+x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+x.flatten(2).transpose(1, 2).contiguous()
+F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)
+F.pad(x, (1, 1, 1, 1), mode='circular')
+F.pad(x, (-1, -1, -1, -1))
+F.interpolate(x, size=(5, 7), mode='area')
+F.interpolate(x, scale_factor=0.5, mode='bilinear', antialias=True)
+F.interpolate(x, size=(5, 7), mode='nearest-exact')
+torch.roll(x, (1, 2), (2, 3))
+torch.as_strided(x.roll(1, 0), (5, 10), (4, 1), 0)
+x.repeat(1, 2, 1, 1)
+F.unfold(x, 3)
+x.softmax(-1)
+F.conv3d(v, weight(8, 8, 3, 3, 3), padding=1)
+F.conv3d(v, weight(8, 1, 3, 3, 3), groups=8)
+F.conv_transpose3d(v, weight(8, 8, 2, 2, 2), stride=2)
+F.max_pool3d(v, 2)
+F.avg_pool3d(v, 2)
+F.adaptive_avg_pool3d(v, 2)
+F.batch_norm(v, None, None, ones(8), ones(8), training=True)
+F.instance_norm(v)
+F.group_norm(v, 2, ones(8), ones(8))
+F.interpolate(v, scale_factor=2, mode='trilinear')
+F.pad(v, (1,) * 6)
+F.relu(v)
+torch.cat([v, v], 1)
+"""
+PROBES = tuple(_PROBES.split("\n")[1:-1])
 _RANDOM = ("dropout", "fractional", "randn_like", "empty_like(x)")  # their values differ each time
-
-
-def probe_function(expression: str, image: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`expression` as a function of an image like `image`, or of a video."""
-    ones = partial(torch.ones, dtype=image.dtype, device=image.device)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return ones(*shape).to(memory_format=_FORMATS[len(shape)])
-
-    names = {"F": F, "torch": torch, "ones": ones, "weight": weight}
-    function: Callable[[torch.Tensor], torch.Tensor]
-    function = eval(f"lambda {_argument(expression)}: {expression}", names)
-    return function
-
-
-def _argument(expression: str) -> str:
-    return "v" if "(v" in expression or "[v" in expression else "x"
-
-
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _image(expression: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    shape = VIDEO_SHAPE if _argument(expression) == "v" else SHAPE
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return values.to(device, dtype, memory_format=_FORMATS[len(shape)]).requires_grad_()
 
 
 def selected(patterns: Sequence[str]) -> list[str]:
@@ -123,77 +148,6 @@ def selected(patterns: Sequence[str]) -> list[str]:
     return probes
 
 
-def operator_support(
-    device: torch.device, dtype: torch.dtype, probes: Iterable[str] = PROBES
-) -> list[dict[str, Any]]:
-    """One row per probe: the format of its output, and of its input's gradient when its output's is
-    channels_last.
-
-    "error": the operator does not support the dtype on the device, or has no backward pass.
-    """
-    rows = []
-    for expression in probes:
-        rows.append(row := {"operator": expression, "forward": "error", "backward": "error"})
-        image = _image(expression, device, dtype)
-        with suppress(RuntimeError):  # torch's "not implemented for"
-            output, gradient = differentiated(probe_function(expression, image), image)
-            row["forward"] = classify(output)
-            row["backward"] = "none" if gradient is None else classify(gradient)
-    return rows
-
-
-# --- eager, predicted, compiled: the next functions are also the text of `conformance_program` ----
-
-
-def differentiated(
-    function: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output, and the gradient of `image` for a channels_last gradient of the output."""
-    output = function(image)
-    if not output.requires_grad:
-        return output, None
-    gradient = torch.linspace(-1, 1, output.numel(), device=image.device).to(output.dtype)
-    gradient = gradient.reshape(output.shape)
-    if output.dim() > 3:
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        gradient = gradient.to(memory_format=formats[output.dim()])
-    # not .backward(), which gives a leaf's gradient the strides of the leaf
-    return output, torch.autograd.grad(output, image, gradient)[0]
-
-
-def fake(function: Callable[..., Any], image: torch.Tensor) -> Any:
-    """Of tensors that have strides and no values: what a compiler plans with."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode()
-    faked = mode.from_tensor(image)
-    with mode:
-        return differentiated(function, faked)
-
-
-def decompose(function: Callable[..., Any], image: torch.Tensor) -> Any:
-    """Each operator is replaced by its decomposition into core operators, if it has one."""
-    from torch._decomp import core_aten_decompositions
-
-    table = core_aten_decompositions()
-
-    class Decomposed(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func not in table:
-                return func(*args, **(kwargs or {}))
-            with self:
-                return table[func](*args, **(kwargs or {}))
-
-    with Decomposed():
-        return differentiated(function, image)
-
-
-def compile(function: Callable[..., Any], image: torch.Tensor) -> Any:
-    """By inductor, which needs a compiler."""
-    torch._dynamo.reset()
-    return differentiated(torch.compile(function, dynamic=False), image)
-
-
 def check_compiler(device: torch.device) -> None:
     """Raises ConfigError: torch.compile does not work on this machine."""
     outcome = _outcome(compile, lambda x: x + 1, torch.zeros(2, device=device))
@@ -201,39 +155,36 @@ def check_compiler(device: torch.device) -> None:
         raise ConfigError(f"against=compile: torch cannot compile here ({outcome}); leave it out")
 
 
-AGAINST = {"fake": fake, "decompose": decompose, "compile": compile}
-
-
 def conformance(
     device: torch.device,
     dtype: torch.dtype,
-    against: Iterable[str],
+    against: Iterable[str] = (),
     probes: Iterable[str] = PROBES,
 ) -> list[dict[str, str]]:
     """A row for the output and one for the gradient of each probe: format and strides in eager
-    mode, and for each of `against` "same" or what differs from it: shape, strides, values, or an
-    error. Rows with a difference first. Probes that fail in eager mode have no row.
+    mode, or the error, and for each of `against` "same" or what differs from it: shape, strides,
+    values, or an error. Rows with a difference first.
     """
     rows = []
     for expression in probes:
-        image = _image(expression, device, dtype)
+        image = image_of(expression, device, dtype)
         function = probe_function(expression, image)
-        try:
-            eager = differentiated(function, image)
-        except RuntimeError:
+        eager = _outcome(differentiated, function, image)
+        if isinstance(eager, str):
+            rows.append({"operator": expression, "direction": "forward", "eager": eager})
             continue
         has_values = not any(word in expression for word in _RANDOM)
         others = {name: _outcome(AGAINST[name], function, image) for name in against}
         for index, direction in enumerate(("forward", "backward")):
-            if (expected := eager[index]) is None:
+            expected = eager[index]
+            if expected is None:
                 continue
             row = {"operator": expression, "direction": direction, "eager": _described(expected)}
             for name, outcome in others.items():
-                row[name] = (
-                    outcome
-                    if isinstance(outcome, str)
-                    else _difference(expected, outcome[index], has_values and name != "fake")
-                )
+                if not isinstance(outcome, str):
+                    with_values = has_values and name != "fake"
+                    outcome = _difference(expected, outcome[index], with_values)
+                row[name] = outcome
             rows.append(row)
     return sorted(rows, key=lambda row: not differs(row))
 
@@ -270,64 +221,9 @@ def _difference(expected: torch.Tensor, other: torch.Tensor | None, has_values: 
     return "same"
 
 
-_PROGRAM = '''"""{operator}, {direction}
-
-{facts}
-"""
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-
-
-{functions}
-
-values = torch.randn({shape}, generator=torch.Generator().manual_seed(0))
-image = values.to("{device}", {dtype}, memory_format={memory_format}).requires_grad_()
-ones = partial(torch.ones, dtype=image.dtype, device=image.device)
-
-
-def weight(*shape):
-    formats = {{4: torch.channels_last, 5: torch.channels_last_3d}}
-    return ones(*shape).to(memory_format=formats[len(shape)])
-
-
-def operator({argument}):
-    return {operator}
-
-
-print("torch", torch.__version__)
-directions = "forward", "backward"
-eager = differentiated(operator, image)
-for direction, expected in zip(directions, eager):
-    print(f"{{direction}} eager:", None if expected is None else f"strides {{expected.stride()}}")
-for way in ({ways},):
-    for direction, expected, other in zip(directions, eager, way(operator, image)):
-        if other is not None:
-            print(f"{{direction}} {{way.__name__}}: strides {{other.stride()}}")
-            if type(other) is torch.Tensor:  # a fake one has no values
-                deviation = (expected.double() - other.double()).abs().max().item()
-                print(f"{{direction}} {{way.__name__}}: values differ by {{deviation:.2g}}")
-'''
-
-
 def conformance_program(row: dict[str, str], device: torch.device, dtype: torch.dtype) -> str:
     """A program of torch alone that shows the differences of a row."""
     ways = [name for name in AGAINST if row.get(name, "same") != "same"]
-    functions = (differentiated, *(AGAINST[name] for name in ways))
-    image = _image(row["operator"], device, dtype)
-    return _PROGRAM.format(
-        operator=row["operator"],
-        direction=row["direction"],
-        facts="\n".join(f"{name}: {row[name]}" for name in ("eager", *ways)),
-        ways=", ".join(ways),
-        functions="\n\n".join(map(inspect.getsource, functions)),
-        shape=tuple(image.shape),
-        memory_format=_FORMATS[image.dim()],
-        argument=_argument(row["operator"]),
-        device=device,
-        dtype=dtype,
-    )
+    facts = [f"# {name}: {row[name]}" for name in ("operator", "direction", "eager", *ways)]
+    arguments = ", ".join([repr(row["operator"]), repr(str(device)), str(dtype), *map(repr, ways)])
+    return "\n".join([*facts, inspect.getsource(operator_probe), "", f"show({arguments})", ""])

@@ -337,8 +337,5 @@ def test_the_command_tells_all_and_writes_its_files(
     assert main([*words, "measure=false", "max_lost=40"]) == 0
     assert main(["operators=true", "json=true", "precision=fp32"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(table["operators"]) == len(PROBES) and table["dtype"] == "float32"
-    words = ["model=tests.networks:small", "num_classes=5", "data.image_size=32", "compile=true"]
-    assert main([*words, "precision=fp32", "json=true"]) == 0
-    compiled = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [graph["direction"] for graph in compiled["compiled"]] == ["forward", "backward"]
+    rows = {row["operator"] for row in table["operators"]}
+    assert rows == {*PROBES} and table["dtype"] == "float32"

@@ -19,7 +19,7 @@ import cl_train
 from cl_train.config.schema import ConfigError
 from cl_train.errors import LayoutLost
 from cl_train.memory_format import audit as audit_module
-from cl_train.memory_format.audit import audit, compiled_graphs
+from cl_train.memory_format.audit import audit
 from cl_train.step.precision import Precision
 
 
@@ -107,55 +107,39 @@ def test_a_planted_loss_is_found_at_its_line(name: str) -> None:
     report = audit(model_with(name), images(2, 3, 16, 16))
     call = next(call for call in report.of("lost", direction) if call.module == "1.1")
     file, line = call.source.rsplit(":", 1)
-    assert (
-        file.endswith(Path(__file__).name)
-        and linecache.getline(__file__, int(line)).strip() == call.line
-    )
-    assert words.get(name, name.split()[0]) in call.line and call.module_type == "Call"
-    assert advice.get(name, "") in call.advice()
-    assert call.copy == "explicit" and call.moved_bytes == 2 * IMAGE_BYTES // (
-        1 + ("cat" in name)
-    )  # read and written
-    assert ("1.0" if "gradient" in name else "2") in [
-        call.module for call in report.of("restored", direction)
-    ]
+    assert file.endswith(Path(__file__).name) and call.module_type == "Call"
+    assert linecache.getline(__file__, int(line)).strip() == call.line
+    assert words.get(name, name.split()[0]) in call.line
+    assert advice.get(name, "") in call.advice() and call.copy == "explicit"
+    assert call.moved_bytes == 2 * IMAGE_BYTES // (1 + ("cat" in name))  # read and written
+    restored = [call.module for call in report.of("restored", direction)]
+    assert ("1.0" if direction == "backward" else "2") in restored
     with pytest.raises(LayoutLost) as raised:
         train(model_with(name))
-    found = re.search(r"at (\S+):(\d+) `(.*?)`,", str(raised.value))
+    message = str(raised.value)
+    found = re.search(r"at (\S+):(\d+) `(.*?)`,", message)
     assert found is not None and (found[2], found[3]) == (line, call.line)
-    assert "1.1 (Call)" in str(raised.value) and re.search(
-        r"32, 32\]|8, 16, 2, 16, 2\]", str(raised.value)
-    )
-    assert ("in backward" in str(raised.value)) == (direction == "backward")
+    assert "1.1 (Call)" in message and f"in {direction}" in message
+    assert re.search(r"32, 32\]|8, 16, 2, 16, 2\]", message)
 
 
 def test_a_clean_model_and_one_in_contiguous_give_nothing() -> None:
     report = audit(model_with(), images(2, 3, 16, 16))
     assert report.of("lost") == [] == report.of("restored") and report.moved_bytes == 0
     assert report.totals["kept"] > 8 and not report.losses() and not report.notes()
-    first = audit(model_with(), torch.randn(2, 3, 16, 16)).of("restored", "forward")[
-        0
-    ]  # a contiguous batch
+    of_contiguous_batch = audit(model_with(), torch.randn(2, 3, 16, 16))
+    first = of_contiguous_batch.of("restored", "forward")[0]
     assert (first.module, first.copy, first.moved_bytes) == ("0", "hidden", 2 * 2 * 3 * 16 * 16 * 4)
-    contiguous = audit(
-        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Call(windows)), torch.randn(2, 3, 16, 16)
-    )
-    assert contiguous.of("lost") == [] == contiguous.of("kept") and "convert the model" in str(
-        contiguous
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Call(windows))
+    report = audit(model, torch.randn(2, 3, 16, 16))
+    assert report.of("lost") == [] == report.of("kept") and "convert the model" in str(report)
     # dimensions of size 1 are ambiguous
-    layers = (
-        nn.Conv2d(1, 8, 3),
-        nn.Conv2d(8, 1, 1),
-        nn.ReLU(),
-        nn.Conv2d(1, 4, 3),
-        nn.MaxPool2d(10),
-        nn.ReLU(),
-    )
-    report = audit(converted(nn.Sequential(*layers)), images(2, 1, 14, 14))
-    assert report.of("lost") == [] and {"2", "5"} <= {
-        call.module for call in report.of("ambiguous")
-    }
+    to_one_channel = (nn.Conv2d(1, 8, 3), nn.Conv2d(8, 1, 1), nn.ReLU())
+    to_one_pixel = (nn.Conv2d(1, 4, 3), nn.MaxPool2d(10), nn.ReLU())
+    model = converted(nn.Sequential(*to_one_channel, *to_one_pixel))
+    report = audit(model, images(2, 1, 14, 14))
+    ambiguous = {call.module for call in report.of("ambiguous")}
+    assert report.of("lost") == [] and {"2", "5"} <= ambiguous
 
 
 class GrowingBuffer(nn.Module):
@@ -187,40 +171,25 @@ def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was(
         audit(model, batch[:, :2])
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert (
-        weight.grad is kept
-        and torch.equal(kept, torch.ones_like(weight))
-        and model[2].weight.grad is None
-    )
-    assert not torch.nn.modules.module._global_forward_hooks and not weight._backward_hooks
-    assert report.step_ms == 10
-    assert report.copy_ms == pytest.approx(1e-6 * report.moved_bytes) and report.copy_ms > 0
-    assert (
-        0 < report.moved_pct < 100
-        and ".contiguous()" in report.losses()[0]["line"]
-        and "1 place; it costs" in report.headline()
-    )
+    assert weight.grad is kept and torch.equal(kept, torch.ones_like(weight))
+    assert model[2].weight.grad is None and not weight._backward_hooks
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert report.step_ms == 10 and 0 < report.moved_pct < 100
+    assert ".contiguous()" in report.losses()[0]["line"]
     plain = json.loads(json.dumps(report.to_dict()))
-    assert (
-        plain["totals"]["lost"] >= 1
-        and plain["calls"][0]["outcome"] == "lost"
-        and plain["calls"][0]["copy_ms"] > 0
-    )
+    assert plain["totals"]["lost"] >= 1 and plain["calls"][0]["outcome"] == "lost"
+    assert plain["copy_ms"] == pytest.approx(1e-6 * report.moved_bytes) and plain["copy_ms"] > 0
 
 
 def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_global_mean() -> None:
     report = audit(converted(torchvision.models.resnet18()), images(2, 3, 64, 64))
     assert report.of("lost") == [] and "no operator loses channels_last" in str(report)
-    assert [(call.operator, call.module) for call in report.of("created")] == [
-        ("aten.div.Scalar", "avgpool")
-    ]
+    (created,) = report.of("created")
+    assert (created.operator, created.module) == ("aten.div.Scalar", "avgpool")
     (note,) = report.notes()
     assert "resnet.py" in note and "1 call pays" in note and "(of a mean" in note
-    assert report.inherited() == {
-        ("backward", "layer4.1.relu", "aten.threshold_backward.default"): report.of("created")[
-            0
-        ].where
-    }
+    payer = ("backward", "layer4.1.relu", "aten.threshold_backward.default")
+    assert report.inherited() == {payer: created.where}
 
 
 CREATED: dict[str, Any] = {
@@ -242,8 +211,7 @@ def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(operator
     assert (creator.moved_bytes, creator.copy, inherited.moved_bytes) == (0, "", 2 * IMAGE_BYTES)
     assert inherited.cause == creator.place == report.of("restored")[0].cause
     (note,) = report.notes()
-    assert f"{creator.source} `" in note
-    assert ("of a mean" in note) == (operator == "div")
+    assert f"{creator.source} `" in note and ("of a mean" in note) == (operator == "div")
     with cl_train.layout_guard():
         model(x).square().sum().backward()
     with pytest.raises(LayoutLost, match=creator.source), cl_train.layout_guard(strict=True):
@@ -254,36 +222,27 @@ def test_models_take_batches_of_any_form() -> None:
     def scaled(image: torch.Tensor, scale: torch.Tensor) -> Any:
         return {"out": body(image) * scale}
 
-    def detect(images: list[torch.Tensor], targets: Any = None) -> Any:
+    def detect(images: list[torch.Tensor], targets: Any = ()) -> Any:
         features = body(torch.stack(images).to(memory_format=torch.channels_last))
-        return {
-            "loss": features.mean()
-            if targets is None
-            else features.mean() * targets[0]["boxes"].mean()
-        }
+        return {"loss": features.mean() * (1 + len(targets))}
 
     body = converted(nn.Sequential(nn.Conv2d(3, 8, 3), Call(LOSSES["contiguous"])))
     bf16 = Precision("bf16", autocast_dtype=torch.bfloat16)
     image, scale, found = images(), torch.ones(()), [torch.randn(3, 16, 16), torch.randn(3, 16, 16)]
     of_detection = (found, (found,), (found, [{"boxes": torch.ones(1, 4)}]), {"images": found})
-    for forward, batches in (
-        (scaled, ({"image": image, "scale": scale}, (image, scale))),
-        (detect, of_detection),
-    ):
+    of_one = ({"image": image, "scale": scale}, (image, scale))
+    for forward, batches in ((scaled, of_one), (detect, of_detection)):
         for batch in batches:
             (lost,) = audit(Call(forward, body), batch).of("lost", "forward")
             assert (lost.module, lost.dtype) == ("body.1", "float32")
             report = audit(Call(forward, body), batch, precision=bf16, backward=False)
-            assert report.of("lost")[0].dtype == "bfloat16" and {
-                call.direction for call in report.calls
-            } == {"forward"}
+            assert report.of("lost")[0].dtype == "bfloat16"
+            assert {call.direction for call in report.calls} == {"forward"}
 
 
 def test_video_is_watched_in_five_dimensions() -> None:
-    lossy = Call(LOSSES["contiguous"])
-    model = converted(
-        nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), lossy, nn.Conv3d(8, 8, 3))
-    )
+    layers = nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), Call(LOSSES["contiguous"])
+    model = converted(nn.Sequential(*layers, nn.Conv3d(8, 8, 3)))
     video = torch.randn(2, 3, 6, 8, 8).to(memory_format=torch.channels_last_3d)
     report = audit(model, video)
     assert [(call.module, call.direction) for call in report.of("lost")] == [("3", "forward")]
@@ -297,32 +256,24 @@ def test_video_is_watched_in_five_dimensions() -> None:
 def test_the_losses_of_models_of_torchvision() -> None:
     model = converted(torchvision.models.shufflenet_v2_x0_5())
     for kind in (model, torch.jit.script(model), torch.fx.symbolic_trace(model)):
-        cats = [
-            call.count
-            for call in audit(kind, images(2, 3, 64, 64)).of("lost")
-            if call.name == "cat"
-        ]
-        assert sum(cats) == 26  # 13 blocks with a split: forward, and the gradient of the chunks
-    (lost,) = audit(converted(torchvision.models.vgg11(num_classes=10)), images(2, 3, 32, 32)).of(
-        "lost"
-    )
-    assert (lost.name, lost.line) == ("clone", "x = torch.flatten(x, 1)")
+        lost = audit(kind, images(2, 3, 64, 64)).of("lost")
+        # 13 blocks with a split: forward, and the gradient of the chunks
+        assert sum(call.count for call in lost if call.name == "cat") == 26
+    vgg = converted(torchvision.models.vgg11(num_classes=10))
+    (flattened,) = audit(vgg, images(2, 3, 32, 32)).of("lost")
+    assert (flattened.name, flattened.line) == ("clone", "x = torch.flatten(x, 1)")
 
 
 def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> None:
-    for model in (
-        converted(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())).requires_grad_(False),
-        nn.ReLU(),
-    ):
+    frozen = converted(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())).requires_grad_(False)
+    for model in (frozen, nn.ReLU()):
         assert audit(model, images()).calls
     classes = converted(nn.Sequential(nn.Conv2d(3, 8, 3), Call(lambda x: x.mean((2, 3)).argmax(1))))
     assert audit(classes, images(), backward=False).calls
-    for model, batch, message in (
-        (classes, images(), "output=KEY"),
-        (nn.Linear(3, 2), torch.ones(2, 3), "4 or 5 dim"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            audit(model, batch)
+    with pytest.raises(ConfigError, match="output=KEY"):
+        audit(classes, images())
+    with pytest.raises(ConfigError, match="4 or 5 dim"):
+        audit(nn.Linear(3, 2), torch.ones(2, 3))
 
 
 # --- the guard ------------------------------------------------------------------------------------
@@ -330,20 +281,12 @@ def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> No
 
 def test_losses_are_allowed_by_pattern_or_only_warned_about() -> None:
     model = model_with("contiguous")
-    for pattern in (
-        "clone",
-        "1.*",
-        "Call",
-        "test_audit.py:*",
-        "*/test_audit.py:*",
-        "*x.contiguous()*",
-    ):
+    patterns = ("clone", "1.*", "Call", "test_audit.py:*", "*/test_audit.py:*", "*x.contiguous()*")
+    for pattern in patterns:
         with cl_train.layout_guard(allow=[pattern]):
             model(images())
-    with (
-        pytest.warns(UserWarning, match="clone lost channels_last") as warned,
-        cl_train.layout_guard("warn"),
-    ):
+    warning = pytest.warns(UserWarning, match="clone lost channels_last")
+    with warning as warned, cl_train.layout_guard("warn"):
         for _ in range(2):
             model(images())
     assert {Path(warning.filename).name for warning in warned} == {"test_audit.py"}
@@ -375,14 +318,12 @@ def train_with_lightning(model: nn.Module, folder: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys(off, False)
     trainer = lightning.Trainer(max_steps=2, accelerator="cpu", default_root_dir=folder, **quiet)
+    loader = torch.utils.data.DataLoader(list(torch.randn(4, 3, 32, 32)), batch_size=2)
     with cl_train.layout_guard():
-        trainer.fit(
-            Module(), torch.utils.data.DataLoader(list(torch.randn(4, 3, 32, 32)), batch_size=2)
-        )
+        trainer.fit(Module(), loader)
 
 
 @pytest.mark.slow
@@ -404,19 +345,3 @@ def test_loops_are_guarded(
     for name in ("contiguous", "contiguous gradient"):
         with pytest.raises(LayoutLost, match=where):
             loop(model_with(name), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of inductor and oneDNN about themselves
-def test_what_inductor_decides() -> None:
-    def decisions(*layers: nn.Module, backward: bool = True) -> list[tuple[str, bool]]:
-        def loss(compiled: nn.Module) -> torch.Tensor:
-            return compiled(torch.randn(2, 3, 32, 32)).square().mean()
-
-        graphs = compiled_graphs(nn.Sequential(*layers), loss, backward)
-        assert [graph["graph"] for graph in graphs] == list(range(len(graphs)))
-        return [(graph["direction"], graph["channels_last"]) for graph in graphs]
-
-    grouped = (nn.Conv2d(3, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3, groups=2))
-    assert decisions(*grouped) == [("forward", True), ("backward", True)]
-    assert decisions(nn.Flatten(), backward=False) == [("inference", False)]

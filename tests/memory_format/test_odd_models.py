@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from cl_train.config.schema import ConfigError
@@ -65,22 +64,7 @@ class Cache(Body):
         return self.conv(F.pad(self.cache[:, :3], (1, 1, 1, 1)))
 
 
-def with_sparse_embedding() -> nn.Module:
-    model = Body(lambda x: x.mean((2, 3)) + model.embedding(torch.tensor([1, 2])))
-    model.embedding = nn.Embedding(10, 4, sparse=True)
-    return model
-
-
-def quantised() -> nn.Module:
-    model = nn.Sequential(
-        torch.ao.quantization.QuantStub(), nn.Conv2d(3, 4, 3), torch.ao.quantization.DeQuantStub()
-    )
-    model.qconfig = torch.ao.quantization.get_default_qconfig("fbgemm")
-    prepared = torch.ao.quantization.prepare(model.eval())
-    prepared(torch.randn(2, 3, 8, 8))
-    return torch.ao.quantization.convert(prepared)
-
-
+CONV = nn.Conv2d(4, 4, 3)
 PLAIN = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 WEIGHTS = [torch.randn(4, 4, 3, 3)]
 # How the audit of a model with this output ends: "ok", or "loses" and the operators; else words of
@@ -88,64 +72,35 @@ WEIGHTS = [torch.randn(4, 4, 3, 3)]
 OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "tensor": (lambda x: x, "ok"),
     "dict": (lambda x: {"logits": x, "name": "a"}, "ok"),
-    "nested dict": (lambda x: {"a": {"b": [x]}}, "ok"),
-    "python number": (lambda x: x.sum().item(), "output="),
     "own class": (lambda x: type("Output", (), {"logits": x})(), "output="),
-    "empty": (lambda x: x[:0], "ok"),
-    "complex": (torch.fft.fft2, "loses _fft_c2c"),
-    "scalar": (lambda x: x.mean(), "ok"),
-    "half": (lambda x: x.half(), "ok"),
     "view": (lambda x: x.view(x.shape[0], -1), ".reshape"),
     "raises": (lambda x: {}["odd key"], "odd key"),
-    "tensors in lists": (lambda x: F.conv2d(x, WEIGHTS[0]), "ok"),
-    "checkpointed": (
-        lambda x: checkpoint(nn.Conv2d(4, 4, 3), x, use_reentrant=False),
-        "loses copy_",
-    ),
+    "checkpointed": (lambda x: checkpoint(CONV, x, use_reentrant=False), "loses copy_"),
     "no grad": (torch.no_grad()(lambda x: F.conv2d(x, WEIGHTS[0])), "ok"),
     "inference mode": (torch.inference_mode()(lambda x: F.conv2d(x, WEIGHTS[0])), "ok"),
     "window partitioning": (windows, "loses clone"),
 }
 TENSORS: dict[str, torch.Tensor] = {
-    "sparse buffer": torch.eye(3).to_sparse(),
     "sparse 4-D parameter": nn.Parameter(torch.ones(2, 2, 2, 2).to_sparse()),
-    "expanded buffer": torch.zeros(1, 3, 1, 1).expand(2, 3, 4, 4),
     "expanded parameter": nn.Parameter(torch.zeros(1).expand(2, 3, 4, 4)),
     "complex parameter": nn.Parameter(torch.ones(1, 3, 1, 1, dtype=torch.complex64)),
-    "integer buffer": torch.zeros(2, 3, 4, 4, dtype=torch.int8),
-    "bool buffer": torch.ones(2, 3, 4, 4, dtype=torch.bool),
     "empty parameter": nn.Parameter(torch.empty(0, 3, 4, 4)),
 }
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     **{name: (partial(Body, finish), expected) for name, (finish, expected) in OUTPUTS.items()},
     **{name: (partial(with_tensor, tensor), "ok") for name, tensor in TENSORS.items()},
-    "sparse csr buffer": (lambda: with_tensor(torch.eye(3).to_sparse_csr()), "ok"),
     "lazy": (lambda: nn.Sequential(nn.LazyConv2d(4, 3)), "run one batch"),
-    "lazy norm": (lambda: nn.Sequential(nn.LazyBatchNorm2d()), "run one batch"),
-    "sparse embedding": (with_sparse_embedding, "ok"),
-    "none parameter": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4, affine=False)),
-        "ok",
-    ),
-    "quantised": (quantised, "ok"),
     "scripted inside": (lambda: nn.Sequential(torch.jit.script(PLAIN), nn.Conv2d(4, 4, 1)), "ok"),
     "traced": (lambda: torch.jit.trace(Body().conv, torch.randn(2, 3, 8, 8)), "ok"),
-    "fx": (lambda: torch.fx.symbolic_trace(PLAIN), "ok"),
     "compiled": (lambda: torch.compile(nn.Sequential(nn.ReLU()), backend="eager"), "ok"),
-    "extra state": (
-        type("ExtraState", (Body,), {"get_extra_state": lambda self: {"seen": {1, 2}}}),
-        "ok",
-    ),
     "swaps its parameter": (Swaps, "ok"),
     "cache, and a child called twice": (Cache, "loses slice_backward"),
     "inference parameters": (torch.inference_mode()(lambda: Body()), "Inference"),
     "meta": (lambda: Body().to("meta"), "meta"),
-    "pruned": (lambda: prune.random_unstructured(nn.Conv2d(3, 4, 3), "weight", 0.5), "ok"),
     "wrong channels": (lambda: nn.Sequential(nn.Conv2d(5, 4, 3)), "channels"),
     "no module children": (nn.Identity, "ok"),
-    "double": (lambda: Body().double(), "dtype"),
 }
-SLOW = ("compiled", "quantised", "scripted inside", "traced")
+SLOW = ("compiled", "scripted inside", "traced")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +124,7 @@ def test_odd_model(name: str) -> None:
     else:
         with pytest.raises(ConfigError, match=f"(?s).*{expected}"):
             audit(model, images())
-    assert not getattr(model, "_forward_pre_hooks", None) or name == "pruned"
+    assert not getattr(model, "_forward_pre_hooks", None)
 
 
 def test_an_entry_of_the_output_and_the_loss_are_selected() -> None:
@@ -177,9 +132,8 @@ def test_an_entry_of_the_output_and_the_loss_are_selected() -> None:
         assert audit(Body(finish), images(), output=key).totals["kept"]
         with pytest.raises(ConfigError, match="no such entry"):
             audit(Body(finish), images(), output="nothing")
-    assert audit(
-        Body(lambda x: "cat"), images(), loss=lambda output: torch.ones(1, requires_grad=True).sum()
-    ).totals
+    one = torch.ones(1, requires_grad=True)
+    assert audit(Body(lambda x: "cat"), images(), loss=lambda output: one.sum()).totals
     with pytest.raises(ConfigError, match="scalar"):
         audit(Body(), images(), loss=lambda output: output)
 
@@ -195,9 +149,8 @@ def test_buffers_are_restored_after_nan_activations() -> None:
         expected = [buffer.clone() for buffer in (*model.buffers(), *ema.module.buffers())]
         model(images() * torch.nan)
         ema.update(model.state_dict())
-        assert not any(
-            module.get_buffer("1.running_mean").isfinite().any() for module in (model, ema.module)
-        )
+        for module in (model, ema.module):
+            assert not module.get_buffer("1.running_mean").isfinite().any()
         bring_back()
         assert all(map(torch.equal, (*model.buffers(), *ema.module.buffers()), expected))
 
