@@ -106,8 +106,8 @@ class ImageData:
         return HostLoader(reader, sizes, settings, self.bad_images, order_of)
 
     def start(self) -> None:
-        """Starts the workers of both splits: before a model is built, whose memory each fork would
-        share page by page.
+        """Starts the workers of both splits: best before the model is built, whose memory each fork
+        would share page by page.
         """
         self.train_loader.start()
         self.val_loader.start()

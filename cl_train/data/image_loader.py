@@ -157,14 +157,14 @@ def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dis
 
 
 def channels_last_collate(samples: Sequence[Any]) -> Any:
-    """Collate samples as `default_collate` does, with images in channels_last.
+    """Collate samples as `default_collate` does, with images in channels_last:
+    `DataLoader(dataset, collate_fn=channels_last_collate)`.
 
-    `DataLoader(dataset, collate_fn=channels_last_collate)`. Samples are images, or tuples, lists or
-    dicts that hold images, at any depth. An image is a PIL image (mode L, RGB or RGBA), an ndarray
-    [H, W, C], or a tensor [C, H, W] of any strides, uint8 or floating point. It is copied once,
-    into a batch [N, C, H, W] of the same dtype with strides (H*W*C, 1, W*C, C), which is in shared
-    memory when this runs in a DataLoader worker. Everything else (labels, boxes, names) is collated
-    by `default_collate`; tuples that hold images stay tuples, which it would turn into lists.
+    Samples are images, or tuples, lists or dicts that hold images, at any depth. An image is a PIL
+    image (mode L, RGB or RGBA), an ndarray [H, W, C], or a tensor [C, H, W] of any strides, uint8
+    or floating point. It is copied once, into a batch [N, C, H, W] of the same dtype with strides
+    (H*W*C, 1, W*C, C). Everything else (labels, boxes, names) is collated by `default_collate`;
+    tuples that hold images stay tuples, which it would turn into lists.
 
     Raises:
         ValueError: samples of different structure, or images of different shape or dtype; names the

@@ -49,10 +49,9 @@ def shard_permutation(
 def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
     """Returns the order of repeated augmentation (Hoffer et al., "Augment your batch", 2020).
 
-    Each global batch, which all ranks and micro-steps of an optimizer step share, holds its images
-    `repeats` times, in an epoch of the same length. Copy c of image i is index i + c * images, with
-    random numbers of its own. The copies of an image are far apart in the batch: `repeats` ranks
-    hold different ones, as with timm's RepeatAugSampler.
+    Each global batch, of all ranks and micro-steps of an optimizer step, holds its images `repeats`
+    times, in an epoch of the same length. Copy c of image i is index i + c * images, with random
+    numbers of its own. As with timm's RepeatAugSampler, `repeats` ranks hold different copies.
     """
     if repeats == 1:
         return order
