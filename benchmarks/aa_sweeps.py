@@ -7,14 +7,12 @@ one runs beside a process that keeps one core busy.
 """
 
 import json
-import math
-import multiprocessing
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,20 +37,14 @@ class Settings:
     out: str | None = setting(None, "JSON file to write")
 
 
-def busy() -> None:
-    while True:
-        math.sqrt(2.0)
-
-
 @contextmanager
 def busy_process() -> Iterator[None]:
-    process = multiprocessing.Process(target=busy, daemon=True)
-    process.start()
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
     finally:
         process.kill()
-        process.join()
+        process.wait()
 
 
 def sweep(folder: Path) -> dict[str, Any]:
@@ -81,11 +73,9 @@ def main(words: list[str]) -> int:
         taken_s = time.monotonic() - started_at
         if number and taken_s * (number + 1) / number > settings.time_limit_s:
             break
-        if number % 2:
-            with busy_process():
-                sweeps.append({"beside": "a busy process", **sweep(work / str(number))})
-        else:
-            sweeps.append({"beside": "nothing", **sweep(work / str(number))})
+        beside = "a busy process" if number % 2 else "nothing"
+        with busy_process() if number % 2 else nullcontext():
+            sweeps.append({"beside": beside, **sweep(work / str(number))})
         print(f"{number}: {sweeps[-1]}", flush=True)
         if settings.out:
             write_json(Path(settings.out), measured(settings, torch.device("cpu"), sweeps=sweeps))

@@ -76,12 +76,13 @@ measure() {
 
 cl_train=("$PYTHON" -m cl_train)
 if [ "$dry_run" = true ]; then
-    size=32 batch=4 half=auto cores=1 per_class=4 resnet50=tests.networks:small small=tests.networks:small zoo=squeezenet1_1
-    steps=(max_steps=14 log_every=2 warmup_steps=4) seconds=0.5 best=() pytest=(--collect-only) operators=(model=squeezenet1_1)
+    size=32 batch=4 half=auto cores=1 per_class=4 rounds=1 best=() pytest=(--collect-only)
+    resnet50=tests.networks:small small=$resnet50 zoo=$resnet50 seconds=0.1
+    steps=(max_steps=14 log_every=2 warmup_steps=4)
 else
-    size=224 batch=256 half=fp16 cores=$(nproc) per_class=3000 resnet50=resnet50 small=resnet18,mobilenet_v2,squeezenet1_1
-    zoo=resnet50,vgg16,mobilenet_v2,shufflenet_v2_x1_0 steps=(max_steps=120 log_every=20 warmup_steps=20) seconds=10
-    best=(compile=true cuda_graph=true) pytest=() operators=(model=resnet50)
+    size=224 batch=256 half=fp16 cores=$(nproc) per_class=3000 rounds=3 best=(compile=true cuda_graph=true) pytest=()
+    resnet50=resnet50 small=resnet18,mobilenet_v2,squeezenet1_1 zoo=resnet50,vgg16,mobilenet_v2,shufflenet_v2_x1_0 seconds=10
+    steps=(max_steps=120 log_every=20 warmup_steps=20)
 fi
 step=("device=$device" "data.image_size=$size" "time_limit_s=$seconds")
 resnet50_step=("${cl_train[@]}" benchmark "model=$resnet50" "batch_size=$batch" "${step[@]}")
@@ -111,9 +112,9 @@ import sys, torch
 torch.backends.cudnn.benchmark_limit = 0
 from cl_train.cli import main
 sys.exit(main(sys.argv[1:]))" "${resnet50_step[@]:3}" "precision=$half" "out=$out/all_algorithms.json" overwrite=true
-measure operators 150 "${cl_train[@]}" audit "${operators[@]}" "${step[@]}" "precision=$half" time=true "out=$out/operators.json" overwrite=true
+measure operators 150 "${cl_train[@]}" audit "model=$resnet50" "${step[@]}" "precision=$half" time=true "out=$out/operators.json" overwrite=true
 measure loader 200 "${cl_train[@]}" loader_benchmark "data.root=$out/images" "data.workers=$cores" "data.image_size=$size" \
-    "batch_size=$batch" images=$((per_class * 2)) "out=$out/loader.json" overwrite=true
+    "batch_size=$batch" images=$((per_class * 2)) "rounds=$rounds" "out=$out/loader.json" overwrite=true
 measure small 240 "${cl_train[@]}" benchmark "model=$small" batch_size=32 "${step[@]}" "precision=$half" "out=$out/small.json" overwrite=true
 measure zoo 400 "${cl_train[@]}" zoo "model=$zoo" batch_size=$((batch / 2)) "${step[@]}" "precision=$half" "out=$out/zoo"
 measure slow_tests 400 "${tests[@]}" -m "gpu and slow"

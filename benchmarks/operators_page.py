@@ -12,6 +12,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,71 +38,62 @@ gradient of the output; `ones` is contiguous, `weight` channels_last. No dimensi
 `other` is neither: strides of another order, or fewer dimensions.
 
 """
+_DIFFERENCES = """
+## What differs under the compiler
+
+Strides and values of eager mode, of fake tensors (what the compiler plans with),
+through torch's decompositions, and compiled by inductor. `torch alone`: whether a program
+of torch alone, which `repro=FILE` writes, shows the same.
+
+"""
+
+
+def where(cells: Mapping[tuple[str, ...], list[str]], count: int) -> Iterator[tuple[str, ...]]:
+    """Each row of cells with its place; `count`: of all places."""
+    for row, places in cells.items():
+        yield *row, "everywhere" if len(places) == count else "; ".join(places)
 
 
 def label(document: dict[str, Any]) -> str:
     return f"{document['dtype']}, torch {document['torch'].partition('+')[0]}"
 
 
-def places(labels: list[str], documents: list[dict[str, Any]]) -> str:
-    return "everywhere" if len(labels) == len(documents) else "; ".join(labels)
-
-
 def formats(documents: list[dict[str, Any]]) -> str:
     """The format of the output and of the input's gradient of the operators that lose it."""
-    cells: dict[tuple[str, str], str] = {}  # by operator and label
+    cells = defaultdict[tuple[str, str], list[str]](list)  # by operator and label
     for document in documents:
         for row in document["operators"]:
-            place = row["operator"], label(document)
-            cell = cells.get(place)
-            cells[place] = f"{cell} / " * bool(cell) + row["eager"].split()[0]
-    labels: dict[tuple[str, str], list[str]] = {}
-    for (operator, name), cell in cells.items():
-        labels.setdefault((operator, cell), []).append(name)
-    losing = {operator for operator, cell in labels if set(cell.split(" / ")) != {"channels_last"}}
+            cells[row["operator"], label(document)].append(row["eager"].split()[0])
+    labels = defaultdict[tuple[str, ...], list[str]](list)
+    losing = {operator: False for operator, _ in cells}
+    for (operator, name), words in cells.items():
+        labels[operator, " / ".join(words)].append(name)
+        losing[operator] |= set(words) != {"channels_last"}
     rows = [
-        {
-            "operator": f"`{operator}`",
-            "output / gradient": cell,
-            "where": places(names, documents),
-        }
-        for (operator, cell), names in labels.items()
-        if operator in losing
+        {"operator": f"`{operator}`", "output / gradient": cell, "where": places}
+        for operator, cell, places in where(labels, len(documents))
+        if losing[operator]
     ]
-    keeping = [
-        operator for operator in dict.fromkeys(name for name, _ in cells) if operator not in losing
-    ]
-    listed = ", ".join(f"`{operator}`" for operator in keeping)
+    keeping = [f"`{operator}`" for operator in losing if not losing[operator]]
     return (
         f"## Who loses it\n\nIn eager mode.\n\n{markdown_table(rows)}\n\n"
-        f"The other {len(keeping)} keep it in both directions: {listed}.\n"
+        f"The other {len(keeping)} keep it in both directions: {', '.join(keeping)}.\n"
     )
 
 
 def differences(documents: list[dict[str, Any]]) -> str:
     """What differs from eager mode under the compiler."""
-    labels: dict[tuple[str, ...], list[str]] = {}
+    columns = ("operator", "direction", "eager", *AGAINST, "alone")
+    labels = defaultdict[tuple[str, ...], list[str]](list)
     for document in documents:
         for row in filter(differs, document["operators"]):
-            columns = ("operator", "direction", "eager", *AGAINST, "alone")
-            cells = tuple(row.get(name, "-") for name in columns)
-            labels.setdefault(cells, []).append(label(document))
+            labels[tuple(row.get(name, "-") for name in columns)].append(label(document))
+    head = ("eager", *AGAINST, "torch alone", "where")
     rows = [
-        {
-            "operator": f"`{operator}`, {direction}",
-            "eager": eager,
-            **dict(zip([*AGAINST, "torch alone"], others, strict=True)),
-            "where": places(names, documents),
-        }
-        for (operator, direction, eager, *others), names in labels.items()
+        {"operator": f"`{operator}`, {direction}", **dict(zip(head, cells, strict=True))}
+        for operator, direction, *cells in where(labels, len(documents))
     ]
-    return (
-        "\n## What differs under the compiler\n\nStrides and values of eager mode, of fake tensors "
-        "(what the compiler plans with),\nthrough torch's decompositions, and compiled by inductor."
-        " `torch alone`: whether a program\nof torch alone, which `repro=FILE` writes, shows the "
-        "same.\n\n"
-        f"{markdown_table(rows)}\n"
-    )
+    return f"{_DIFFERENCES}{markdown_table(rows)}\n"
 
 
 def confirm(file: Path) -> None:

@@ -4,26 +4,22 @@
     python -m benchmarks.peers overhead model=resnet18 data.image_size=224 rounds=4 out=FILE.json
     python -m benchmarks.peers loader data.root=/datasets/imagenet data.workers=8 out=FILE.json
     python -m benchmarks.peers updates model=resnet18,resnet50 time_limit_s=180 out=FILE.json
-    python -m benchmarks.peers collate batch_size=64 data.image_size=224
 
 overhead: training on synthetic data against a bare forward-backward-step loop with the same model,
 on one fixed batch. The ratio is bare step time / cl_train's step time, the median over the rounds:
 1 means no overhead. loader: `cl-train loader_benchmark` with timm's loader, on the same files.
 updates: what the optimizer and the EMA take on weights in channels_last, as training runs them and
-as torch does by itself, against contiguous weights. collate: channels_last_collate against copying
-the same bytes at once (`block_copy`), and against default_collate with `.to(channels_last)`; all
-write to new memory, on one thread.
+as torch does by itself, against contiguous weights.
 """
 
-import contextlib
 import io
 import itertools
-import json
 import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from cl_train.cli import exit_code
 from cl_train.commands import print_result
@@ -43,7 +38,6 @@ from cl_train.config.schema import (
     setting,
 )
 from cl_train.config.validation import load, optional_module
-from cl_train.data.image_loader import channels_last_collate
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
 from cl_train.measure.statistics import alternate
 from cl_train.models.sources import build_model
@@ -55,12 +49,14 @@ from cl_train.system.run_folder import read_records, windows_of, windows_that_co
 from cl_train.training.loop import train
 
 Result = tuple[dict[str, Any], str]
+CPU = torch.device("cpu")
+
+
+# --- overhead -------------------------------------------------------------------------------------
 
 
 @dataclass
-class PeerSettings:
-    """Settings of `overhead` and `collate`."""
-
+class OverheadSettings:
     model: str = setting("resnet18", "name of a model")
     batch_size: int = setting(32, "images per step", minimum=1)
     image_size: int = setting(
@@ -73,28 +69,21 @@ class PeerSettings:
     json: bool = setting(False, "print the result as JSON")
 
 
-# --- overhead -------------------------------------------------------------------------------------
-
-
-def overhead(settings: PeerSettings) -> Result:
+def overhead(settings: OverheadSettings) -> Result:
     device = choose_device("auto")
     steps = [partial(side, settings, device) for side in (bare_step_s, cl_train_step_s)]
     done = alternate(steps, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
     ratios = done.round_ratios(1)
+    ratio = statistics.median(ratios)
     bare_ms, cl_train_ms = ([1000 * seconds for seconds in block] for block in done.blocks)
     times = {"bare_step_ms": bare_ms, "cl_train_step_ms": cl_train_ms}
-    result = measured(settings, device, **times, ratio=statistics.median(ratios), ratios=ratios)
     spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
-    return (
-        result,
-        f"cl_train / bare loop, images per second: {statistics.median(ratios):.3f} ({spread})",
-    )
+    text = f"cl_train / bare loop, images per second: {ratio:.3f} ({spread})"
+    return measured(settings, device, **times, ratio=ratio, ratios=ratios), text
 
 
-def bare_step_s(settings: PeerSettings, device: torch.device) -> float:
-    """The shortest correct training loop: forward, backward, step, zero_grad; channels_last and
-    fused SGD.
-    """
+def bare_step_s(settings: OverheadSettings, device: torch.device) -> float:
+    """The shortest correct training loop, in channels_last with fused SGD."""
     precision, size = resolve_precision("auto", device), settings.image_size
     torch.manual_seed(0)
     model = build_model(settings.model, num_classes=1000, image_size=size)
@@ -120,29 +109,20 @@ def bare_step_s(settings: PeerSettings, device: torch.device) -> float:
     return timed_s(steps, device) / settings.steps
 
 
-def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
+def cl_train_step_s(settings: OverheadSettings, device: torch.device) -> float:
     """The same with `train`: the step time of one window of `steps` steps, from metrics.jsonl."""
-    steps, size = settings.steps, settings.image_size
-    data = {
-        "name": "synthetic",
-        "synthetic_images": settings.batch_size * 2 * steps,
-        "image_size": size,
-    }
-    values = {
+    steps = settings.steps
+    data: dict[str, Any] = {"name": "synthetic", "image_size": settings.image_size}
+    data["synthetic_images"] = settings.batch_size * 2 * steps
+    values: dict[str, Any] = {
         "model": settings.model,
         "batch_size": settings.batch_size,
-        "device": device.type,
         "data": data,
     }
-    values |= {
-        "channels_last": "true",
-        "epochs": 1,
-        "log_every": steps,
-        "warmup_steps": 1,
-        "evaluate_every": -1,
-    }
+    values |= {"device": device.type, "channels_last": "true", "epochs": 1, "evaluate_every": -1}
+    values |= {"log_every": steps, "warmup_steps": 1}
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()):
             assert train(load(values), Path(folder)).exit_code == 0
         windows = windows_that_count(windows_of(read_records(Path(folder))[0]))
     return statistics.fmean(window.step_ms for window in windows) / 1000
@@ -153,8 +133,6 @@ def cl_train_step_s(settings: PeerSettings, device: torch.device) -> float:
 
 @dataclass
 class UpdateSettings:
-    """Settings of `updates`."""
-
     model: list[str] = setting(["resnet18", "resnet50"], "names of models")
     threads: list[int] = setting([1, 2], "numbers of threads", minimum=1)
     time_limit_s: float = setting(180.0, "seconds for all of them", above=0)
@@ -173,14 +151,13 @@ SIDES = {
 
 def updates(settings: UpdateSettings) -> Result:
     cases = list(itertools.product(settings.model, UPDATES, settings.threads))
+    case_s = settings.time_limit_s / len(cases) - 1
     rows: list[dict[str, Any]] = []
     before = torch.get_num_threads()
     for model, update, threads in cases:
         torch.set_num_threads(threads)
         blocks = [partial(block_s, update_of(model, update, side), side) for side in SIDES]
-        done = alternate(
-            blocks, target_ci=math.inf, time_limit_s=settings.time_limit_s / len(cases) - 1
-        )
+        done = alternate(blocks, target_ci=math.inf, time_limit_s=case_s)
         ms = [[round(1000 * seconds, 4) for seconds in times] for times in done.blocks]
         row: dict[str, Any] = {"model": model, "update": update, "threads": threads}
         row["ms"] = dict(zip(SIDES, map(statistics.median, ms), strict=True))
@@ -190,8 +167,8 @@ def updates(settings: UpdateSettings) -> Result:
         print(f"{model} {update} {threads}: {row['ms']}, ratio {row['ratio']:.2f}", flush=True)
     torch.set_num_threads(before)
     worst = max(row["ratio"] for row in rows)
-    result = measured(settings, torch.device("cpu"), rows=rows)
-    return result, f"channels_last / contiguous, milliseconds: at most {worst:.2f}"
+    text = f"channels_last / contiguous, milliseconds: at most {worst:.2f}"
+    return measured(settings, CPU, rows=rows), text
 
 
 def update_of(name: str, update: str, side: str) -> Callable[[], object]:
@@ -199,8 +176,7 @@ def update_of(name: str, update: str, side: str) -> Callable[[], object]:
     torch.manual_seed(0)
     model = build_model(name, num_classes=1000, image_size=224).to(memory_format=SIDES[side])
     if update == "ema":
-        average = EMA(model, 0.999)
-        return partial(average.update, model.state_dict())
+        return partial(EMA(model, 0.999).update, model.state_dict())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     if update == "adam":
@@ -211,21 +187,17 @@ def update_of(name: str, update: str, side: str) -> Callable[[], object]:
 
 def block_s(update: Callable[[], object], side: str, count: int = 10) -> float:
     """Seconds of one update, the mean of `count`."""
-    views = contextlib.nullcontext() if side == "torch" else FusedUpdatesInMemoryOrder()
-    with views:
-        return timed_s(lambda: [update() for _ in range(count)], torch.device("cpu")) / count
+    with nullcontext() if side == "torch" else FusedUpdatesInMemoryOrder():
+        return timed_s(lambda: [update() for _ in range(count)], CPU) / count
 
 
 # --- the loader -----------------------------------------------------------------------------------
 
 
 def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """timm's training loader: uint8 batches from its fast_collate, the input of its GPU
-    prefetcher.
-    """
-    data, loader = (
-        optional_module(name, "peers loader") for name in ("timm.data", "timm.data.loader")
-    )
+    """timm's training loader: uint8 batches from its fast_collate, as for its GPU prefetcher."""
+    modules = ("timm.data", "timm.data.loader")
+    data, loader = (optional_module(name, "peers loader") for name in modules)
     images = data.create_loader(
         data.create_dataset("", f"{settings.root}/train", is_training=True),
         (3, settings.image_size, settings.image_size),
@@ -236,7 +208,7 @@ def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
         num_workers=workers,
         persistent_workers=True,
         color_jitter=0.0,
-        device=torch.device("cpu"),
+        device=CPU,
     )
     # uint8 [3, H, W] instead of ToTensor and Normalize, as in timm's transform for its prefetcher
     images.dataset.transform.transforms[-2:] = [
@@ -245,61 +217,18 @@ def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     return Pipeline("timm", workers, lambda: (targets for _, targets in images))
 
 
-# --- collate --------------------------------------------------------------------------------------
-
-
-def collate(settings: PeerSettings) -> Result:
-    torch.set_num_threads(1)
-    size, count = settings.image_size, settings.batch_size
-    batch = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
-    arrays = [image.copy() for image in batch]
-    planar = [
-        (torch.from_numpy(array.transpose(2, 0, 1).copy()), label)
-        for label, array in enumerate(arrays)
-    ]
-    interleaved = [
-        (torch.from_numpy(array).permute(2, 0, 1), label) for label, array in enumerate(arrays)
-    ]
-    functions: dict[str, Callable[[], Any]] = {
-        "block_copy": batch.copy,
-        "ours_array": lambda: channels_last_collate(list(zip(arrays, range(count), strict=True))),
-        "ours_interleaved": lambda: channels_last_collate(interleaved),
-        "ours_planar": lambda: channels_last_collate(planar),
-        "default_interleaved": (
-            lambda: default_collate(interleaved)[0].to(memory_format=torch.channels_last)
-        ),
-        "default_planar": lambda: default_collate(planar)[0].to(memory_format=torch.channels_last),
-    }
-    blocks = [partial(timed_s, function, torch.device("cpu")) for function in functions.values()]
-    done = alternate(blocks, time_limit_s=20.0, min_rounds=20)
-    ms = {
-        name: round(1000 * statistics.median(done.blocks[number]), 3)
-        for number, name in enumerate(functions)
-    }
-    of_block_copy = {
-        name: round(ms["block_copy"] / ms[name], 2) for name in functions if name.startswith("ours")
-    }
-    of_default = {
-        kind: round(ms[f"default_{kind}"] / ms[f"ours_{kind}"], 2)
-        for kind in ("interleaved", "planar")
-    }
-    ratios = {"of_block_copy": of_block_copy, "times_default_collate": of_default}
-    return measured(settings, torch.device("cpu"), ms=ms, **ratios), json.dumps(
-        {"ms": ms, **ratios}, indent=1
-    )
+COMMANDS: dict[str, tuple[type, Callable[[Any], Result]]] = {
+    "overhead": (OverheadSettings, overhead),
+    "loader": (LoaderBenchmarkSettings, lambda settings: benchmark_loaders(settings, timm)),
+    "updates": (UpdateSettings, updates),
+}
 
 
 def main(words: list[str]) -> int:
-    if words[:1] == ["loader"]:
-        print_result(
-            LoaderBenchmarkSettings, words[1:], lambda settings: benchmark_loaders(settings, timm)
-        )
-    elif words[:1] == ["updates"]:
-        print_result(UpdateSettings, words[1:], updates)
-    elif words[:1] in (["overhead"], ["collate"]):
-        print_result(PeerSettings, words[1:], overhead if words[0] == "overhead" else collate)
-    else:
-        raise ConfigError("name what to measure: overhead, loader, updates or collate")
+    if not words or words[0] not in COMMANDS:
+        raise ConfigError(f"name what to measure: {', '.join(COMMANDS)}")
+    schema, measure = COMMANDS[words[0]]
+    print_result(schema, words[1:], measure)
     return 0
 
 

@@ -1,5 +1,4 @@
-"""Time to accuracy and seconds per epoch: train.py against timm's train.py and torchvision's
-reference script.
+"""Time to accuracy and seconds per epoch: train.py against those of timm and torchvision.
 
     git clone https://github.com/huggingface/pytorch-image-models timm
     git clone https://github.com/pytorch/vision
@@ -7,8 +6,7 @@ reference script.
         torchvision_references=vision/references/classification out=FILE.json
 
 docs/benchmarks.md explains the choices. The clock starts with the process, and an accuracy counts
-when its line is printed. The same command continues an interrupted measurement: finished runs are
-kept in `work`.
+when its line is printed. The same command continues after an interruption, from `work`.
 """
 
 import json
@@ -82,26 +80,18 @@ LINES = {  # with an evaluation's top-1
 
 @dataclass
 class Settings:
-    timm_train: str | None = setting(
-        None, "train.py in a clone of timm's repository; null = without timm"
-    )
-    torchvision_references: str | None = setting(
-        None, "torchvision's references/classification; null = without it"
-    )
+    timm_train: str | None = setting(None, "train.py in a clone of timm's repository")
+    torchvision_references: str | None = setting(None, "torchvision's references/classification")
     data: list[str] = setting(["digits", "sample"], "data sets", choices=("digits", "sample"))
     same_recipe: bool = setting(False, "the others with the recipe of train.py only")
     seeds: int = setting(5, "runs of each program on each data set", minimum=1)
-    time_limit_s: float | None = setting(
-        None, "begin no seed that would end later; null = no limit", above=0
-    )
+    time_limit_s: float | None = setting(None, "begin no seed that would end later", above=0)
     work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
     out: str | None = setting(None, "JSON file to write")
 
 
 def write_digits(folder: Path) -> None:
-    """scikit-learn's 1,797 digits, 8 x 8 enlarged to 32 x 32, as folders of PNG files; 360 are for
-    validation.
-    """
+    """scikit-learn's 1,797 digits, 8 x 8 enlarged to 32 x 32, as PNG files; 360 for validation."""
     import numpy as np
     from PIL import Image
     from sklearn.datasets import load_digits
@@ -109,12 +99,8 @@ def write_digits(folder: Path) -> None:
     digits = load_digits()
     unfinished = folder.with_name(folder.name + ".unfinished")
     for place, index in enumerate(np.random.default_rng(0).permutation(len(digits.target))):
-        path = (
-            unfinished
-            / ("val" if place < 360 else "train")
-            / str(digits.target[index])
-            / f"{index:04d}.png"
-        )
+        split = "val" if place < 360 else "train"
+        path = unfinished / split / str(digits.target[index]) / f"{index:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         grey = Image.fromarray((digits.images[index] * 255 / 16).round().astype(np.uint8))
         grey.resize((32, 32), Image.Resampling.BILINEAR).convert("RGB").save(path)
@@ -122,9 +108,9 @@ def write_digits(folder: Path) -> None:
 
 
 def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
-    """Run `command` until it ends, or `limit_s` have passed.
+    """Run `command` until it ends, or `limit_s` have passed: then `exit_code` is null.
 
-    `points` are [seconds, top-1] of each evaluation; `exit_code` is null if it was stopped.
+    `points` are [seconds, top-1] of each evaluation.
     """
     points: list[list[float]] = []
     load, started_at = MachineLoad(), time.monotonic()
@@ -143,40 +129,30 @@ def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float
             if found := re.search(accuracy_line, line):
                 points.append([seconds, float(found["top1"])])
     total_s = round(time.monotonic() - started_at, 3)
-    return {
-        "exit_code": None if total_s >= limit_s else process.returncode,
-        "points": points,
-        "total_s": total_s,
-        "others_pct": load.others_pct(),
-    }
+    code = None if total_s >= limit_s else process.returncode
+    run = {"exit_code": code, "points": points, "total_s": total_s}
+    return run | {"others_pct": load.others_pct()}
 
 
 def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
     """The run with this seed, from `work` if it was finished before."""
-    epochs, size = PROGRAMS[program][1][data], IMAGE_SIZE[data]
+    options, epochs_of = PROGRAMS[program]
+    epochs, size = epochs_of[data], IMAGE_SIZE[data]
     folder = work / f"{data}-{epochs}-{program.replace(' ', '_')}-{seed}"
     if (folder / "run.json").exists():
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
     folder.mkdir(parents=True, exist_ok=True)
     run: dict[str, Any] = {"data": data, "program": program, "seed": seed, "epochs": epochs}
-    values = run | {
-        "data": work / data,
-        "size": size,
-        "resize": round(size * 256 / 224),
-        "script": script,
-    }
-    values |= {"out": folder / "out", "third": math.ceil(epochs / 3), "folder": script.parent}
-    command = [
-        sys.executable,
-        *(["-c", SEEDED.format(**values)] if program.startswith("torchvision") else []),
-    ]
+    values = {"data": work / data, "size": size, "resize": round(size * 256 / 224)}
+    values |= {"seed": seed, "epochs": epochs, "third": math.ceil(epochs / 3)}
+    values |= {"script": script, "folder": script.parent, "out": folder / "out"}
+    words = ["-c", SEEDED] if program.startswith("torchvision") else []
     # timm gets the precision that train.py chooses by itself.
     amp = "--amp --amp-dtype bfloat16" if bf16_is_faster_on_cpu() else ""
-    options = PROGRAMS[program][0].replace("{amp}", amp).split()
-    command += [word.format(**values) for word in options]
-    run |= run_to_end(
-        LINES[program.partition(",")[0]], command, folder / "run.log", RUN_LIMIT_S[data]
-    )
+    words += options.replace("{amp}", amp).split()
+    command = [sys.executable, *(word.format(**values) for word in words)]
+    line = LINES[program.partition(",")[0]]
+    run |= run_to_end(line, command, folder / "run.log", RUN_LIMIT_S[data])
     shutil.rmtree(folder / "out", ignore_errors=True)  # checkpoints, more than 1 GB per run
     if run["exit_code"] in (0, None) and run["points"]:
         write_json(folder / "run.json", run)
@@ -185,33 +161,37 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
     return run
 
 
-def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """The results after each seed; for each seed and data set the programs take turns, in
-    alternating order.
-    """
-    work = Path(settings.work).absolute()
-    folder = settings.torchvision_references
-    given = {
-        "cl_train": ROOT / "train.py",
-        "timm": settings.timm_train,
-        "torchvision": folder and f"{folder}/train.py",
+def scripts_of(settings: Settings) -> dict[str, Path]:
+    """Of each program that is measured. Raises ConfigError: one does not exist."""
+    references = settings.torchvision_references
+    given = {"cl_train": f"{ROOT}/train.py", "timm": settings.timm_train}
+    given |= {"torchvision": references and f"{references}/train.py"}
+    recipes = ("cl_train", OUR_RECIPE) if settings.same_recipe else ("",)
+    scripts = {
+        name: Path(path).absolute()
+        for name in PROGRAMS
+        if name.endswith(recipes) and (path := given[name.partition(",")[0]])
     }
-    scripts = {name: Path(path).absolute() for name, path in given.items() if path}
-    if missing := [path for path in scripts.values() if not path.exists()]:
-        raise ConfigError(
-            [f"{path} does not exist; clone the repository first" for path in missing]
-        )
+    if missing := {path for path in scripts.values() if not path.exists()}:
+        hint = "does not exist; clone the repository first"
+        raise ConfigError([f"{path} {hint}" for path in missing])
+    return scripts
+
+
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """The results after each seed; the programs take turns, in alternating order."""
+    work, scripts = Path(settings.work).absolute(), scripts_of(settings)
     if not (work / "digits").exists():
         write_digits(work / "digits")
     ensure_sample(work / "sample")
-    programs = {
-        name: scripts[name.partition(",")[0]]
-        for name in PROGRAMS
-        if name.partition(",")[0] in scripts
-        and (not settings.same_recipe or name == "cl_train" or name.endswith(OUR_RECIPE))
-    }
     head = partial(subprocess.run, ["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    commits = {name: head(cwd=path.parent).stdout.strip() for name, path in scripts.items()}
+    folders = {name.partition(",")[0]: script.parent for name, script in scripts.items()}
+    facts = {
+        "target_top1": TARGET,
+        "run_limit_s": RUN_LIMIT_S,
+        "commits": {name: head(cwd=folder).stdout.strip() for name, folder in folders.items()},
+        "options": {name: PROGRAMS[name][0].split() for name in scripts},
+    }
     runs: list[dict[str, Any]] = []
     started_at = time.monotonic()
     for seed in range(settings.seeds):
@@ -219,36 +199,26 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         if seed and taken_s * (seed + 1) / seed > (settings.time_limit_s or math.inf):
             return
         for data in settings.data:
-            for name in list(programs) if seed % 2 == 0 else reversed(programs):
+            for name in list(scripts) if seed % 2 == 0 else reversed(scripts):
                 if data in PROGRAMS[name][1]:
-                    run = finished_run(data, name, programs[name], seed, work)
+                    run = finished_run(data, name, scripts[name], seed, work)
                     runs.append(run)
                     took = f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s"
-                    why = run.get("why", "")
-                    print(f"{data} seed {seed} {name}: {took} {why}", flush=True)
+                    print(f"{data} seed {seed} {name}: {took} {run.get('why', '')}", flush=True)
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
-        yield measured(
-            settings,
-            torch.device("cpu"),
-            target_top1=TARGET,
-            run_limit_s=RUN_LIMIT_S,
-            commits=commits,
-            options={name: PROGRAMS[name][0].split() for name in programs},
-            summary={data: summarize(found) for data, found in by_data.items()},
-            runs=runs,
-        )
+        summary = {data: summarize(found) for data, found in by_data.items()}
+        yield measured(settings, torch.device("cpu"), **facts, summary=summary, runs=runs)
 
 
 def seconds_to(run: dict[str, Any]) -> float:
-    """Seconds from the start of the process to the first evaluation that reaches the target; inf if
-    none does.
-    """
+    """From the start to the first evaluation that reaches the target; inf if none does."""
     return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), math.inf)
 
 
-def epoch_times_s(run: dict[str, Any]) -> list[float]:
+def epoch_s(run: dict[str, Any]) -> float | None:
     """From evaluation to evaluation: training, evaluation and checkpoint, without the first."""
-    return [after - before for (before, _), (after, _) in pairwise(run["points"])]
+    times = [after - before for (before, _), (after, _) in pairwise(run["points"])]
+    return statistics.median(times) if times else None
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -256,28 +226,27 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     first evaluation; per later epoch. `theirs_over_ours`: the median and the range over the seeds.
     """
     summary: dict[str, Any] = {}
+    ours = {run["seed"]: run for run in runs if run["program"] == "cl_train"}
     for name in dict.fromkeys(run["program"] for run in runs):
         finished = [run for run in runs if run["program"] == name]
         seconds = [seconds_to(run) for run in finished]
-        reached = [value for value in seconds if value < math.inf]
+        reached = sum(value < math.inf for value in seconds)
+        epochs = [each for run in finished if (each := epoch_s(run)) is not None]
+        pairs = [(run, ours[run["seed"]]) for run in finished if run["seed"] in ours]
+        targets = [tuple(map(seconds_to, pair)) for pair in pairs]
+        both_s = [tuple(map(epoch_s, pair)) for pair in pairs]
+        ratios = [theirs / our for theirs, our in targets if max(theirs, our) < math.inf]
+        epoch_ratios = [theirs / our for theirs, our in both_s if theirs and our]
         summary[name] = {
             "runs": len(finished),
-            "reached": len(reached),
-            "target_s": median_and_range(seconds) if 2 * len(reached) > len(seconds) else None,
+            "reached": reached,
+            "target_s": median_and_range(seconds) if 2 * reached > len(seconds) else None,
             "first_s": median_and_range([run["points"][0][0] for run in finished if run["points"]]),
-            "epoch_s": median_and_range(
-                [statistics.median(times) for run in finished if (times := epoch_times_s(run))]
-            ),
-        }
-        ours = {run["seed"]: run for run in runs if run["program"] == "cl_train"}
-        pairs = [(ours[run["seed"]], run) for run in finished if run["seed"] in ours]
-        both = [pair for pair in pairs if max(map(seconds_to, pair)) < math.inf]
-        epochs = [tuple(map(epoch_times_s, pair)) for pair in pairs]
-        summary[name]["theirs_over_ours"] = {
-            "target": median_and_range([seconds_to(run) / seconds_to(our) for our, run in both]),
-            "epoch": median_and_range(
-                [statistics.median(b) / statistics.median(a) for a, b in epochs if a and b]
-            ),
+            "epoch_s": median_and_range(epochs),
+            "theirs_over_ours": {
+                "target": median_and_range(ratios),
+                "epoch": median_and_range(epoch_ratios),
+            },
         }
     return summary
 

@@ -1,15 +1,11 @@
-"""On a GPU: parity, CUDA graphs, steps that do not wait for the device, exact resume, streams.
-Skipped without one.
-
-python -m pytest -m gpu tests/test_gpu.py
-"""
+"""On a GPU: python -m pytest -m gpu tests/test_gpu.py"""
 
 import copy
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +27,7 @@ from cl_train.system.distributed import Dist
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state, step_settings
 from cl_train.training.evaluation import outputs
-from cl_train.training.state import TrainState, collect, restore
+from cl_train.training.state import TrainState
 from tests.conftest import Run
 from tests.data.image_folders import data_of
 from tests.networks import small
@@ -40,19 +36,18 @@ from tests.ranks import TINY, launch
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Warnings of other versions of Python and third parties are not what these tests are about.
-    pytest.mark.filterwarnings("default"),
+    pytest.mark.filterwarnings("default"),  # of other versions of Python and third parties
 ]
 
+CHANNELS_LAST = torch.channels_last
 DEVICES = ["cuda", "cuda:1"][: torch.cuda.device_count()]
 SINGLE = Dist(0, 1, torch.device("cuda", 0))
+RUN = ("device=cuda", "precision=fp16", "channels_last=true", "optim.lr=0.1")
 
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Equal kernels for equal work, so that paths can be compared bit by bit; TF32 is restored
-    afterwards.
-    """
+    """Paths are compared bit by bit."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     with kernel_selection(tf32=False, autotune=False):
@@ -62,10 +57,9 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def settings(**words: object) -> Config:
-    data = {"name": "synthetic", "image_size": 64} | dict(words.pop("data", {}))  # type: ignore[call-overload]
-    return load(
-        {"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data, **words}
-    )
+    data = {"name": "synthetic", "image_size": 64, "synthetic_images": 512}
+    fixed = {"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data}
+    return load({**fixed, **words})
 
 
 def put_together(cfg: Config) -> TrainState:
@@ -92,66 +86,41 @@ def train_steps(state: TrainState, steps: int, first: int = 0) -> list[float]:
     return torch.stack(losses).tolist()
 
 
-def assert_equal_weights(state: TrainState, other: TrainState) -> None:
-    theirs = other.model.state_dict()
-    assert [
-        key
-        for key, value in state.model.state_dict().items()
-        if not torch.equal(value, theirs[key])
-    ] == []
-
-
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("layout", [True, False])
 def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
     """The loss of the first step, against the same network in float64 on the CPU."""
-    expected = None
-    for words in ({}, {"cuda_graph": True}):
-        cfg = settings(precision=name, channels_last=layout, **words)
-        state = put_together(cfg)
+    tolerance = {"fp32": 1e-4, "tf32": 5e-3}.get(name, 2e-2)
+    for graph in (False, True):
+        state = put_together(settings(precision=name, channels_last=layout, cuda_graph=graph))
         batch = batch_of(state, 1)
-        if expected is None:
-            reference = copy.deepcopy(state.model).cpu().double().train()
-            expected = nn.functional.cross_entropy(
-                reference(batch.images.cpu().double()), batch.targets.cpu()
-            ).item()
-        tolerance = {"fp32": 1e-4, "tf32": 5e-3}.get(name, 2e-2)
-        assert state.train_step([batch]).loss.item() == pytest.approx(expected, rel=tolerance), (
-            words
-        )
+        logits = copy.deepcopy(state.model).cpu().double().train()(batch.images.cpu().double())
+        expected = nn.functional.cross_entropy(logits, batch.targets.cpu()).item()
+        assert state.train_step([batch]).loss.item() == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) -> None:
-    words = {
-        "precision": name,
-        "optim": {"name": optimizer, "clip_norm": 1.0},
-        "label_smoothing": 0.1,
-    }
-    eager, graphed = (
-        put_together(settings(**words)),
-        put_together(settings(**words, cuda_graph=True)),
-    )
+    optim = {"name": optimizer, "clip_norm": 1.0}
+    words = {"precision": name, "optim": optim, "label_smoothing": 0.1}
+    eager, graphed = (put_together(settings(**words, cuda_graph=graph)) for graph in (False, True))
     for group in eager.parts.optimizer.param_groups:
         group["lr"] = torch.tensor(0.0, device="cuda")
     for step in range(12):
-        assert train_steps(eager, 1, first=step) == train_steps(graphed, 1, first=step), (
-            f"step {step}"
-        )
+        assert train_steps(eager, 1, first=step) == train_steps(graphed, 1, first=step), step
     assert graphed.train_step.call.replay  # type: ignore[attr-defined]
-    assert_equal_weights(eager, graphed)
+    torch.testing.assert_close(eager.model.state_dict(), graphed.model.state_dict(), rtol=0, atol=0)
 
 
 def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
     state = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
     train_steps(state, 6)
     weight = state.model.conv1.weight.detach()  # type: ignore[union-attr]
-    tensors = [
-        weight,
-        *(of_one["momentum_buffer"] for of_one in state.parts.optimizer.state.values()),
-    ]
-    before, batch = [tensor.clone() for tensor in tensors], batch_of(state, 6)
+    momenta = [one["momentum_buffer"] for one in state.parts.optimizer.state.values()]
+    tensors = [weight, *momenta]
+    before = [tensor.clone() for tensor in tensors]
+    batch = batch_of(state, 6)
     batch.images[0, 0, 0, 0] = float("inf")
     assert state.train_step([batch]).skipped.item() == 1
     assert all(map(torch.equal, tensors, before)) and state.parts.scaler.get_scale() == 512
@@ -163,10 +132,9 @@ def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
     "words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}]
 )
 def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> None:
-    """With every extra that a step can have; copies in, learning rate and average included."""
-    state = put_together(
-        settings(**words, ema_decay=0.9, optim={"clip_norm": 1.0}, accumulate_steps=2)
-    )
+    """With every extra that a step can have."""
+    extras = {"ema_decay": 0.9, "optim": {"clip_norm": 1.0}, "accumulate_steps": 2}
+    state = put_together(settings(**words, **extras))
     batches = [batch_of(state, seed) for seed in range(4)]
     for _ in range(15):  # warm-up and recording may wait
         state.train_step(batches[:2])
@@ -174,13 +142,11 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     losses = []
-    try:
-        for step in range(100):
-            set_lr(state.parts.optimizer, 0.001 * step)
-            losses.append(state.train_step(batches[step % 2 : step % 2 + 2]).loss)
-            state.average.update(state.parts.weights.state_dict())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    for step in range(100):
+        set_lr(state.parts.optimizer, 0.001 * step)
+        losses.append(state.train_step(batches[step % 2 : step % 2 + 2]).loss)
+        state.average.update(state.parts.weights.state_dict())
+    torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(torch.stack(losses)).all()
 
 
@@ -189,87 +155,50 @@ def test_evaluation_between_replays_changes_nothing() -> None:
     expected = train_steps(plain, 12)
     for step in range(12):
         assert train_steps(disturbed, 1, first=step) == expected[step : step + 1]
-        list(
-            outputs(
-                disturbed.model,
-                [batch_of(disturbed, 100 + step, images=7)],
-                disturbed.parts.precision,
-            )
-        )
-
-
-@pytest.mark.parametrize("graph", [False, True])
-def test_resume_is_exact(graph: bool) -> None:
-    words = {"cuda_graph": graph, "optim": {"momentum": 0.9}}
-    whole, first, second = (put_together(settings(**words)) for _ in range(3))
-    losses = train_steps(first, 6)
-    restore(collect(first, {}, {}), second)
-    assert [*losses, *train_steps(second, 6, first=6)] == train_steps(whole, 12)
-    assert_equal_weights(whole, second)
+        others = [batch_of(disturbed, 100 + step, images=7)]
+        list(outputs(disturbed.model, others, disturbed.parts.precision))
 
 
 def test_channels_last_through_the_whole_network() -> None:
-    model = build_model("resnet50", num_classes=10).cuda().to(memory_format=torch.channels_last)
+    model = build_model("resnet50", num_classes=10).cuda().to(memory_format=CHANNELS_LAST)
     outputs: list[torch.Tensor] = []
     for module in model.modules():
-        if not list(module.children()):
-            module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    images = torch.randn(4, 3, 96, 96, device="cuda").to(memory_format=torch.channels_last)
+        module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    images = torch.randn(4, 3, 96, 96, device="cuda").to(memory_format=CHANNELS_LAST)
     with torch.autocast("cuda", torch.float16):
         model(images).sum().backward()
     assert "contiguous" not in {classify(output) for output in outputs if output.dim() == 4}
-    assert [
-        n for n, p in model.named_parameters() if p.dim() == 4 and p.grad.stride() != p.stride()
-    ] == []
+    kernels = [parameter for parameter in model.parameters() if parameter.dim() == 4]
+    assert all(kernel.grad.stride() == kernel.stride() for kernel in kernels)
 
 
-@pytest.mark.parametrize("pin_memory", [False, True])
-def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu(pin_memory: bool) -> None:
-    samples = [
-        (torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), label, {"id": label})
-        for label in range(20)
-    ]
-    loader = DataLoader(samples, 4, collate_fn=channels_last_collate, pin_memory=pin_memory)  # type: ignore[arg-type]
-    for images, *_ in loader:
-        assert (
-            images.is_contiguous(memory_format=torch.channels_last)
-            and images.is_pinned() == pin_memory
-        )
-    on_cpu, on_gpu = (
-        list(DevicePrefetcher(loader, "cpu")),
-        list(DevicePrefetcher(loader, "cuda", ahead=2)),
-    )
-    assert len(on_gpu) == 5
-    for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
-        assert gpu[0].is_cuda and gpu[0].is_contiguous(memory_format=torch.channels_last)
+def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu() -> None:
+    images = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
+    samples: Any = [(image, label, {"id": label}) for label, image in enumerate(images)]
+    loader = DataLoader(samples, 4, collate_fn=channels_last_collate, pin_memory=True)
+    on_gpu = list(DevicePrefetcher(loader, "cuda", ahead=2))
+    on_cpu = list(DevicePrefetcher(loader, "cpu"))
+    for raw, gpu, cpu in zip(loader, on_gpu, on_cpu, strict=True):
+        assert raw[0].is_pinned() and gpu[0].is_contiguous(memory_format=CHANNELS_LAST)
         torch.testing.assert_close(gpu[0].cpu(), cpu[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(gpu[1].cpu(), cpu[1]) and torch.equal(gpu[2]["id"].cpu(), cpu[2]["id"])
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
-    """The loader's memory is overwritten as soon as it may be, and the device is kept busy
-    meanwhile.
-    """
+    """It is overwritten as soon as it may be, and the device is kept busy meanwhile."""
     state = put_together(settings(cuda_graph=graph, precision="bf16"))
     generator = torch.Generator().manual_seed(0)
-    pixels = [
-        torch.randint(0, 256, (16, 64, 64, 3), dtype=torch.uint8, generator=generator)
-        for _ in range(24)
-    ]
-    slots = [
-        torch.empty(16, 64, 64, 3, dtype=torch.uint8).pin_memory()
-        for _ in range(transfer.COPIES_UNDER_WAY + 1)
-    ]
+    pixels = torch.randint(0, 256, (24, 16, 64, 64, 3), dtype=torch.uint8, generator=generator)
+    slots = torch.empty_like(pixels[: transfer.COPIES_UNDER_WAY + 1]).pin_memory()
     targets = torch.zeros(16, dtype=torch.int64).pin_memory()
 
     def host_batches() -> Iterator[RawBatch]:
         for number, numbers in enumerate(pixels):
-            slot = slots[number % len(slots)].fill_(255)
-            slot.copy_(numbers)
+            slot = slots[number % len(slots)].fill_(255).copy_(numbers)
             yield RawBatch(slot.permute(0, 3, 1, 2), targets, number, epoch=0)
 
-    form = DeviceFormat(state.parts.device, torch.bfloat16, torch.channels_last)
+    form = DeviceFormat(state.parts.device, torch.bfloat16, CHANNELS_LAST)
     normalise = Normalise([0.5] * 3, [0.25] * 3, form)
     seen = []
     for batch in transfer.to_device(host_batches(), normalise, ahead=2):
@@ -277,59 +206,59 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
         torch.cuda._sleep(2_000_000)
         state.train_step([batch])
         seen.append(batch.images.float().mean())
-    expected = [
-        ((numbers.float() / 255 - 0.5) / 0.25).to(torch.bfloat16).float().mean().item()
-        for numbers in pixels
-    ]
-    assert torch.stack(seen).tolist() == pytest.approx(expected, abs=1e-2)
+    expected = ((pixels.float() / 255 - 0.5) / 0.25).to(torch.bfloat16).float().mean((1, 2, 3, 4))
+    assert torch.stack(seen).tolist() == pytest.approx(expected.tolist(), abs=1e-2)
 
 
 def test_batch_size_auto_fits() -> None:
-    found = resolve_batch_size(settings(batch_size="auto", data={"synthetic_images": 512}), SINGLE)
+    found = resolve_batch_size(settings(batch_size="auto"), SINGLE)
     assert 8 <= found.batch_size <= 512
-    put_together(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", [False, True])
 def test_compiled_agrees_with_eager_and_never_recompiles(graph: bool) -> None:
-    """Two steps are compared: over more, fp16 rounding grows on random labels in any two correct
-    programs.
-    """
-    eager, compiled = (
-        put_together(settings()),
-        put_together(settings(compile=True, cuda_graph=graph)),
-    )
+    """In two steps: over more, fp16 rounding grows in any correct programs."""
+    eager = put_together(settings())
+    compiled = put_together(settings(compile=True, cuda_graph=graph))
     assert train_steps(compiled, 2) == pytest.approx(train_steps(eager, 2), rel=2e-2)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert all(map(math.isfinite, train_steps(compiled, 6, first=2)))
+        assert torch.tensor(train_steps(compiled, 6, first=2)).isfinite().all()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(
-    "words", [["ddp_static_graph=true"], ["ddp_static_graph=true", "cuda_graph=true"]]
-)
+@pytest.mark.parametrize("graph", ["cuda_graph=false", "cuda_graph=true"])
 def test_static_graph_ddp_trains_like_one_process(
-    image_folder: Path, tmp_path: Path, words: list[str]
+    image_folder: Path, tmp_path: Path, graph: str
 ) -> None:
-    """Also in replays, and the run ends: NCCL would wait for a live graph. Eleven steps precede a
-    recording.
-    """
+    """Also in replays, after eleven steps, and the run ends: NCCL would wait for a live graph."""
     weights = []
     for ranks in (1, 2):
-        shared = [
-            *TINY,
-            "device=cuda",
-            f"data.root={image_folder}",
-            f"batch_size={32 // ranks}",
-            "epochs=8",
-        ]
-        shared += [f"hydra.run.dir={tmp_path / str(ranks)}", *(words if ranks > 1 else ())]
-        done = launch(ranks, "train.py", *shared)
+        shared = [*TINY, "device=cuda", f"data.root={image_folder}", "epochs=8"]
+        shared += [f"batch_size={32 // ranks}", f"hydra.run.dir={tmp_path / str(ranks)}"]
+        words = ("ddp_static_graph=true", graph) if ranks > 1 else ()
+        done = launch(ranks, "train.py", *shared, *words)
         assert done.returncode == 0, done.stderr
         weights.append(Run(tmp_path / str(ranks), 0).checkpoint()["model"])
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-4)
+
+
+def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(image_folder: Path) -> None:
+    """Forks write page-locked slots, and copies overlap with them."""
+    words = {"name": "folder", "root": str(image_folder), "image_size": 64, "batch_size": 16}
+    forked = {"workers": 3, "prefetch": 1, "device": SINGLE.device}
+    cuda = DeviceFormat(SINGLE.device, torch.float32, CHANNELS_LAST)
+    cpu = DeviceFormat(torch.device("cpu"), torch.float32, CHANNELS_LAST)
+    with closing(data_of(**words)) as plain, closing(data_of(**words, **forked)) as pinned:
+        for epoch in range(3):
+            batches = list(pinned.train(epoch, cuda))
+            for batch, other in zip(batches, plain.train(epoch, cpu), strict=True):
+                torch.testing.assert_close(batch.images.cpu(), other.images, rtol=0, atol=1e-5)
+                assert batch.targets.tolist() == other.targets.tolist()
+            assert len(list(pinned.validation(cuda))) == len(list(plain.validation(cpu)))
+        images, targets = pinned.train_loader._slots.batch(0, 64)  # type: ignore[union-attr]
+        assert images.is_pinned() and targets.is_pinned()
 
 
 @pytest.mark.parametrize(
@@ -343,82 +272,40 @@ def test_static_graph_ddp_trains_like_one_process(
 def test_a_run_on_jpegs(
     train: Callable[..., Run], words: str, steps: int, tolerance: float
 ) -> None:
-    """The whole program: the step before the first epoch must leave nothing that breaks compilation
-    or recording.
-    """
-    shared = ("device=cuda", "precision=fp16", "channels_last=true", "epochs=4", "optim.lr=0.1")
-    plain, changed = train(*shared), train(*shared, *words.split())
+    """The step before the first epoch must leave nothing that breaks compilation or recording."""
+    plain, changed = train(*RUN, "epochs=4"), train(*RUN, "epochs=4", *words.split())
     assert changed.losses[:steps] == pytest.approx(plain.losses[:steps], rel=tolerance)
     assert changed.summary["val"]["images"] == 21 and changed.exit_code == 0
-
-
-# --- the loader's memory --------------------------------------------------------------------------
-
-
-def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(
-    image_folder: Path, tmp_path: Path
-) -> None:
-    """As the CPU without workers: forks write page-locked slots, copies overlap with them."""
-    words = {"name": "folder", "root": str(image_folder), "image_size": 64, "batch_size": 16}
-    cuda = DeviceFormat(SINGLE.device, torch.float32, torch.channels_last)
-    cpu = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
-    with (
-        closing(data_of(**words)) as plain,
-        closing(data_of(**words, workers=3, prefetch=1, device=SINGLE.device)) as pinned,
-    ):
-        for epoch in range(3):
-            expected, batches = list(plain.train(epoch, cpu)), list(pinned.train(epoch, cuda))
-            for batch, other in zip(batches, expected, strict=True):
-                torch.testing.assert_close(batch.images.cpu(), other.images, rtol=0, atol=1e-5)
-                assert batch.targets.tolist() == other.targets.tolist()
-            assert len(list(pinned.validation(cuda))) == len(list(plain.validation(cpu)))
-        images, targets = pinned.train_loader._slots.batch(0, 64)  # type: ignore[union-attr]
-        assert images.is_pinned() and targets.is_pinned()
-
-
-# --- the program: commands, runs and files as users have them -------------------------------------
-
-RUN = ("device=cuda", "precision=fp16", "channels_last=true", "optim.lr=0.1")
-
-
-def test_forked_workers_fill_pinned_slots(train: Callable[..., Run]) -> None:
-    """Order and augmentation are those of the main process, so the losses are too."""
-    alone, forked = (train(*RUN, f"data.workers={workers}", "epochs=3") for workers in (0, 2))
-    assert forked.losses == pytest.approx(alone.losses, rel=2e-2)
-    assert forked.summary["workers"] == 2 and forked.summary["reserved_memory_gib"] > 0
 
 
 def test_a_run_goes_on_where_it_stopped(train: Callable[..., Run]) -> None:
     words = (*RUN, "cuda_graph=true", "data.workers=2", "deterministic=true", "epochs=4")
     whole, part = train(*words), train(*words, "max_steps=7")
+    assert whole.summary["workers"] == 2 and whole.summary["reserved_memory_gib"] > 0
     again = train(*words, f"resume={part.folder}")
     assert [*part.losses, *again.losses] == pytest.approx(whole.losses, rel=1e-6)
 
 
-def test_a_profile_names_the_kernels(train: Callable[..., Run]) -> None:
-    run = train(*RUN, "profile=true", "epochs=4")
+def test_the_profile_and_the_predictions_of_a_run(
+    train: Callable[..., Run], image_folder: Path, tmp_path: Path
+) -> None:
+    run, out = train(*RUN, "profile=true", "epochs=4"), tmp_path / "predictions.csv"
     assert "conv" in (run.folder / "operators.txt").read_text()
     assert (run.folder / "trace.json.gz").stat().st_size > 0
-
-
-class Waiting(nn.Module):
-    """A model whose step cannot be recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = small(3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.network(images)
-        return logits * (1.0 if float(logits.detach().float().mean()) < 1e9 else 0.0)
+    words = [f"weights={run.folder}", f"data.root={image_folder / 'val'}", "device=cuda"]
+    assert cli(["predict", *words, f"out={out}"]) == 0
+    assert len(out.read_text().splitlines()) >= 21
 
 
 def waiting(num_classes: int) -> nn.Module:
-    return Waiting()
+    """Reads a value of the device: such a step cannot be recorded."""
+    model = small(num_classes)
+    model.register_forward_hook(lambda _, inputs, logits: logits * float(logits.mean() < 1e9))
+    return model
 
 
 def test_a_step_that_cannot_be_recorded(train: Callable[..., Run]) -> None:
-    """It goes on eagerly, or ends with what to do; either way the allocator works afterwards."""
+    """It goes on eagerly, or ends with what to do."""
     words = (*RUN, f"model={__name__}:waiting", "epochs=3")
     if CAN_GO_ON_AFTER_FAILURE:
         plain, fallen_back = train(*words), train(*words, "cuda_graph=auto")
@@ -427,15 +314,6 @@ def test_a_step_that_cannot_be_recorded(train: Callable[..., Run]) -> None:
     else:
         with pytest.raises(RecordingError, match="use cuda_graph=false"):
             train(*words, "cuda_graph=auto")
-
-
-def test_the_predictions_of_a_run(
-    train: Callable[..., Run], image_folder: Path, tmp_path: Path
-) -> None:
-    run, out = train(*RUN, "epochs=3"), tmp_path / "predictions.csv"
-    words = [f"weights={run.folder}", f"data.root={image_folder / 'val'}", "device=cuda"]
-    assert cli(["predict", *words, f"out={out}"]) == 0
-    assert len(out.read_text().splitlines()) >= 21
 
 
 @pytest.mark.parametrize(
@@ -455,14 +333,13 @@ def test_commands(words: str, device: str, tmp_path: Path) -> None:
     text = next(tmp_path.rglob("*.json")).read_text()
     assert "error" not in json.loads(text).get("rows", [{}])[0]
     if command == "audit":
-        times = json.loads(text)["times"]
-        assert times["explained_pct"] > 0 and times["utilisation"]["tflop_per_s"] > 0
+        assert json.loads(text)["times"]["explained_pct"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("words", [(), ("cuda_graph=true",)])
-def test_a_run_on_the_second_gpu(train: Callable[..., Run], words: tuple[str, ...]) -> None:
-    shared = (*RUN[1:], "data.workers=2", "epochs=3", *words)
-    first, second = train("device=cuda:0", *shared), train("device=cuda:1", *shared)
+@pytest.mark.parametrize("graph", ["cuda_graph=false", "cuda_graph=true"])
+def test_a_run_on_the_second_gpu(train: Callable[..., Run], graph: str) -> None:
+    words = (*RUN[1:], "data.workers=2", "epochs=3", graph)
+    first, second = train("device=cuda:0", *words), train("device=cuda:1", *words)
     assert second.losses == pytest.approx(first.losses, rel=2e-2)
     assert torch.cuda.max_memory_allocated(1) > 0 and torch.cuda.current_device() == 0

@@ -175,6 +175,8 @@ class GraphedStep:
             self._parts.optimizer.zero_grad(set_to_none=True)
             if self._parts.scaler.is_enabled():
                 self._parts.scaler._per_optimizer_states.clear()
+                # Else the next step multiplies the scale by it.
+                vars(self._parts.optimizer).pop("grad_scale", None)
             self.call, self._static, self._is_eager = None, [], True
             if not (self._fall_back and CAN_GO_ON_AFTER_FAILURE):
                 raise RecordingError(f"{error}; use cuda_graph=false") from error

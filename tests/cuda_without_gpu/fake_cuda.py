@@ -1,13 +1,13 @@
 """Fake CUDA for tests: tensors without data on cuda:0, streams, events and graphs without a device.
 
 Streams and events keep torch's own race detector informed (`torch.cuda._sanitizer`, vector clocks
-in Python), and the allocator's rule for `record_stream` is checked when memory is freed.
+in Python). The reuse of freed memory and the writes of the host are accesses, too.
 """
 
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -23,41 +23,30 @@ from cl_train.data import device as data_device
 from cl_train.step import cuda_graph
 
 CUDA = torch.device("cuda", 0)
+HOST = -1  # as if it were a stream
 
 
 @cache
 def kernels_without_meta() -> torch.library.Library:
-    """torch 2.15 cannot run these on tensors without data; they update in place and return nothing
-    that is used.
-    """
+    """torch 2.15 cannot run these, which update in place, on tensors without data."""
     library = torch.library.Library("aten", "IMPL")
-    for name in (
-        "_fused_sgd_",
-        "_fused_sgd_.tensor_lr",
-        "_fused_adamw_",
-        "_fused_adamw_.tensor_lr",
-    ):
-        with suppress(RuntimeError):  # a later torch has it
-            library.impl(name, lambda *arguments, **words: None, "Meta")
+    for name in ("_fused_sgd_", "_fused_adamw_"):
+        for overload in (name, f"{name}.tensor_lr"):
+            with suppress(RuntimeError):  # a later torch has it
+                library.impl(overload, lambda *arguments, **words: None, "Meta")
     library.impl("_amp_update_scale_", lambda scale, *arguments, **words: scale, "Meta")
     return library
 
 
 def replace_tensors(
     module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-) -> Any:
-    """As `nn.Module._apply`, which swaps the content of tensors: torch refuses that for tensors
-    without data.
-    """
-    for tensors in [
-        tensors for part in module.modules() for tensors in (part._parameters, part._buffers)
-    ]:
-        for name, old in tensors.items():
-            if old is not None:
-                new = function(old.detach())
-                tensors[name] = (
-                    nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-                )
+) -> nn.Module:
+    """As `nn.Module._apply`, which swaps tensors: torch cannot swap those without data."""
+    for part in module.modules():
+        for name, old in part.named_parameters(recurse=False):
+            part._parameters[name] = nn.Parameter(function(old.detach()), old.requires_grad)
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = function(buffer)
     return module
 
 
@@ -71,23 +60,21 @@ def without_data() -> Iterator[None]:
         yield
 
 
-class Device:
-    """Streams of one device, its errors so far, and the live memory blocks by storage."""
+class Device(TorchDispatchMode):
+    """Streams of one device, its memory, its kernels, and its errors so far."""
 
     def __init__(self) -> None:
-        self.handler, self.errors = EventHandler(), set[str]()
-        self.stream_ids, self.event_ids = (
-            itertools.count(),
-            itertools.count(10**6),
-        )  # the default stream has 0
+        super().__init__()
+        self.handler = EventHandler()
+        self.errors = set[str]()
+        self.stream_ids = itertools.count()  # the default stream has 0
+        self.event_ids = itertools.count()
         self.streams = [Stream(self)]  # the last is current
-        self.blocks: dict[int, dict[str, Any]] = {}
+        self.homes: dict[int, int] = {}  # the stream of each block of memory
+        self.recorded = set[int]()  # blocks
         self.capturing: Graph | None = None
         self.captures: list[tuple[Any, ...]] = []  # the pool, stream and mode of each
         self.synchronized = 0  # how often the host waited for the whole device
-        self.copied: dict[
-            int, tuple[int, int]
-        ] = {}  # host memory: the stream and number of the last copy from it
 
     @property
     def current(self) -> "Stream":
@@ -101,9 +88,6 @@ class Device:
             yield stream
         finally:
             del self.streams[depth:]
-
-    def record_stream(self, tensor: torch.Tensor, stream: "Stream") -> None:
-        self.blocks[tensor.untyped_storage()._cdata]["recorded"].add(stream.cuda_stream)
 
     def synchronize(self, device: object = None) -> None:
         self.synchronized += 1
@@ -124,58 +108,67 @@ class Device:
         finally:
             self.capturing = None
 
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), words: Any = None
+    ) -> Any:
+        words = words or {}
+        result = function(*arguments, **words)
+        name, read, written = str(function), [], list(tree_leaves(result))
+        for argument, value in zip_arguments(function._schema, arguments, words):
+            alias = argument.alias_info
+            if alias is not None and not alias.is_write:
+                return result  # a view
+            (read if alias is None else written).extend(tree_leaves(value))
+        read, written = (
+            [x for x in values if isinstance(x, torch.Tensor)] for values in (read, written)
+        )
+        if any(tensor.is_cuda for tensor in written):
+            self.launch(name, read, written)
+        return result
+
     def launch(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        """Report a kernel on the current stream to the race detector."""
+        """A kernel on the current stream."""
         if self.capturing is not None:
             self.capturing.kernels.append(partial(self.launch, name, read, written))
             return
-        stream = self.current.cuda_stream
-        reads, writes = (
-            {self.touch(tensor, name) for tensor in tensors} for tensors in (read, written)
-        )
-        names = {key: [name] for key in reads | writes}
-        for error in self.handler._handle_kernel_launch(
-            stream, reads - writes, writes, set(), name, names
-        ):
-            now, before = error.current_access, error.previous_access
-            self.errors.add(
-                f"race: {now.operator} on stream {now.stream}, {before.operator} on {before.stream}"
-            )
+        writes = {self.key_of(tensor) for tensor in written}
+        reads = {self.key_of(tensor) for tensor in read} - writes
+        self.access(self.current.cuda_stream, name, reads, writes)
 
-    def touch(self, tensor: torch.Tensor, operator: str) -> int:
-        """Note the use of a tensor's memory on the current stream; its key for the race
-        detector.
-        """
-        storage, stream = tensor.untyped_storage(), self.current.cuda_stream
+    def access(self, stream: int, name: str, reads: set[int], writes: set[int]) -> None:
+        names = {key: [name] for key in reads | writes}
+        accesses = (reads, writes, set[int]())
+        for race in self.handler._handle_kernel_launch(stream, *accesses, name, names):
+            before = race.previous_access
+            earlier = f"{before.operator} on stream {before.stream}"
+            self.errors.add(f"{name} on stream {stream} does not wait for {earlier}")
+
+    def key_of(self, tensor: torch.Tensor) -> int:
+        """Of the memory; the stream that uses it first has allocated it."""
+        storage = tensor.untyped_storage()
         key = int(storage._cdata)
-        if key not in self.blocks:
-            self.blocks[key] = {"home": stream, "used": {}, "recorded": set(), "operator": operator}
+        if key not in self.homes:
+            self.homes[key] = self.current.cuda_stream if tensor.is_cuda else HOST
             weakref.finalize(storage, self.free, key)
-        self.blocks[key]["used"][stream] = self.handler.seq_num + 1
         return key
+
+    def record_stream(self, tensor: torch.Tensor, stream: "Stream") -> None:
+        self.recorded.add(self.key_of(tensor))
+
+    def free(self, key: int) -> None:
+        """The allocator reuses the memory at once, on the stream that allocated it."""
+        home = self.homes.pop(key)
+        if home != HOST and key not in self.recorded:
+            self.access(home, "reuse of memory", set(), {key})
+        self.recorded.discard(key)
+        self.handler.tensors_accessed.accesses.pop(key, None)
 
     def write_on_host(self, tensor: torch.Tensor) -> None:
         """The host writes memory that the device may still read."""
-        stream, number = self.copied.get(tensor.untyped_storage()._cdata, (0, 0))
-        if self.handler.syncs.host_sync_state.get(stream, 0) < number:
-            self.errors.add("host memory was released while it is copied")
-
-    def free(self, key: int) -> None:
-        """The allocator reuses memory on the stream that allocated it as soon as no tensor refers
-        to it.
-        """
-        block = self.blocks.pop(key)
-        for stream, number in block["used"].items():
-            is_safe = stream == block["home"] or stream in block["recorded"]
-            if not is_safe and not self.handler.syncs.is_ordered_after(
-                block["home"], number, stream
-            ):
-                self.errors.add(
-                    f"freed without record_stream: made by {block['operator']}, used on stream"
-                    f" {stream}"
-                )
-        if key in self.handler.tensors_accessed.accesses:
-            self.handler.tensors_accessed.delete_tensor(key)
+        syncs = self.handler.syncs
+        syncs.current_sync_states[HOST] = syncs.host_sync_state.copy()
+        self.access(HOST, "a write of the host", set(), {self.key_of(tensor)})
+        syncs.all_streams_wait_for_stream(HOST)
 
 
 class Stream:
@@ -204,9 +197,8 @@ class Event:
         device.handler._handle_event_creation(self.id)
 
     def record(self, stream: Stream | None = None) -> None:
-        self.device.handler._handle_event_record(
-            self.id, (stream or self.device.current).cuda_stream
-        )
+        on = stream or self.device.current
+        self.device.handler._handle_event_record(self.id, on.cuda_stream)
 
     def query(self) -> bool:
         return self.is_done
@@ -214,43 +206,6 @@ class Event:
     def synchronize(self) -> None:
         self.is_done = True
         self.device.handler._handle_event_synchronization(self.id)
-
-
-class _Watch(TorchDispatchMode):
-    """Reports each kernel to the race detector."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), words: Any = None
-    ) -> Any:
-        words = words or {}
-        result = function(*arguments, **words)
-        schema, name = function._schema, str(function)
-        if any(
-            argument.alias_info is not None and not argument.alias_info.is_write
-            for argument in schema.arguments
-        ):
-            return result  # a view
-        read, written = [], list(tree_leaves(result))
-        for argument, value in zip_arguments(schema, arguments, words):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            (written if is_written else read).extend(tree_leaves(value))
-        for source in read if name.startswith(("aten._to_copy", "aten.copy_")) else ():
-            if isinstance(source, torch.Tensor) and source.device.type == "cpu":
-                stream, number = self.device.current.cuda_stream, self.device.handler.seq_num + 1
-                storage = source.untyped_storage()
-                self.device.copied[storage._cdata] = (stream, number)
-                # Memory that is freed may be another tensor's next.
-                weakref.finalize(storage, self.device.copied.pop, storage._cdata, None)
-        on_device = [
-            [x for x in tensors if isinstance(x, torch.Tensor) and x.is_cuda]
-            for tensors in (read, written)
-        ]
-        self.device.launch(name, *on_device)
-        return result
 
 
 class Graph:
@@ -275,52 +230,24 @@ class Graph:
         Graph.alive.discard(self)
 
 
-def select_conv_backend(input: torch.Tensor, weight: torch.Tensor, *more: Any, **words: Any) -> Any:
-    """torch asks the GPU, which is not there, whether cuDNN takes bf16: as for fp16 since
-    Ampere.
-    """
-    if input.dtype == torch.bfloat16:
-        input, weight = input.half(), weight.half()
-    return _select_conv_backend(input, weight, *more, **words)
-
-
-_select_conv_backend = torch._C._select_conv_backend
-
-
 @contextmanager
-def fake_cuda(*, watched: bool = True) -> Iterator[Device]:
-    """CUDA calls go to a `Device`, and with `watched` kernels too; tensors on cuda:0 have no
-    data.
-    """
+def fake_cuda() -> Iterator[Device]:
+    """CUDA calls and kernels go to a `Device`; tensors on cuda:0 have no data."""
     device = Device()
-    patches: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "Stream", lambda *arguments: Stream(device)),
-        (torch.cuda, "Event", lambda **words: Event(device)),
-        (torch.cuda, "stream", device.use),
-        (torch.cuda, "current_stream", lambda index=None: device.current),
-        (torch.cuda, "synchronize", device.synchronize),
-        (torch.cuda, "CUDAGraph", Graph),
-        (torch.cuda, "graph", device.capture),
-        (torch.cuda, "is_bf16_supported", lambda *arguments, **words: True),
-        (torch._C, "_select_conv_backend", select_conv_backend),
-        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        (
-            torch.Tensor,
-            "record_stream",
-            lambda tensor, stream: device.record_stream(tensor, stream),
-        ),
-        (
-            data_device,
-            "_side_stream",
-            cache(data_device._side_stream.__wrapped__),
-        ),  # none of another device
-        (cuda_graph, "_stream", cache(cuda_graph._stream.__wrapped__)),
+    patches: list[tuple[object, dict[str, Any]]] = [
+        (torch.cuda, {"Stream": lambda *_: Stream(device), "Event": lambda **_: Event(device)}),
+        (torch.cuda, {"stream": device.use, "current_stream": lambda index=None: device.current}),
+        (torch.cuda, {"synchronize": device.synchronize}),
+        (torch.cuda, {"CUDAGraph": Graph, "graph": device.capture}),
+        (torch.cuda.amp.common, {"amp_definitely_not_available": lambda: False}),
+        (torch.Tensor, {"record_stream": lambda *arguments: device.record_stream(*arguments)}),
+        # Their streams are cached: those of another device must not be used.
+        (data_device, {"_side_stream": cache(data_device._side_stream.__wrapped__)}),
+        (cuda_graph, {"_stream": cache(cuda_graph._stream.__wrapped__)}),
     ]
     with pytest.MonkeyPatch.context() as patch, without_data():
-        for owner, name, value in patches:
-            patch.setattr(owner, name, value)
-        with (
-            _Watch(device) if watched else nullcontext(),
-            torch.autograd.set_multithreading_enabled(False),
-        ):
+        for owner, values in patches:
+            for name, value in values.items():
+                patch.setattr(owner, name, value)
+        with device:
             yield device

@@ -1,7 +1,9 @@
 """Each GPU with each build of torch: the device and precision that a run takes, or the one line
-that it ends with.
+that it ends with. Forks that can use it.
 """
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,8 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError
+from cl_train.config.schema import ConfigError, ZooSettings
 from cl_train.config.validation import load
+from cl_train.measure import zoo
 from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed
 from cl_train.system.distributed import choose_device
@@ -21,14 +24,20 @@ CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 REFUSED = "install a newer torch"
 
 
+def plant_gpus(
+    patch: pytest.MonkeyPatch, capability: tuple[int, int], built: list[str], count: int = 1
+) -> None:
+    for name, value in (("is_available", True), ("device_count", count), ("get_arch_list", built)):
+        patch.setattr(torch.cuda, name, lambda value=value: value)
+    patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
 @pytest.mark.parametrize(
     ("built", "expected", "capabilities"),
     [
-        (
-            CUDA_13,
-            "fp16",
-            [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)],
-        ),  # T4, A100, L4 with the kernels for 8.6, H100
+        # T4, A100, L4 with the kernels for 8.6, H100
+        (CUDA_13, "fp16", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)]),
         (CUDA_13, REFUSED, [(6, 1), (7, 0), (7, 2), (13, 0)]),
         (CUDA_12_6, "fp16", [(7, 0)]),  # V100
         (CUDA_12_6, "fp32", [(6, 1)]),  # GTX 1080
@@ -39,57 +48,41 @@ REFUSED = "install a newer torch"
     ],
 )
 def test_a_gpu_with_kernels_is_used_and_another_refused_with_the_build_to_install(
-    built: list[str],
-    expected: str,
-    capabilities: list[tuple[int, int]],
+    built: list[str], expected: str, capabilities: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = {
-        "is_available": True,
-        "device_count": 1,
-        "get_arch_list": built,
-        "get_device_name": "Tesla V100-SXM2-16GB",
-    }
+) -> None:  # fmt: skip
     for capability in capabilities:
-        for name, value in (found | {"get_device_capability": capability}).items():
-            monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
-        for name in ("auto", "cuda"):
-            if expected != REFUSED:
-                assert choose_device(name) == CUDA
-                assert resolve_precision("auto", CUDA).name == expected
-                for doubted, cost in (("bf16", "slow"), ("tf32", "the same as fp32")):
-                    is_doubted = f"{cost} on" in resolve_precision(doubted, CUDA).reason
-                    assert is_doubted == (capability < (8, 0))
-                continue
-            said = (
-                r"^Tesla V100-SXM2-16GB"
-                rf" .*{capability[0]}\.{capability[1]},.*{built[0]}.*{REFUSED}[^\n]*$"
-            )
-            with pytest.raises(ConfigError, match=said):
-                choose_device(name)
+        plant_gpus(monkeypatch, capability, built)
+        if expected == REFUSED:
+            said = rf"^Tesla V100 .*{capability[0]}\.{capability[1]},.*{built[0]}.*{REFUSED}[^\n]*$"
+            for name in ("auto", "cuda"):
+                with pytest.raises(ConfigError, match=said):
+                    choose_device(name)
+            continue
+        assert choose_device("auto") == choose_device("cuda") == CUDA
+        assert resolve_precision("auto", CUDA).name == expected
+        for doubted, cost in (("bf16", "slow"), ("tf32", "the same as fp32")):
+            reason = resolve_precision(doubted, CUDA).reason
+            assert (f"{cost} on" in reason) == (capability < (8, 0))
 
 
 def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the settings and in a run, where it is the current device."""
     current: list[object] = []
-    for name, value in (("is_available", True), ("device_count", 2), ("get_arch_list", [])):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    second = torch.device("cuda", 1)
+    plant_gpus(monkeypatch, (9, 0), [], count=2)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
     monkeypatch.setattr(distributed, "read_launch", lambda: None)
-    assert choose_device("cuda:1") == torch.device("cuda", 1) and choose_device("cuda") == CUDA
+    assert choose_device("cuda:1") == second and choose_device("cuda") == CUDA
     with distributed.processes(load({"device": "cuda:1"}).device, 1.0) as dist:
-        assert [dist.device] == current == [torch.device("cuda", 1)]
+        assert [dist.device] == current == [second]
     with pytest.raises(ConfigError, match="device=cuda:2: there are 2 GPUs"):
         choose_device("cuda:2")
     with pytest.raises(ConfigError, match=r"device=gpu: expected auto.cpu.cuda.cuda:N"):
         load({"device": "gpu"})
     monkeypatch.setattr(distributed, "read_launch", lambda: Mock(world_size=2))
-    monkeypatch.setattr(distributed, "end_with_parent", lambda signum: None)
-    with (
-        pytest.raises(ConfigError, match="one GPU for 2 ranks"),
-        distributed.processes("cuda:1", 1.0),
-    ):
+    of_two_ranks = distributed.processes("cuda:1", 1.0)
+    with pytest.raises(ConfigError, match="one GPU for 2 ranks"), of_two_ranks:
         pass
 
 
@@ -108,11 +101,39 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(distributed, "GPU_FILE", tmp_path if is_there else tmp_path / "missing")
-    assert {
-        choose_device("auto").type,
-        choose_device("cpu").type,
-        choose_device("auto", warn=False).type,
-    } == {"cpu"}
+    chosen = [choose_device("auto"), choose_device("cpu"), choose_device("auto", warn=False)]
+    assert {device.type for device in chosen} == {"cpu"}
     assert [reason in message for message in caplog.messages] == [True] * is_there
     with pytest.raises(ConfigError, match=reason):
         choose_device("cuda")
+
+
+EVERYTHING = """
+import cl_train, cl_train.measure.zoo, cl_train.training.loop
+for name in cl_train.__all__:
+    getattr(cl_train, name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "is_bad"), [(EVERYTHING, False), ("import torch; torch.cuda.is_available()", True)]
+)
+def test_forks_can_use_cuda_if_imports_do_not(imports: str, is_bad: bool) -> None:
+    """Such as those of the server of `zoo`, and of launchers in notebooks."""
+    fork = "import os, torch; os.fork() or os._exit(torch.cuda._is_in_bad_fork())"
+    program = f"{imports}\n{fork}\nos._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == is_bad, done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a user's packages import may ask for a device."""
+    context = Mock()
+    context.Pipe.return_value = receiver, _ = Mock(), Mock()
+    receiver.recv.return_value = {}
+    monkeypatch.setattr(zoo.multiprocessing, "get_context", lambda name: context)
+    zoo.row_from_child("resnet18", ZooSettings(device=device))
+    context.set_forkserver_preload.assert_called_once_with(["torch"])

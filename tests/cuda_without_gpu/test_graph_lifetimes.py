@@ -1,30 +1,36 @@
-"""No CUDA graph is alive when the process group is destroyed: NCCL would wait for it for ever.
-Recordings that fail.
+"""Recordings: how they end and fail. No CUDA graph is alive when the process group is destroyed:
+NCCL would wait for it for ever. DDP and process groups as on GPUs.
 """
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 from cl_train.config.validation import load
 from cl_train.step import cuda_graph
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
-from cl_train.step.precision import BY_NAME, autocast
+from cl_train.step.precision import BY_NAME
 from cl_train.step.train_step import train_step
+from cl_train.system import distributed
 from cl_train.system.distributed import Dist
 from cl_train.training import active_run, build, loop
 from cl_train.training.console import describe_failure
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
+from tests.networks import small
 from tests.step.test_train_step import make_batch, make_parts
 
 CPU = torch.device("cpu")
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+WORDS = "cuda_graph=true log_to=[] batch_size=8 data.image_size=16 log_every=5 epochs=1"
 
 
 class StubRecorder(Recorder):
@@ -38,88 +44,50 @@ class StubRecorder(Recorder):
 
 @pytest.fixture
 def destroyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many graphs are alive each time that the process group is destroyed, in a run of one
-    "rank".
-    """
+    """How many graphs are alive each time that a run leaves its process group."""
     alive: list[int] = []
-    Graph.alive.clear()
     processes = loop.processes
 
     @contextmanager
-    def in_a_group(*arguments: Any) -> Iterator[Dist]:
-        with processes(*arguments) as dist:
-            try:
-                yield dist
-            finally:
-                alive.append(len(Graph.alive))
+    def counted(*arguments: Any) -> Iterator[Dist]:
+        with processes(*arguments) as dist, ExitStack() as at_the_end:
+            at_the_end.callback(lambda: alive.append(len(Graph.alive)))
+            yield dist
 
-    monkeypatch.setattr(loop, "processes", in_a_group)
+    monkeypatch.setattr(loop, "processes", counted)
     monkeypatch.setattr(build, "Recorder", StubRecorder)
+    Graph.alive.clear()
     yield alive
-    gc.collect()
-    assert len(Graph.alive) == 0
+    cuda_graph._recorded.clear()
 
 
-WORDS = (
-    "cuda_graph=true",
-    "log_to=[]",
-    "batch_size=8",
-    "data.image_size=16",
-    "log_every=5",
-    "epochs=1",
-)
-
-
-@pytest.mark.parametrize(
-    "fault", [RuntimeError("CUDA error: an illegal memory access"), KeyboardInterrupt()]
-)
 def test_no_graph_is_left_though_a_traceback_refers_to_it(
-    train: Any,
-    destroyed: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any,
-    fault: BaseException,
+    train: Callable[..., Run], destroyed: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     referred: list[Graph] = []
 
     def fail(*arguments: Any) -> None:
         referred.extend(Graph.alive)
-        raise fault
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(active_run, "console_line", fail)
-    with pytest.raises(type(fault)):
-        train(*WORDS, folder=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(*WORDS.split(), folder=tmp_path)
     assert len(referred) == 1 and destroyed == [0], "recorded before the fault"
     assert Run(tmp_path, 1).summary["status"] == "failed"
 
 
-def test_a_graph_is_released_at_the_end_and_planted_one_that_nobody_releases_is_found(
-    train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert train(*WORDS).exit_code == 0 and destroyed == [0]
-    kept: list[Any] = []
-    monkeypatch.setattr(GraphedStep, "release", lambda step, *error: kept.append(step))
-    train(*WORDS)
-    assert destroyed == [0, 1]
-    kept.clear()
-
-
-def test_the_utilisation_is_measured_without_the_memory_of_a_graph(
-    train: Any, destroyed: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_graph_is_released_at_the_end_before_memory_is_needed(
+    train: Callable[..., Run], destroyed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = []
     monkeypatch.setattr(loop, "utilisation_of", lambda *_: alive.append(len(Graph.alive)))
-    assert train(*WORDS).summary["utilisation"] is None and alive == [0]
-
-
-def test_growing_images_leave_one_graph() -> None:
-    parts = make_parts("fp32")
-    step = GraphedStep(parts, StubRecorder(CPU), warm_up=1)
-    for images in (8, 8, 5, 5):
-        step([make_batch(parts, images=images)])
-        assert len(Graph.alive) <= 1
-    step.release(None)
-    assert len(Graph.alive) == 0 and step.call is None
+    assert train(*WORDS.split()).summary["utilisation"] is None
+    assert alive == destroyed == [0]
+    kept: list[Any] = []  # planted: nobody releases it
+    monkeypatch.setattr(GraphedStep, "release", lambda step, *error: kept.append(step))
+    train(*WORDS.split())
+    assert alive == destroyed == [0, 1]
 
 
 def test_recordings_are_registered_and_share_a_pool() -> None:
@@ -127,11 +95,10 @@ def test_recordings_are_registered_and_share_a_pool() -> None:
     device have another pool."""
     with fake_cuda() as device:
         recorder, other = Recorder(CUDA), Recorder(torch.device("cuda", 1))
-        replays = [
-            each.record(lambda: torch.ones(2, device=CUDA)) for each in (recorder, recorder, other)
-        ]
+        recorders = (recorder, recorder, other)
+        replays = [each.record(lambda: torch.ones(2, device=CUDA)) for each in recorders]
         graphs = list(cuda_graph._recorded)
-        assert len(graphs) == 3, "else NCCL waits for them at the end"
+        assert len(graphs) == len(replays), "else NCCL waits for them at the end"
         pools, streams, modes = zip(*device.captures, strict=True)
         first = graphs[[graph.pool() for graph in graphs].index(pools[1])]
         assert pools == (None, first.pool(), None) and set(modes) == {"thread_local"}
@@ -143,24 +110,43 @@ def test_recordings_are_registered_and_share_a_pool() -> None:
         step.release(None)
         assert device.synchronized == before + 1, "a graph may still run"
         assert not cuda_graph._recorded and not any(graph.kernels for graph in graphs)
-    del replays
+
+
+def test_a_recording_that_fails_leaves_dropout_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the first cause, and the generator no longer records."""
+    states: list[str] = []
+    generator = SimpleNamespace(clone_state=lambda: "idle", graphsafe_set_state=states.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+
+    def work() -> None:
+        try:
+            raise torch.AcceleratorError("out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with fake_cuda() as device:
+        current = device.current
+        with pytest.raises(RecordingError, match="out of memory"):
+            Recorder(CUDA).record(work)
+        assert device.current is current and states == ["idle"]
 
 
 def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial and DDP, to whose stream autograd binds the gradients. A replay reads the learning
     rate of its step from the device."""
     streams: dict[str, object] = {}
+    cfg = load({"model": "tests.networks:small", "cuda_graph": "true", "precision": "fp16"})
     with fake_cuda() as device:
         for name in ("try_model", "wrap_in_ddp"):
 
-            def note(*arguments: Any, name: str = name, **words: Any) -> Any:
+            def note(model: Any, *_: Any, name: str = name, **words: Any) -> Any:
                 streams[name] = device.current
-                return arguments[0]
+                return model
 
             monkeypatch.setattr(build, name, note)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
         monkeypatch.setattr(build, "convert", lambda *_, **__: None)  # it asks for addresses
-        cfg = load({"model": "tests.networks:small", "cuda_graph": "true", "precision": "fp16"})
+        # DDP times its first ten iterations with events, which cannot be recorded.
         for ranks, warm_up in ((1, 3), (2, 11)):
             dist = Dist(0, ranks, CUDA)
             settings = build.step_settings(cfg, BY_NAME["fp16"], dist, soft=False)
@@ -169,76 +155,88 @@ def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch: pytest.Monk
             assert set(streams.values()) == {step._recorder.stream} != {device.current}
             rates = [group["lr"] for group in state.parts.optimizer.param_groups]
             assert {rate.device for rate in rates} == {CUDA}
-            # DDP times its first ten iterations with events, which cannot be recorded.
             assert step._warm_up == warm_up
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
-def test_auto_falls_back_to_eager_steps_with_the_same_results(
-    precision: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after `.item()` in a model, or without memory for the graph: a recording that ends in the
-    middle of a step.
+class Halfway(StubRecorder):
+    """The recording fails in the update, as for lack of memory: gradients are left, and GradScaler
+    is in the middle of a step.
     """
-    monkeypatch.setattr(cuda_graph, "CAN_GO_ON_AFTER_FAILURE", True)
-    expected, parts = make_parts(precision), make_parts(precision)
-    step = GraphedStep(parts, Halfway(CPU), warm_up=1, fall_back=True)
+
+    def record(self, work: Any) -> Any:
+        optimizer = work.__self__._parts.optimizer
+        optimizer.step = Mock(side_effect=RecordingError(CAPTURING))
+        try:
+            work()
+        finally:
+            del optimizer.step
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip_norm"), [("fp32", None), ("fp16", None), ("fp16", 1.0), ("fp16_o2", None)]
+)
+def test_auto_falls_back_to_eager_steps_with_the_same_results(
+    precision: str, clip_norm: float | None,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    expected, parts = (make_parts(precision, clip_norm=clip_norm) for _ in range(2))
     cuda_graph.make_capturable(expected.optimizer, CPU)
+
+    def graphed(*, can_go_on: bool, fall_back: bool) -> GraphedStep:
+        monkeypatch.setattr(cuda_graph, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
+        return GraphedStep(parts, Halfway(CPU), warm_up=1, fall_back=fall_back)
+
+    step = graphed(can_go_on=True, fall_back=True)
     for seed in range(5):
-        result = step([make_batch(parts, seed=seed)])
-        assert (
-            result.loss.item()
-            == train_step(expected, [make_batch(expected, seed=seed)]).loss.item()
-        )
+        theirs = train_step(expected, [make_batch(expected, seed=seed)])
+        assert step([make_batch(parts, seed=seed)]).loss == theirs.loss
     [warning] = caplog.messages
     assert "operation not permitted" in warning and "the steps run eagerly" in warning
-    assert step.call is None and len(Graph.alive) == 0
-    for fall_back, can_go_on in ((False, True), (True, False)):
-        monkeypatch.setattr(cuda_graph, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
-        step = GraphedStep(parts, Halfway(CPU), warm_up=1, fall_back=fall_back)
+    assert step.call is None
+    for can_go_on in (True, False):
+        step = graphed(can_go_on=can_go_on, fall_back=not can_go_on)
         step([make_batch(parts)])
         with pytest.raises(RecordingError, match="operation not permitted") as caught:
             step([make_batch(parts)])
         assert "use cuda_graph=false" in (describe_failure(caught.value) or "")
 
 
-class Halfway(StubRecorder):
-    """The recording fails after the backward pass: gradients are left, and GradScaler is in the
-    middle of a step.
-    """
-
-    def record(self, work: Any) -> Any:
-        parts, batch = work.__self__._parts, work.__self__._static[0]
-        with autocast(parts.precision, CPU):
-            output = parts.model(batch.images).float().sum()
-        parts.scaler.scale(output).backward()
-        if parts.scaler.is_enabled() and not parts.precision.master_weights:
-            parts.scaler.unscale_(parts.optimizer)
-        raise RecordingError(CAPTURING)
+# --- ranks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("message", [CAPTURING, "out of memory"])
-def test_a_recording_that_fails_leaves_dropout_working(
-    message: str, monkeypatch: pytest.MonkeyPatch
+def ddp(model: nn.Module, *, forward_sync_buffers: bool = True, **words: Any) -> dict[str, Any]:
+    """The arguments of torch's since 2.15."""
+    return {"forward_sync_buffers": forward_sync_buffers, **words}
+
+
+def test_statistics_of_batchnorm_are_not_broadcast_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The real `Recorder.record`: its error has the first cause, and the generator no longer
-    records.
-    """
-    states: list[str] = []
-    generator = SimpleNamespace(
-        clone_state=lambda: "not recording", graphsafe_set_state=states.append
-    )
-    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(build, "check_ranks_agree", lambda *_: None)
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", ddp)
+    model = small(3)
+    options: Any = build.wrap_in_ddp(model, Dist(0, 2, CUDA), static_graph=False)
+    assert options["forward_sync_buffers"] is False
+    assert options["gradient_as_bucket_view"] and options["device_ids"] == [CUDA]
+    model.register_buffer("calls", torch.zeros(1))  # which all ranks must share
+    options = build.wrap_in_ddp(model, Dist(0, 2, CUDA), static_graph=False)
+    assert options["forward_sync_buffers"] is True
 
-    def work() -> None:
-        try:
-            raise torch.AcceleratorError(message)
-        finally:
-            raise RuntimeError("operation failed due to a previous error during capture")
 
-    with fake_cuda() as device:
-        current = device.current
-        with pytest.raises(RecordingError, match=message):
-            Recorder(CUDA).record(work)
-        assert device.current is current
-    assert states == ["not recording"]
+def test_gloo_names_a_hung_rank_before_nccl_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch_distributed: Any = Mock()
+    torch_distributed.rendezvous.return_value = iter([(Mock(), 0, 2)])
+    monkeypatch.setattr(torch, "distributed", torch_distributed)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed, "read_launch", lambda: Mock(local_rank=0))
+    monkeypatch.setattr(distributed, "choose_device", lambda name, rank: CUDA)
+    for name in ("adopt_srun", "is_srun_task", "end_with_parent", "_store_prefix"):
+        monkeypatch.setattr(distributed, name, lambda *_: "")
+    with distributed.processes("cuda", 30.0):
+        timeout = torch_distributed.init_process_group.call_args.kwargs["timeout"]
+        assert timeout == timedelta(seconds=30)
+        of_backend = torch_distributed.group.WORLD._get_backend
+        of_backend.assert_called_once_with(CUDA)
+        of_backend()._set_default_timeout.assert_called_once_with(timedelta(seconds=90))

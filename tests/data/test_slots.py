@@ -90,4 +90,4 @@ def test_batches_that_are_being_copied_keep_their_slots(monkeypatch, workers):
 @pytest.mark.parametrize("copies_under_way", [0, 1])
 def test_planted_a_loader_with_fewer_slots_is_noticed(monkeypatch, copies_under_way):
     errors = errors_of_an_epoch(monkeypatch, 2, copies_under_way)
-    assert errors == {"host memory was released while it is copied"}
+    assert errors and all("a write of the host" in error for error in errors)
