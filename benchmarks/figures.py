@@ -80,7 +80,7 @@ def headlines(name: str, found: Record) -> Iterator[tuple[str, str, str]]:
     if name == "models":
         for precision, pairs in pairs_of_models(found).items():
             what = f"the tutorial's 28 models, training step, {precision}, channels_last"
-            against = f"contiguous (geometric mean; {faster_and_slower(pairs)})"
+            against = f"contiguous (geometric mean; {verdicts_of(pairs)})"
             yield what, mean_ratio(pairs), against
     elif name == "loader":
         *others, ours = found["rows"]
@@ -102,14 +102,12 @@ def headlines(name: str, found: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def models(found: Record) -> Iterator[Row]:
-    """What is decided of the tutorial's models."""
+    """The verdicts on the tutorial's models."""
     for precision, pairs in pairs_of_models(found).items():
-        decided = sum(pair["verdict"] != "inconclusive" for _, pair in pairs)
         yield {
             "precision": precision,
             "geometric mean": mean_ratio(pairs),
-            "decided": f"{decided} of {len(pairs)}",
-            "of these": faster_and_slower(pairs),
+            "verdicts": verdicts_of(pairs),
         }
 
 
@@ -126,10 +124,11 @@ def mean_ratio(pairs: Sequence[tuple[str, Record]]) -> str:
     return f"{geometric_mean([pair['ratio'] for _, pair in pairs]):.2f}x"
 
 
-def faster_and_slower(pairs: Sequence[tuple[str, Record]]) -> str:
+def verdicts_of(pairs: Sequence[tuple[str, Record]]) -> str:
     counts = Counter(pair["verdict"] for _, pair in pairs)
-    decided = [verdict for verdict in ("faster", "slower", "no_difference") if counts[verdict]]
-    return ", ".join(f"{counts[verdict]} {verdict.replace('_', ' ')}" for verdict in decided)
+    words = {"no_difference": "no difference", "inconclusive": "not decided"}
+    verdicts = ("faster", "slower", *words)
+    return ", ".join(f"{counts[name]} {words.get(name, name)}" for name in verdicts if counts[name])
 
 
 def accuracy(found: Record) -> Iterator[Row]:
