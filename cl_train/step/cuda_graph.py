@@ -2,15 +2,15 @@
 
 What changes between steps is in tensors: images and labels in static buffers, learning rates in the
 optimizer's groups. A model whose forward pass decides on the host (by a Python random number, a
-counter, the value of a tensor) must not be recorded: a replay repeats the decision. See PyTorch's
-notes on CUDA graphs for warm-up and side stream."""
+counter, the value of a tensor) must not be recorded: a replay repeats the decision.
+"""
 
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,25 +25,21 @@ log = logging.getLogger(__name__)
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_DDP = 11  # DDP times some of its first steps with events that cannot be recorded
 
-# Before 2.15, a recording that failed leaves torch's allocator recording: memory that streams share
-# is never reused, and `empty_cache` fails.
+# Before 2.15, a recording that failed leaves torch's allocator recording.
 CAN_GO_ON_AFTER_FAILURE = torch.__version__ >= "2.15"  # compares versions
 
-# With the device of each.
 _recorded = weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, torch.device]()
 
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One per device: the allocator reuses memory on the same stream only, and recordings share
-    theirs.
-    """
+    """One per device: the allocator reuses memory on the same stream only."""
     return torch.cuda.Stream(device)
 
 
 class Recorder:
-    """Records CUDA graphs on a side stream, to which DDP and the first backward pass must bind as
-    well (`on_stream`). On a CPU nothing is recorded: a replay runs the work again.
+    """Records CUDA graphs on a side stream, to which DDP and the first backward pass must bind, too
+    (`on_stream`). On a CPU a replay runs the work again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,9 +48,7 @@ class Recorder:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run the block on the stream of the recording, after all earlier work and before all later
-        work.
-        """
+        """Run the block on the stream of the recording, between all earlier and all later work."""
         if self.stream is None:
             yield
             return
@@ -69,15 +63,12 @@ class Recorder:
             return work()
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Record `work` without running it, and return its replay, which overwrites its earlier
-        result.
-        """
+        """Record `work` without running it; returns its replay, which overwrites its result."""
         if self.stream is None:
             return work
         graph = torch.cuda.CUDAGraph()
-        # Graphs of a device share one memory pool, because none leaves results in it for another
-        # one. A pool lives as long as one of its graphs. thread_local: the threads of the loader
-        # and of NCCL call CUDA during the recording.
+        # Graphs of a device share one memory pool: none leaves results in it for another one.
+        # thread_local: the threads of the loader and of NCCL call CUDA during the recording.
         pool = next((other.pool() for other, of in _recorded.items() if of == self.device), None)
         recording = torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local")
         try:
@@ -92,8 +83,7 @@ class Recorder:
             while cause.__context__ is not None:  # the last error only says that there was one
                 cause = cause.__context__
             reason = (str(cause).splitlines() or [type(cause).__name__])[0]
-            what = "the work cannot be recorded as a CUDA graph"
-            raise RecordingError(f"{what}: {reason}") from error
+            raise RecordingError(f"it cannot be recorded as a CUDA graph: {reason}") from error
         _recorded[graph] = self.device
 
         def replay() -> T:
@@ -103,34 +93,12 @@ class Recorder:
         return replay
 
 
-class GraphedCall(Generic[T]):
-    """Device work that runs eagerly for `warm_up` calls, is then recorded, and is replayed from
-    then on. The tensors that the work uses must not be replaced: a recording contains addresses.
-    """
-
-    def __init__(
-        self, work: Callable[[], T], recorder: Recorder, *, warm_up: int = WARM_UP_STEPS
-    ) -> None:
-        assert warm_up >= 1, "cuDNN, the optimizer and the allocator must have run once"
-        self._work, self._recorder, self._eager_calls_left = work, recorder, warm_up
-        self.replay: Callable[[], T] | None = None
-
-    def __call__(self) -> T:
-        if self._eager_calls_left > 0:
-            self._eager_calls_left -= 1
-            return self._recorder.run(self._work)
-        if self.replay is None:
-            self.replay = self._recorder.record(self._work)
-        return self.replay()
-
-
 class GraphedStep:
-    """`train_step` as a `GraphedCall`.
+    """`train_step`, eager for `warm_up` calls, then recorded and replayed; batches of another shape
+    are recorded anew. The tensors of `parts` must stay: a recording contains addresses.
 
-    Batches of another shape are recorded anew, and the earlier graph is dropped. Copying the batch
-    into static buffers costs twice the input's bytes of traffic, 0.2 % of a ResNet-50 step.
-    fall_back: if the step cannot be recorded, warn and continue with eager steps, where torch can;
-    otherwise raise.
+    The copy of a batch into static buffers costs 0.2 % of a ResNet-50 step. fall_back: if the step
+    cannot be recorded, warn and continue with eager steps, where torch can; otherwise raise.
     """
 
     def __init__(
@@ -141,15 +109,17 @@ class GraphedStep:
         warm_up: int = WARM_UP_STEPS,
         fall_back: bool = False,
     ) -> None:
+        assert warm_up >= 1, "cuDNN, the optimizer and the allocator must have run once"
         self._parts = parts
         self._recorder = recorder
         self._warm_up = warm_up
         self._fall_back = fall_back
         make_capturable(parts.optimizer, parts.device)
         self._static: list[Batch] = []
-        self._layouts: list[Any] = []  # of the static batches
-        self.call: GraphedCall[torch.Tensor] | None = None
-        self._is_eager = False  # for good, after a recording that failed
+        self._layouts: list[Any] = []
+        self._eager_calls_left = warm_up
+        self.replay: Callable[[], torch.Tensor] | None = None
+        self._is_eager = False  # after a recording that failed
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """As `train_step`; the counts are float32, exact below 2**24 images."""
@@ -157,44 +127,51 @@ class GraphedStep:
             return self._recorder.run(partial(train_step, self._parts, micro_batches))
         tensors = [t for batch in micro_batches for t in (batch.images, batch.targets)]
         layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
-        if self.call is None or layouts != self._layouts:
-            self._layouts = layouts
+        if layouts != self._layouts:
+            self.replay = None  # frees the earlier graph before the warm-up allocates
+            self._layouts, self._eager_calls_left = layouts, self._warm_up
             empty = torch.empty_like
             self._static = [Batch(empty(b.images), empty(b.targets)) for b in micro_batches]
-            self.call = None  # frees the earlier graph before the warm-up allocates
-            self.call = GraphedCall(self._train, self._recorder, warm_up=self._warm_up)
         for static, batch in zip(self._static, micro_batches, strict=True):
             static.images.copy_(batch.images, non_blocking=True)
             static.targets.copy_(batch.targets, non_blocking=True)
-        try:
-            return StepResult(*self.call().clone().unbind())
-        except RecordingError as error:
-            # A recording that failed midway leaves gradients in its memory, and GradScaler in the
-            # middle of a step.
-            self._parts.model.zero_grad(set_to_none=True)
-            self._parts.optimizer.zero_grad(set_to_none=True)
-            if self._parts.scaler.is_enabled():
-                self._parts.scaler._per_optimizer_states.clear()
-                # Else the next step multiplies the scale by it.
-                vars(self._parts.optimizer).pop("grad_scale", None)
-            self.call, self._static, self._is_eager = None, [], True
-            if not (self._fall_back and CAN_GO_ON_AFTER_FAILURE):
-                raise RecordingError(f"{error}; use cuda_graph=false") from error
-            log.warning("cuda_graph=auto: %s; the steps run eagerly", error)
-        return self(micro_batches)
+        if self._eager_calls_left > 0:
+            self._eager_calls_left -= 1
+            result = self._recorder.run(self._train)
+        else:
+            try:
+                self.replay = self.replay or self._recorder.record(self._train)
+            except RecordingError as error:
+                self._go_on_eagerly(error)
+                return self(micro_batches)
+            result = self.replay()
+        return StepResult(*result.clone().unbind())
+
+    def _go_on_eagerly(self, error: RecordingError) -> None:
+        """A recording that failed leaves gradients in its memory, and GradScaler in mid-step."""
+        self._parts.model.zero_grad(set_to_none=True)
+        self._parts.optimizer.zero_grad(set_to_none=True)
+        if self._parts.scaler.is_enabled():
+            self._parts.scaler._per_optimizer_states.clear()
+            # Else the next step multiplies the scale by it.
+            vars(self._parts.optimizer).pop("grad_scale", None)
+        self._static, self._is_eager = [], True
+        if not (self._fall_back and CAN_GO_ON_AFTER_FAILURE):
+            raise RecordingError(f"{error}; use cuda_graph=false") from error
+        log.warning("cuda_graph=auto: %s; the steps run eagerly", error)
 
     def _train(self) -> torch.Tensor:
         result = train_step(self._parts, self._static)
         return torch.stack([value.float() for value in vars(result).values()])
 
     def release(self, kind: type[BaseException] | None, *_: object) -> None:
-        """For `ExitStack.push`: destroy all graphs, whoever refers to them, before the process
-        group: NCCL does not end while a graph holds its kernels. After an exception the device is
-        not waited for: a rank may be dead.
+        """For `ExitStack.push`: destroy all graphs before the process group: NCCL does not end
+        while a graph holds its kernels. After an exception the device is not waited for: a rank may
+        be dead.
         """
         if kind is None and self._recorder.stream is not None:
             torch.cuda.synchronize(self._parts.device)
-        self.call = None
+        self.replay = None
         for graph in _recorded:
             with suppress(RuntimeError):  # after an error of the device
                 graph.reset()
@@ -207,6 +184,4 @@ def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> N
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
         if "capturable" in group and device.type == "cuda":
-            group["capturable"] = (
-                True  # AdamW requires it, although its fused kernel needs nothing else
-            )
+            group["capturable"] = True  # AdamW requires it

@@ -1,8 +1,4 @@
-"""The step of a run, made from its settings: what trains, what is tried and what is timed are one.
-
-`step_settings` of training/build.py fills the settings in from a run's configuration; functions for
-users fill in what their arguments say, and leave the rest at the defaults of a run.
-"""
+"""The step that trains, that is tried and that is timed, made from its settings."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -50,13 +46,9 @@ def make_step(
 ) -> StepParts:
     """Returns the objects of a step that trains `model`, for `train_step` or `GraphedStep`.
 
-    The model is on `device`, in the dtypes of the precision and in its memory format already: the
-    average, the optimizer's state, DDP's buckets and the compiled graph take its strides over
-    (pytorch/pytorch#47163).
-
-    Args:
-        head: names of the classifier's parameters, for `optim.head_lr_ratio`.
-        wrap: puts the model into DDP.
+    The model has its device, dtypes and memory format already: the average, the optimizer's state,
+    DDP's buckets and the compiled graph take its strides over (pytorch/pytorch#47163). head: names
+    of the classifier's parameters. wrap: puts the model into DDP.
     """
     weights = Fp32Weights(model, settings.precision)
     average = EMA(model, settings.ema_decay) if settings.ema_decay > 0 else None
@@ -85,9 +77,9 @@ def make_step(
 
 
 def compiled(model: nn.Module, mode: str, image_sizes: int = 1) -> nn.Module:
-    """Returns `model`, compiled for each of `image_sizes` sizes: dynamic shapes are slower.
+    """Returns `model`, compiled for each image size: dynamic shapes are slower.
 
-    The inner module stays eager, else it would be compiled again for evaluation.
+    The module inside stays eager, else it would be compiled again for evaluation.
     """
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 8 + image_sizes)

@@ -24,7 +24,7 @@ _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raises ConfigError: timm is missing, has no such optimizer, or cannot build it here."""
+    """Raises ConfigError: timm is missing, or cannot build the optimizer here."""
     if cfg.library == "torch":
         return
     names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - _NOT_SUPPORTED
@@ -41,8 +41,8 @@ def check_optimizer(cfg: OptimConfig) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
-    """Stop the training of the parameters whose name, or that of a module around them, matches a
-    shell pattern; `backbone` is all but `head`. BatchNorm in frozen parts stays in eval mode.
+    """Stop the training of the parts whose names match shell patterns; `backbone`: all but `head`.
+    BatchNorm in them stays in eval mode.
 
     Raises ConfigError: a pattern matches nothing, or nothing is left to train.
     """
@@ -51,9 +51,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
     around_head = {module for name in head for module in _around(name)}
     frozen: set[str] = set()
     for pattern in patterns:
-        matches = {*fnmatch.filter(parts, pattern)}
-        if pattern == "backbone":
-            matches = parts - around_head
+        is_backbone = pattern == "backbone"
+        matches = parts - around_head if is_backbone else {*fnmatch.filter(parts, pattern)}
         if not matches:
             near = suggest(pattern, parts)
             raise ConfigError(f"freeze={pattern}: the model has no such part{near}")
@@ -81,11 +80,11 @@ def build_optimizer(
     lr: float | torch.Tensor,
     head: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`).
+    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`); `head`: the names of
+    the classifier's.
 
-    `head`: the classifier's names. A fused kernel reads loss scale and overflow flag on the device.
-    With any other optimizer GradScaler makes the host wait for the device in each step
-    (pytorch/pytorch#80167).
+    A fused kernel reads loss scale and overflow flag on the device. With any other optimizer
+    GradScaler makes the host wait in each step (pytorch/pytorch#80167).
     """
     groups = _parameter_groups(cfg, model, parameters, lr, head)
     keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
@@ -101,22 +100,18 @@ def build_optimizer(
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
     options["fused" if cfg.name in FUSED_OPTIMIZERS else "foreach"] = True
     optimizer = kinds[cfg.name](groups, lr=lr, **options)
-    # Zeros give the same first update as no buffer. Fused SGD leaves its buffer uninitialised if
-    # the first step is skipped, as it is when the initial loss scale overflows; the second step
-    # would add that memory to the weights.
+    # Fused SGD leaves its buffer uninitialised if the first step is skipped, as when the initial
+    # loss scale overflows. Zeros give the same first update as no buffer.
     for parameter in parameters.values() if cfg.name == "sgd" and cfg.momentum > 0 else ():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
 class FusedUpdatesInMemoryOrder(TorchDispatchMode):
-    """While it is active, torch's fused optimizers update views whose dimensions are in the order
-    of memory: for the kernels these are contiguous.
+    """While it is active, torch's fused optimizers get views with dimensions in memory order.
 
-    On a CPU the kernels copy each gradient that is not contiguous and discard the copy, which
-    takes longer than the update (torch 2.15, docs/log.md). An update is element-wise, so the order
-    of the dimensions changes no value. The optimizer's parameters, gradients and states stay the
-    same objects.
+    On a CPU the kernels copy each gradient that is not contiguous, which takes longer than the
+    update (torch 2.15, docs/log.md). An update is element-wise: the order changes no value.
     """
 
     _KERNELS = (
@@ -139,11 +134,10 @@ class FusedUpdatesInMemoryOrder(TorchDispatchMode):
                 if not weight.is_contiguous():
                     order = _memory_order(weight)
                     for tensors in (weights, gradients, *states):
-                        # No step counter, which has no dimensions, and no state that is not kept.
+                        # Not a step counter, nor a state that is not kept.
                         if tensors and tensors[index].dim() > 0:
                             tensors[index] = tensors[index].permute(order)
-            # The kernels read by address: with strides unlike its weight's, it would be a wrong
-            # update.
+            # The kernels read by address: other strides than the weight's give a wrong update.
             gradients = [gradient.contiguous() for gradient in gradients]
             args = (weights, gradients, *states)
         return func(*args, **(kwargs or {}))
@@ -162,9 +156,7 @@ def _parameter_groups(
     lr: Any,
     head: Collection[str],
 ) -> list[dict[str, Any]]:
-    """Groups of equal weight decay and equal `lr_scale`: `layer_decay` ** (layers after it), times
-    the head's ratio.
-    """
+    """Groups of equal weight decay and `lr_scale`: `layer_decay` ** (layers after it) x ratio."""
     exempt = set[str]()
     if not cfg.decay_norm_and_bias:
         # timm's rule: vectors, and the model's own list of tokens and position embedding.
@@ -172,8 +164,7 @@ def _parameter_groups(
         exempt = {name for name, p in parameters.items() if p.ndim <= 1 or name in listed}
     layers = layer_numbers(model) if cfg.layer_decay < 1 else dict.fromkeys(parameters, 0)
     last = max(layers.values(), default=0)
-    # By exemption, not by decay: a decay of 0 must not change the order in which a gradient's norm
-    # is summed.
+    # By exemption, not by decay: a decay of 0 must not change the order of a norm's sum.
     members: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         ratio = cfg.head_lr_ratio if name in head else 1
@@ -181,51 +172,43 @@ def _parameter_groups(
         members.setdefault((scale, name in exempt), []).append(parameter)
     return [
         {
-            "params": found,
+            "params": grouped,
             "lr": lr if scale == 1 else lr * scale,
             "lr_scale": scale,
             "weight_decay": 0.0 if is_exempt else cfg.weight_decay,
         }
-        for (scale, is_exempt), found in members.items()
+        for (scale, is_exempt), grouped in members.items()
     ]
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
     """The layer of each parameter, from 0 at the input: timm's for its models, else the entries of
     containers (Sequential, ModuleList) and the modules outside them, in order. Norms and biases
-    are in the layer of their entry, or in the layer before them.
+    are in the layer of their entry, or in the one before them.
     """
     if hasattr(model, "group_matcher"):
         group = optional_module("timm.models", "optim.layer_decay").group_parameters
-        found: dict[str, int] = group(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
-        return found
-    kinds = nn.Sequential | nn.ModuleList
-    containers = {name for name, module in model.named_modules() if isinstance(module, kinds)}
-    blocks: dict[str, str] = {}
-    entries: set[str] = set()  # of containers, those with more than norms and biases
-    for name, parameter in model.named_parameters():
-        paths = _around(name)
-        outer = next((index for index, path in enumerate(paths) if path in containers), None)
-        blocks[name] = paths[0]
-        if outer is not None:
-            inner = paths[outer + 1 :]
-            blocks[name] = next((path for path in inner if path not in containers), name)
-            entries |= {blocks[name]} if parameter.ndim > 1 else set()
-
+        of_timm: dict[str, int] = group(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+        return of_timm
+    modules, containers = dict(model.named_modules()), nn.Sequential | nn.ModuleList
     numbers: dict[str, int] = {}
     number, previous = 0, ""
     for name, parameter in model.named_parameters():
-        begins = parameter.ndim > 1 or blocks[name] in entries or not numbers
-        if begins and blocks[name] != previous:
-            number, previous = number + bool(numbers), blocks[name]
+        block, *inner = _around(name)
+        has_weights = parameter.ndim > 1
+        for path in [block, *inner][:-1]:
+            around = modules[path.rpartition(".")[0]]
+            if isinstance(around, containers) and not isinstance(modules[path], containers):
+                block, has_weights = path, any(p.ndim > 1 for p in modules[path].parameters())
+                break
+        if block != previous and (has_weights or not numbers):
+            number, previous = number + bool(numbers), block
         numbers[name] = number
     return numbers
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate, each group's share of it; in place if it is a tensor, as a CUDA graph
-    requires.
-    """
+    """Set each group's share of the learning rate; in place if it is a tensor (CUDA graphs)."""
     for group in optimizer.param_groups:
         scaled = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):
@@ -237,10 +220,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def lr_at(
     step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int
 ) -> float:
-    """The learning rate of optimizer step `step` (0-based), with peak `lr`: a linear warm-up from
-    `warmup_start * lr`, then the curve `cfg.name`. Cosine and linear end at `total_steps`; they
-    begin after the warm-up, or without `warmup_prefix` at step 0: the warm-up replaces their
-    beginning. The `step` curve counts its epochs from step 0.
+    """The learning rate of optimizer step `step`, from 0, with peak `lr`: a linear warm-up from
+    `warmup_start * lr`, then the curve `cfg.name`.
+
+    Cosine and linear end at `total_steps` and begin after the warm-up, or without `warmup_prefix`
+    at step 0, as does `step`.
     """
     if cfg.per_epoch:
         step -= step % steps_per_epoch

@@ -1,6 +1,4 @@
-"""Mixed precision: the dtype of each part of a step, loss scaling, fp32 master weights, and their
-moving average.
-"""
+"""The dtype of each part of a step, fp32 master weights, and their moving average."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -19,28 +17,23 @@ from cl_train.system.machine import timed_s
 
 @dataclass(frozen=True)
 class Precision:
-    """What `precision=<name>` means (docs/training.md has a table).
-
-    BatchNorm's parameters and statistics are fp32.
-    """
+    """What `precision=<name>` means (docs/training.md has a table). BatchNorm is always fp32."""
 
     name: str  # never "auto"
     autocast_dtype: torch.dtype | None = None  # of convolutions and matmuls, with fp32 weights
     scales_loss: bool = False  # dynamically
     master_weights: bool = False  # fp32 copies of fp16 weights
     tf32: bool = False  # on CUDA, in the matmuls and convolutions that remain in fp32
-    reason: str = ""  # why `auto` chose it, or a reason against it
+    reason: str = ""  # why `auto` chose it, or what speaks against it
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """The dtype of the model's input images: the one that its first convolution computes in."""
+        """The dtype of images: the one that the first convolution computes in."""
         return torch.float16 if self.master_weights else self.autocast_dtype or torch.float32
 
     @property
     def for_fp32_weights(self) -> "Precision":
-        """The precision that evaluates an fp32 copy of the weights (EMA): fp16_o2 has to become
-        autocast.
-        """
+        """The precision that evaluates an fp32 copy of the weights (EMA)."""
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
 
 
@@ -98,8 +91,8 @@ def bf16_is_faster_on_cpu() -> bool:
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
     """Set which CUDA kernels torch may select, in the whole process, and restore it at the end.
 
-    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times the ten most
-    promising of its convolution algorithms, once per shape, which takes seconds.
+    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times its convolution
+    algorithms, once per shape, which takes seconds.
     """
     cudnn = torch.backends.cudnn
     autotuned_before = cudnn.benchmark
@@ -148,9 +141,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """fp16_o2: cast `model` to fp16 in place, except BatchNorm, whose running variance can
-    underflow. Else a no-op.
-    """
+    """fp16_o2: cast `model` to fp16 in place, except BatchNorm, whose variance can underflow."""
     if precision.master_weights:
         model.half()
         for module in model.modules():
@@ -160,8 +151,8 @@ def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
 
 
 class Fp32Weights:
-    """The weights that the optimizer updates: those of `model`, or for fp16_o2 an fp32 copy of each
-    fp16 parameter with the same strides (Micikevicius et al. 2018, section 3.1).
+    """The weights that the optimizer updates: the model's, or for fp16_o2 an fp32 copy of each fp16
+    parameter with the same strides (Micikevicius et al. 2018, section 3.1).
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -177,7 +168,7 @@ class Fp32Weights:
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the model's state dict with fp32 weights, so that any precision can load it."""
+        """The model's state dict with fp32 weights, so that any precision can load it."""
         state = self._model.state_dict()
         state.update({name: full.detach() for name, full in self._full.items()})
         return state
@@ -217,11 +208,10 @@ class EMA:
         self.decay = decay
         self.module = copy.deepcopy(model).float().requires_grad_(False).eval()
         # Nothing replaces these tensors: a checkpoint is copied into them.
-        state = self.module.state_dict().items()
-        tensors = {name: value for name, value in state if isinstance(value, torch.Tensor)}
-        floating = {name for name, value in tensors.items() if value.is_floating_point()}
-        self._averages = {name: tensors[name] for name in tensors if name in floating}
-        self._copied = {name: tensors[name] for name in tensors if name not in floating}
+        state = self.module.state_dict()
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self._averages = {name: t for name, t in tensors.items() if t.is_floating_point()}
+        self._copied = {name: t for name, t in tensors.items() if not t.is_floating_point()}
 
     @torch.no_grad()
     def update(self, source: Mapping[str, Any]) -> None:

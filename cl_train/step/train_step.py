@@ -1,8 +1,8 @@
-"""A classifier's loss, and one optimizer step. No logging, no clock, no files.
+"""A classifier's loss, and one optimizer step: autocast{forward, loss} -> scale -> backward ->
+unscale -> clip -> step -> update -> zero_grad.
 
-A step follows the AMP recipe: autocast{forward, loss} -> scale -> backward -> unscale -> clip ->
-step -> update -> zero_grad. All results stay on the device: the host waits here only for an
-optimizer without a fused kernel."""
+All results stay on the device; the host waits only for an optimizer without a fused kernel.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,22 +18,17 @@ from cl_train.data.device import Batch
 from cl_train.step.optim import FusedUpdatesInMemoryOrder
 from cl_train.step.precision import EMA, Fp32Weights, Precision, autocast
 
-# Of the auxiliary heads of Inception v3 (as in torchvision's references) and of GoogLeNet (Szegedy
-# et al. 2014).
+# Inception v3 as in torchvision's references; GoogLeNet as in Szegedy et al. 2014.
 _AUX_WEIGHTS = {"aux_logits": 0.4, "aux_logits1": 0.3, "aux_logits2": 0.3}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Cross-entropy, binary cross-entropy of each class, or a function of the user's.
-
-    bce is that of Wightman et al. 2021, "ResNet strikes back".
-    """
+    """Cross-entropy, bce (Wightman et al. 2021, "ResNet strikes back"), or the user's function."""
 
     name: str = "cross_entropy"  # or bce, or package.module:function
     label_smoothing: float = 0.0
-    # bce: targets become 1 above it and 0 below; None = they are not changed
-    bce_threshold: float | None = None
+    bce_threshold: float | None = None  # targets become 1 above it and 0 below
 
     @cached_property
     def function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -41,13 +36,14 @@ class Loss:
         return None if self.name in LOSSES else user_function("loss", self.name)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean in float32.
-
-        logits: [N, classes]. targets: int64 [N], or float [N, classes] (MixUp, CutMix).
-        """
+        """The float32 mean, of logits [N, classes] and targets int64 [N] or float [N, classes]."""
         logits = logits.float()
         if self.function is not None:
-            return self.function(logits, targets)
+            loss = self.function(logits, targets)
+            if loss.numel() != 1:
+                what = f"loss={self.name} returned {list(loss.shape)}"
+                raise ValueError(f"{what}; it must return the mean, a tensor of one number")
+            return loss.reshape(())
         if self.name == "cross_entropy":
             return nn.functional.cross_entropy(
                 logits, targets, label_smoothing=self.label_smoothing
@@ -76,10 +72,7 @@ def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -
 
 
 def logits_of(output: object) -> torch.Tensor:
-    """The main head's logits [N, classes].
-
-    Raises ValueError: the output is no tensor and has no tensor `.logits`.
-    """
+    """The main head's logits [N, classes]. Raises ValueError: no tensor, and no `.logits`."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         needs = "training needs a tensor [N, classes], or an object with the attribute `logits`"
@@ -103,27 +96,28 @@ class StepParts:
     ema_every: int = 1
 
     def update_average(self, step: int) -> None:
-        """Update the moving average, if step number `step`, from 1, is one at which it is due."""
+        """Update the moving average if that is due at step number `step`, from 1."""
         if self.average is not None and step % self.ema_every == 0:
             self.average.update(self.weights.state_dict())
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step on this rank: 0-d tensors on the device."""
+    """One optimizer step on this rank: 0-d tensors on the device."""
 
     loss: torch.Tensor  # float32, mean over the images
     correct1: torch.Tensor  # images whose top-1 prediction is correct; int64, of a graph float32
-    correct5: torch.Tensor  # the same for top-5
-    skipped: torch.Tensor  # float32, 1 if the update was skipped because a gradient was not finite
+    correct5: torch.Tensor
+    skipped: torch.Tensor  # float32, 1 if a gradient was not finite
 
 
 def labels_and_top5(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The labels, int64 [N], and the most probable classes, int64 [N, 5] (or all, if there are
-    fewer), the best first. For MixUp/CutMix targets the class with the larger weight counts; of
-    several (multi-label) the most probable one, and an image without any is `NO_LABEL`.
+    """The labels, int64 [N], and the five most probable classes, int64 [N, 5 or fewer].
+
+    Of float targets the class with the largest weight counts, of equal ones (several labels) the
+    most probable; an image without any is `NO_LABEL`.
     """
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
     if not targets.is_floating_point():
@@ -135,10 +129,9 @@ def labels_and_top5(
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
-    """One optimizer step over one or more micro-batches (gradient accumulation).
+    """One optimizer step over micro-batches (gradient accumulation).
 
-    A gradient that is not finite skips the update: the weights do not change. With loss scaling it
-    lowers the scale.
+    A gradient that is not finite skips the update and lowers the loss scale, if there is one.
     """
     rows = []
     for number, batch in enumerate(micro_batches, 1):
@@ -163,10 +156,7 @@ def _without_reduction(model: nn.Module, *, unless: bool) -> AbstractContextMana
 
 
 def update_weights(parts: StepParts) -> torch.Tensor:
-    """Unscale, clip, update, zero the gradients.
-
-    Returns float32 [] on the device: 1 if the update was skipped.
-    """
+    """Unscale, clip, update, zero the gradients; returns `StepResult.skipped`."""
     optimizer = parts.optimizer
     parts.weights.copy_gradients_from_model()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -185,8 +175,7 @@ def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Te
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
     scaler.step(optimizer)
-    # Private, but the only flag on the device: comparing scales before and after would make the
-    # host wait.
+    # Private, but on the device: to compare the scales the host would wait.
     flags = scaler._found_inf_per_device(optimizer).values()
     skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax()
     scaler.update()

@@ -1,6 +1,5 @@
 """A run and its log lines: the steps between two of them are timed, added up on the device, read
-one line late, logged, and searched for NaN. All ranks decide equally, on numbers that were gathered
-or summed over them.
+one line late, logged, and searched for NaN. All ranks decide on the same numbers.
 """
 
 import logging
@@ -50,16 +49,14 @@ class OpenWindow:
     end: Any
     images: int = 0
     # Of each step: seconds that the host waited for its batch, marks at the end of the step before
-    # and after that wait
+    # it and after the wait
     waits: list[tuple[float, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class ThroughputMeter:
-    """Counts images between calls of `close`; `host_clock` measures only the host's own waiting.
-
-    Windows that begin within `warmup_steps` of an image size, which selects kernels or compiles,
-    are warm-up.
+    """Counts images between calls of `close`. Windows that begin within `warmup_steps` of an image
+    size, which selects kernels or compiles, are warm-up.
     """
 
     def __init__(
@@ -78,10 +75,7 @@ class ThroughputMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The block waits for the batches of a step.
-
-        Before it the host waits until the device is near enough.
-        """
+        """The block waits for the batches of a step; before it the host waits for the device."""
         while len(self._ends) >= LEAD_STEPS:
             self.clock.wait(self._ends.popleft())
         since = self._host_clock()
@@ -89,13 +83,13 @@ class ThroughputMeter:
         self._window.waits.append((self._host_clock() - since, self._idle_from, self.clock.mark()))
 
     def tick(self, images: int) -> None:
-        """Count one optimizer step over `images` (of all ranks), which has been submitted."""
+        """Count one submitted step over `images` (of all ranks)."""
         self._idle_from = self._window.end = self.clock.mark()
         self._ends.append(self._idle_from)
         self._window.images += images
 
     def exclude_pause(self) -> None:
-        """Exclude the time since the last step, in which for instance a checkpoint was saved."""
+        """Exclude the time since the last step, in which a checkpoint was saved."""
         self._idle_from = self.clock.mark()
         self._window.pauses.append((self._window.end, self._idle_from))
 
@@ -108,8 +102,8 @@ class ThroughputMeter:
         return closed
 
     def measured(self, window: OpenWindow) -> dict[str, Any]:
-        """A closed window as fields of `Window`, for all ranks, without pauses; the host waits for
-        its end. `data_wait_pct`: the share of the time in which an idle device had no batch.
+        """A closed window as fields of `Window`; the host waits for its end. `data_wait_pct`: the
+        share of the time in which an idle device had no batch.
         """
         self.clock.wait(window.end)
         paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
@@ -158,49 +152,47 @@ class ActiveRun:
         self.progress.good_buffers = {}
 
     def save(self) -> None:
-        """Save the state between two steps; the host waits for the device.
+        """Save the state between two steps, once; the host waits for the device.
 
         In the middle of a window the checkpoint also has the buffers of the last log line, to which
-        a resumed run falls back too. Raises TrainingFault: the window has a step that ends the
-        run, and so would every run that resumes such a checkpoint.
+        a resumed run falls back too. Raises TrainingFault: a step of the window ends the run, as it
+        would end every run that resumes this checkpoint.
         """
-        self.log_submitted()
         progress, settled = self.progress, dict[str, torch.Tensor]()
+        if self.checkpoints.saved_step == progress.step:
+            return
+        self.log_submitted()
         if progress.window:
-            bad = self._bad_steps(rows_of(progress.window).tolist(), progress.step)
-            self._check_bad_steps(bad, progress.bad_steps + count_of_steps(bad))
-            settled = self._buffers.settled(is_bad=bool(bad))
+            count = self._count_bad_steps(rows_of(progress.window), progress.step)
+            settled = self._buffers.settled(is_bad=count > progress.bad_steps)
             progress.good_buffers = self._buffers.settled(is_bad=True)
         self.checkpoints.save(progress, settled)
         progress.good_buffers = {}
 
-    def _bad_steps(self, rows: list[list[float]], last_step: int) -> list[BadStep]:
-        """Those of all ranks among the steps `rows`, of which `last_step` is the last one. With
+    def _count_bad_steps(self, rows: torch.Tensor, last_step: int) -> int:
+        """Those of the run, with the steps `rows`, which end with `last_step`, of all ranks. With
         loss scaling, gradients are expected to overflow: that determines the scale.
         """
         has_scale = self.state.parts.scaler.is_enabled()
         bad = [
             (step, self.dist.rank, loss)
-            for step, (loss, _, _, skipped) in enumerate(rows, last_step - len(rows) + 1)
+            for step, (loss, _, _, skipped) in enumerate(rows.tolist(), last_step - len(rows) + 1)
             if not math.isfinite(loss) or (skipped and not has_scale)
         ]
-        return [step for of_rank in gather_objects(bad, self.dist) for step in of_rank]
-
-    def _check_bad_steps(self, bad: list[BadStep], count: int) -> None:
+        of_ranks = [step for of_rank in gather_objects(bad, self.dist) for step in of_rank]
         cfg = self.plan.cfg
-        check_bad_steps(bad, count, cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0)
+        limit = cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0
+        return count_bad_steps(of_ranks, self.progress.bad_steps, limit)
 
     def log_steps(self, lr: float) -> None:
-        """Submit the steps since the last log line for reading, and log those submitted before.
-
-        One reduction over the ranks; a GPU goes on meanwhile, and the host waits at the end of an
-        epoch only. `lr`: of the last step.
+        """Submit the steps since the last log line for reading, and log those submitted before: a
+        GPU goes on meanwhile. One reduction over the ranks. lr: of the last step.
         """
         steps, scaler = self.progress.window, self.state.parts.scaler
         rows = rows_of(steps)
         bad_images = rows.new_full((1,), self.data.bad_images.skipped)
         totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), self.dist)
-        # As `_bad_steps` decides, but without waiting for the device.
+        # As in `_count_bad_steps`, but without waiting for the device.
         is_bad = ~totals[0].isfinite()
         self._buffers.settle(is_bad if scaler.is_enabled() else is_bad | (totals[3] > 0))
         if scaler.is_enabled():  # private, but `get_scale` waits for the device
@@ -228,20 +220,15 @@ class ActiveRun:
             log.info("the first step is done after %.0f s", seconds)
 
     def log_submitted(self) -> None:
-        """Log the submitted window, if there is one; the host waits for it. Raises TrainingFault:
-        the run must end.
-        """
+        """Log the submitted window, if there is one. Raises TrainingFault: the run must end."""
         if self.submitted is None:
             return
-        # rows: float64 [steps, 4] on the device; totals: the sums over steps and ranks, on the host
-        # after the mark.
+        # rows: float64 [steps, 4] on the device; totals over steps and ranks: on the host after the
+        # mark `copied`.
         (timing, rows, totals, copied, place), self.submitted = self.submitted, None
         self.meter.clock.wait(copied)
         loss, correct1, correct5, skipped, skipped_images, *scale = totals.tolist()
         self.progress.skipped_steps += round(skipped / self.dist.world_size)
-        bad: list[BadStep] = []
-        if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
-            bad = self._bad_steps(rows.tolist(), place["step"])
         images = len(rows) * self.plan.global_batch_size
         may_change = ("memory_format", "precision", "world_size", "device_name")
         window = Window(
@@ -268,14 +255,13 @@ class ActiveRun:
             reason = "gradients overflow fp16 at every scale"
             limit = f"amp.min_scale={cfg.amp.min_scale:g}"
             raise TrainingFault(f"{what} ({limit}): {reason}. {ADVICE}")
-        self.progress.bad_steps += count_of_steps(bad)
-        self._check_bad_steps(bad, self.progress.bad_steps)
+        if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
+            self.progress.bad_steps = self._count_bad_steps(rows, window.step)
 
     def warn_if_loader_bound(self) -> None:
         """If the first epoch waited for data, name the bottleneck and the setting to change."""
         images = sum(window.images for window in self.epoch_windows if not window.warmup)
-        is_start_of_loader = images < 20 * self.plan.global_batch_size
-        if self.is_loader_checked or is_start_of_loader:
+        if self.is_loader_checked or images < 20 * self.plan.global_batch_size:
             return
         self.is_loader_checked = True
         advice = bottleneck_advice(
@@ -290,22 +276,18 @@ class ActiveRun:
 
 
 def rows_of(steps: list[StepResult]) -> torch.Tensor:
-    """Returns loss, top-1 and top-5 hits and whether the update was skipped, float64 [steps, 4]."""
-    return torch.stack(
-        [torch.stack([s.loss.double(), s.correct1, s.correct5, s.skipped]) for s in steps]
-    )
+    """Loss, top-1 and top-5 hits and whether the update was skipped, float64 [steps, 4]."""
+    columns = [[s.loss.double(), s.correct1, s.correct5, s.skipped] for s in steps]
+    return torch.stack([torch.stack(values) for values in columns])
 
 
-def count_of_steps(bad: list[BadStep]) -> int:
-    return len({step for step, *_ in bad})
-
-
-def check_bad_steps(bad: list[BadStep], count: int, limit: int) -> None:
-    """Raises TrainingFault: `count` bad steps, the last ones in `bad`, are more than `limit`."""
+def count_bad_steps(bad: list[BadStep], earlier: int, limit: int) -> int:
+    """`earlier` steps and those of `bad`. Raises TrainingFault: they are more than `limit`."""
+    count = earlier + len({step for step, *_ in bad})
     if bad and count > limit:
         step, rank, loss = min(bad, key=lambda each: (each[0], math.isfinite(each[2]), each[1]))
         what = "a gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+        what += f" at step {step} on rank {rank}; the update was skipped"
         which = f"; {count} such steps exceed max_nonfinite={limit}" if limit else ""
-        raise TrainingFault(
-            f"{what} at step {step} on rank {rank}; the update was skipped{which}. {ADVICE}"
-        )
+        raise TrainingFault(f"{what}{which}. {ADVICE}")
+    return count

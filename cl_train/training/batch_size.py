@@ -19,7 +19,7 @@ from cl_train.memory_format.layout import CONTIGUOUS, Layout
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
-from cl_train.training.build import build_model, step_settings
+from cl_train.training.build import build_model, step_settings, try_shapes
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ FIRST, SMALLEST = 8, 2  # BatchNorm cannot train on one image if the last featur
 LARGEST = {"cuda": 4096, "cpu": 256}
 TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
 MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
-# of the best speed: a smaller gain does not justify a larger batch, which means fewer updates
-AS_FAST = 0.98
+AS_FAST = 0.98  # of the best speed: a smaller gain does not justify fewer updates
 STEPS = 4
 
 
@@ -50,45 +49,40 @@ def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
     if cfg.global_batch_size is None:
         return cfg
     micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
-    asked = (
-        f"global_batch_size={cfg.global_batch_size} with batch_size={cfg.batch_size} x"
-        f" {dist.world_size} processes"
-    )
+    batches = f"batch_size={cfg.batch_size} x {dist.world_size} processes"
+    asked = f"global_batch_size={cfg.global_batch_size} with {batches}"
     if rest or not micro_steps:
         raise ConfigError(f"{asked}: it is not a multiple; choose another batch_size")
     if micro_steps > 1 and cfg.ddp_static_graph:
-        raise ConfigError(
-            f"{asked} needs micro-steps: raise batch_size, or set ddp_static_graph=false"
-        )
+        advice = "raise batch_size, or set ddp_static_graph=false"
+        raise ConfigError(f"{asked} needs micro-steps: {advice}")
     return replace(cfg, accumulate_steps=micro_steps)
 
 
 def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
-    device, single_process = dist.device, Dist(0, 1, dist.device)
+    device, alone = dist.device, Dist(0, 1, dist.device)
     augment = replace(cfg.augment, repeats=1)  # a batch of one image has no place for repeats
-    one_image = DataSettings(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=single_process)
+    one_image = DataSettings(cfg.data, augment, batch_size=1, seed=cfg.seed, dist=alone)
     with closing(build_data(one_image)) as data:
         images, classes = data.train_images, data.num_classes
-    size = size_schedule(cfg.data).image_sizes[-1]
     largest = min(LARGEST[device.type], images // (cfg.accumulate_steps * dist.world_size))
     if largest < SMALLEST:
-        raise ConfigError(
-            f"batch_size=auto: {images} training images are too few for {dist.world_size} processes"
-        )
+        what = f"{images} training images are too few for {dist.world_size} processes"
+        raise ConfigError(f"batch_size=auto: {what}")
     available = available_bytes(device)
     limit_gib = math.inf if available is None else MARGIN * available / 2**30
-    precision = resolve_precision(cfg.precision, device)
-    settings = replace(
-        step_settings(cfg, precision, single_process, soft=False), compile=False, cuda_graph=False
-    )
+
+    settings = step_settings(cfg, resolve_precision(cfg.precision, device), alone, soft=False)
+    settings = replace(settings, compile=False, cuda_graph=False)
+    size = size_schedule(cfg.data).image_sizes[-1]
     workload = Workload(SMALLEST, (3, size, size), settings, device)
     layout = Layout.of(cfg)
     if layout is None:  # the choice comes later
         layout = CONTIGUOUS if device.type == "cpu" else Layout()
+    smallest = replace(cfg, batch_size=SMALLEST, weights=None)
     with measurement_state(workload):
-        model = build_model(
-            replace(cfg, batch_size=SMALLEST, weights=None), classes, single_process
-        )
+        model = build_model(smallest, classes)
+        try_shapes(smallest, model)
 
         def measure(batch_size: int) -> BatchSpeed:
             release_memory()
@@ -117,17 +111,10 @@ def search(
     measured: list[BatchSpeed] = []
     started_at, size = perf_counter(), min(FIRST, largest)
     while size >= SMALLEST:
-        expected_gib, result = 0.0, None
-        if (
-            len(measured) > 1
-        ):  # running out of memory is slow, and on a CPU the system ends the process
-            first, second = measured[-2:]
-            per_image = (second.peak_memory_gib - first.peak_memory_gib) / (
-                second.batch_size - first.batch_size
-            )
-            expected_gib = second.peak_memory_gib + max(0.0, per_image) * (size - second.batch_size)
+        result = None
         try:
-            result = measure(size) if expected_gib <= limit_gib else None
+            if _expected_gib(measured, size) <= limit_gib:
+                result = measure(size)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -142,11 +129,17 @@ def search(
         else:
             size = largest = size // 2
     if not measured:
-        raise ConfigError(
-            f"batch_size=auto: not even {SMALLEST} images fit into {limit_gib:.2f} GiB"
-        )
-    best = max(item.images_per_s for item in measured)
-    return (
-        next(item.batch_size for item in measured if item.images_per_s >= AS_FAST * best),
-        measured,
-    )
+        what = f"not even {SMALLEST} images fit into {limit_gib:.2f} GiB"
+        raise ConfigError(f"batch_size=auto: {what}")
+    enough = AS_FAST * max(item.images_per_s for item in measured)
+    return next(item.batch_size for item in measured if item.images_per_s >= enough), measured
+
+
+def _expected_gib(measured: list[BatchSpeed], size: int) -> float:
+    """By the last two sizes: running out of memory is slow, and on a CPU ends the process."""
+    if len(measured) < 2:
+        return 0.0
+    first, second = measured[-2:]
+    images = second.batch_size - first.batch_size
+    per_image_gib = max(0.0, second.peak_memory_gib - first.peak_memory_gib) / images
+    return second.peak_memory_gib + per_image_gib * (size - second.batch_size)

@@ -1,13 +1,12 @@
 """From the settings to a model that trains, and its step.
 
 The order matters: build and load, move and cast, convert the memory format; then copy the model for
-the EMA, wrap it in DDP, compile it. Converting later would leave DDP's gradient buckets, the EMA or
-the compiled graph in the other layout (pytorch/pytorch#47163).
+the EMA, wrap it in DDP, compile it: they take its strides over (pytorch/pytorch#47163).
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -34,26 +33,17 @@ from cl_train.memory_format.layout import (
     named_tensors,
     refuse_lazy,
 )
-from cl_train.memory_format.model_call import mean_square, output_tensors
 from cl_train.models import sources as models
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.make import StepSettings, make_step
 from cl_train.step.optim import freeze
-from cl_train.step.precision import (
-    Precision,
-    autocast,
-    cast_model,
-    kernel_selection,
-)
-from cl_train.step.train_step import Loss, StepResult, logits_of, train_step
-from cl_train.step.utilisation import flops_of, utilisation
+from cl_train.step.precision import Precision, autocast, cast_model, kernel_selection
+from cl_train.step.train_step import Loss, StepResult, logits_of, loss_of, train_step
+from cl_train.step.utilisation import flop_counter, utilisation
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.failures import explain_failure, failure_explained
-from cl_train.system.machine import (
-    describe_out_of_memory,
-    is_out_of_memory,
-)
+from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.training.console import is_importable
 from cl_train.training.state import TrainingFault, TrainState
 
@@ -63,26 +53,29 @@ log = logging.getLogger(__name__)
 def build_train_state(
     cfg: Config, settings: StepSettings, num_classes: int, dist: Dist, lr: float
 ) -> TrainState:
-    """Build the model, its optimizer and its step.
-
-    Raises ConfigError or TrainingFault: it cannot train.
-    """
-    precision = settings.precision
-    model = build_model(cfg, num_classes, dist)
+    """Raises ConfigError or TrainingFault: the model cannot train."""
+    model = build_model(cfg, num_classes)
     if cfg.weights and not cfg.evaluate_only:
         refuse_nonfinite(model, f"weights={cfg.weights}")
+    gflop_per_image = try_shapes(cfg, model)
+    if cfg.sync_batchnorm and dist.world_size > 1:
+        if dist.device.type != "cuda":
+            raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     head = models.head_parameters(model)
     if cfg.optim.head_lr_ratio != 1 and not head:
         raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear as classifier")
     freeze(model, cfg.freeze, head)
-    model = cast_model(model.to(dist.device), precision)
+
+    model = cast_model(model.to(dist.device), settings.precision)
     batch_format = convert_layout(cfg, model, settings, dist)
+
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs, the steps run eagerly")
     on_stream = nullcontext if recorder is None else recorder.on_stream
-    # On a CPU, shapes were tried when the model was built, but for a model of the user's.
-    is_untried = dist.device.type == "cuda" or ":" in cfg.model
+    # On a CPU the shapes are known to fit.
+    is_untried = dist.device.type == "cuda" or ":" in cfg.model + cfg.loss
     is_channels_last = batch_format.memory_format == torch.channels_last
     if not cfg.evaluate_only and (is_untried or is_channels_last):
         with on_stream():
@@ -99,7 +92,7 @@ def build_train_state(
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, parts.average, batch_format, step)
+    return TrainState(model, parts, parts.average, batch_format, step, gflop_per_image)
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:
@@ -130,19 +123,8 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) 
     )
 
 
-def check_loss(loss: Loss, num_classes: int, device: torch.device, *, soft: bool) -> None:
-    """Raises ConfigError: a loss of the user's fails on two images, or returns no number."""
-    if loss.function is None:
-        return
-    logits = torch.zeros(2, num_classes, device=device, requires_grad=True)
-    targets = torch.zeros_like(logits) if soft else torch.zeros(2, dtype=torch.int64, device=device)
-    shapes = f"logits {list(logits.shape)} and targets {targets.dtype} {list(targets.shape)}"
-    what = f"loss={loss.name} on {shapes}"
-    with failure_explained(what, "it must return their mean loss, a tensor of one number"):
-        loss(logits, targets).reshape(()).backward()
-
-
-def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
+def build_model(cfg: Config, num_classes: int) -> nn.Module:
+    """The model on the CPU with its weights. Raises ConfigError."""
     model = models.build_model(
         cfg.model,
         num_classes=num_classes,
@@ -160,24 +142,43 @@ def build_model(cfg: Config, num_classes: int, dist: Dist) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"{name} is on the meta device: build the model on the CPU")
-    if ":" not in cfg.model:  # a user's own may not run on "meta"
-        check_image_sizes(cfg, model)
-    if cfg.sync_batchnorm and dist.world_size > 1:
-        if dist.device.type != "cuda":
-            raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
 
 
-def check_image_sizes(cfg: Config, model: nn.Module) -> None:
-    """Raises ConfigError: `model` cannot take images of a size of training or evaluation."""
+def try_shapes(cfg: Config, model: nn.Module) -> dict[int, tuple[float, float]]:
+    """Run copies of `model` on shapes alone. Returns the GFLOP per image of a forward pass and of a
+    step, by image size of training, where they are known.
+
+    Raises ConfigError: the model cannot take images of a size. A user's may not run on shapes.
+    """
+    is_users = ":" in cfg.model
     trained = () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes
+    gflop_per_image = {}
     for size in {cfg.data.val_size or cfg.data.image_size, *trained}:
-        task = f"{'train on' if size in trained else 'evaluate'} {cfg.batch_size} images"
-        advice = "change data.image_size, data.size_schedule or batch_size"
-        with failure_explained(f"model={cfg.model} cannot {task} of {size} px", advice):
-            images = torch.empty(cfg.batch_size, 3, size, size, device="meta")
-            models.copy_model(model, "meta").train(size in trained)(images)
+        images = torch.empty(2 if is_users else cfg.batch_size, 3, size, size, device="meta")
+        if size in trained:
+            with suppress(Exception):  # of an operator that counts no FLOPs
+                gflop_per_image[size] = gflop_of_step(cfg, model, images)
+        if not (is_users or size in gflop_per_image):
+            task = "train on" if size in trained else "evaluate"
+            what = f"model={cfg.model} cannot {task} {cfg.batch_size} images of {size} px"
+            advice = "change data.image_size, data.size_schedule or batch_size"
+            with failure_explained(what, advice):
+                models.copy_model(model, "meta").train(size in trained)(images)
+    return gflop_per_image
+
+
+def gflop_of_step(cfg: Config, model: nn.Module, images: torch.Tensor) -> tuple[float, float]:
+    """Per image, of a forward pass and of a step; `images` are on the device "meta"."""
+    shapes = models.copy_model(model, "meta").train()
+    freeze(shapes, cfg.freeze, models.head_parameters(shapes))
+    targets = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    with flop_counter() as counter:
+        output = shapes(images)
+        forward = counter.get_total_flops()
+        loss_of(output, targets).backward()
+    gflop = 1e-9 / len(images)
+    return gflop * forward, gflop * counter.get_total_flops()
 
 
 def try_run(
@@ -225,8 +226,7 @@ def convert_layout(
             refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
         except ConfigError as error:
             if layout is not None:
-                advice = "or with channels_last=auto"
-                raise ConfigError(f"model={cfg.model}: {error}, {advice}") from None
+                raise ConfigError(f"model={cfg.model}: {error}") from None
             log.info("channels_last=auto: contiguous: %s", error)
             layout = CONTIGUOUS
     if layout is None:
@@ -246,11 +246,10 @@ def refuse_crash_of_sizes(
 ) -> None:
     """Raises ConfigError: torch is known to crash on a batch of one of the image sizes."""
     for size in size_schedule(cfg.data).image_sizes:
-        shape = (cfg.batch_size, 3, size, size)
 
-        def forward(shape: tuple[int, ...] = shape) -> None:
+        def forward(size: int = size) -> None:
             with autocast(precision, device):
-                model(torch.zeros(shape, dtype=precision.input_dtype))
+                model(torch.zeros(cfg.batch_size, 3, size, size, dtype=precision.input_dtype))
 
         with failure_explained(f"the model cannot train on {size} px images", "change the size"):
             refuse_known_crash(model, forward)
@@ -270,11 +269,9 @@ def try_model(
     device = batch_format.device
 
     def check_logits(module: nn.Module, inputs: Any, output: Any) -> None:
-        logits = logits_of(output)
-        if logits.ndim != 2 or logits.shape[1] < num_classes:
-            raise ValueError(
-                f"outputs {list(logits.shape)}, not [N, classes] for {num_classes} classes"
-            )
+        found, needs = list(logits_of(output).shape), f"[N, classes] for {num_classes} classes"
+        if len(found) != 2 or found[1] < num_classes:
+            raise ValueError(f"outputs {found}, not {needs}")
 
     try:
         copied = models.copy_model(model)
@@ -315,10 +312,12 @@ def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
     """
     ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
     for rank, other in enumerate(ranks):
-        for name in [name for name in ranks[0] | other if other.get(name) != ranks[0].get(name)]:
-            values = f"{ranks[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}"
-            advice = "start every node with the same command, code and data"
-            raise ConfigError(f"the ranks disagree: {name} is {values}; {advice}")
+        for name in ranks[0] | other:
+            ours, theirs = ranks[0].get(name), other.get(name)
+            if ours != theirs:
+                what = f"the ranks disagree: {name} is {ours} on rank 0 and {theirs} on rank {rank}"
+                advice = "start every node with the same command, code and data"
+                raise ConfigError(f"{what}; {advice}")
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
@@ -346,20 +345,9 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
 
 
 def utilisation_of(state: TrainState, dist: Dist, speed: dict[str, Any]) -> dict[str, Any] | None:
-    """FLOPs and shares of the device's peak; None for a model that cannot run on shapes alone."""
-    size = speed["image_size"]
-    images_per_s = speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
-    try:
-        shapes = models.copy_model(state.model, "meta").train()
-        images = torch.empty(2, 3, size, size, device="meta", dtype=next(shapes.parameters()).dtype)
-        forward = flops_of(lambda: shapes(images))
-
-        def train() -> None:
-            mean_square(output_tensors(shapes(images))).backward()
-
-        step = flops_of(train, gradients=True)
-    except Exception:  # a user's model may raise any exception
+    """FLOPs and shares of the device's peak at this `speed`; None if the FLOPs are unknown."""
+    gflop = state.gflop_per_image.get(speed["image_size"])
+    if gflop is None:
         return None
-    gflop = 1e-9 / len(images)
-    precision = state.parts.precision
-    return utilisation(gflop * forward, gflop * step, images_per_s, precision, dist.device)
+    images_per_s = speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
+    return utilisation(*gflop, images_per_s, state.parts.precision, dist.device)

@@ -25,11 +25,8 @@ def describe_failure(error: BaseException | None) -> str | None:
     if isinstance(error, Fault | ConnectionError):
         return str(error)
     if isinstance(error, OSError):
-        remedy = (
-            "free some space"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else "check the file and its folder"
-        )
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space" if is_full else "check the file and its folder"
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return f"{what}; {remedy}, then continue with resume=auto"
     if error is not None and is_out_of_memory(error):
@@ -46,20 +43,16 @@ def duration(seconds: float) -> str:
 def progress_bar(
     description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool
 ) -> "tqdm[Any]":
-    """A progress bar with the remaining time, by the average speed; it appears on a terminal only
-    (disable=None).
-    """
-    # A program without standard streams has None.
+    """A progress bar with the remaining time, on a terminal only."""
+    # None: tqdm looks for a terminal, but not in a program without standard streams.
     hidden = None if shown and sys.stdout is not None else True
     bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=hidden, file=sys.stdout)
     return bar(desc=description, total=total, initial=done)
 
 
 def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan) -> str:
-    """The last window in main_amp's format: each value, and in brackets its average over the epoch.
-
-    Time: seconds per step. Speed: images/s of all ranks with loading. Data: share of waiting. ETA:
-    without evaluations.
+    """The last window in main_amp's format, in brackets the averages over the epoch: seconds per
+    step, images/s of all ranks with loading, and so on. ETA: without evaluations.
     """
     window, measured = epoch_windows[-1], after_warmup(epoch_windows)
     epoch_step_s = mean(measured, "step_ms") / 1000

@@ -1,6 +1,4 @@
-"""Exact evaluation: each validation image counts once, for any batch size and any number of
-ranks.
-"""
+"""Exact evaluation: each validation image counts once, for any batch size and number of ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -53,8 +51,9 @@ def evaluate_model(
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this
     rank. `metrics` are called on rank 0 with the logits, float32 [N, classes], and the targets of
-    all images, on the CPU. Raises Interrupted: by a signal. TrainingFault: images are missing, or
-    none could be decoded.
+    all images, on the CPU.
+
+    Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
     """
     # BatchNorm's statistics, as rank 0 saves them.
     for buffer in model.buffers() if dist.world_size > 1 else ():
@@ -67,9 +66,10 @@ def evaluate_model(
         rows_of_batches.append(rows_of(logits, targets, binary=is_binary))
         if metrics or is_binary:
             logits_and_targets.append((logits.cpu(), targets.cpu()))
+
     rows = torch.cat(rows_of_batches)
-    counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
     label, predicted, _, _, losses, in_top5 = rows.T
+    counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
     sums = [losses.sum(), (label == predicted).sum(), in_top5.sum(), *counts]
     totals = sum_over_ranks(torch.stack(sums), dist).tolist()
     loss, correct1, correct5, images, skipped_images = totals
@@ -79,12 +79,9 @@ def evaluate_model(
         raise TrainingFault(f"{counted} of {data.val_images}: {advice}")
     if images == 0:
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
-    result: dict[str, Any] = {
-        "loss": loss / images,
-        "top1": 100 * correct1 / images,
-        "top5": 100 * correct5 / images,
-    }
-    result["images"] = int(images)
+
+    result: dict[str, Any] = {"loss": loss / images, "top1": 100 * correct1 / images}
+    result |= {"top5": 100 * correct5 / images, "images": int(images)}
     if metrics or is_binary:
         of_ranks = gather_objects(logits_and_targets, dist)
         everything = [batch for of_rank in of_ranks for batch in of_rank]
@@ -97,21 +94,16 @@ def evaluate_model(
 
 
 def check_evaluation(loss: float | None) -> None:
-    """Raises TrainingFault: the loss of an evaluation is not finite (None in a record): its
-    accuracy is arbitrary.
-    """
+    """Raises TrainingFault: the loss is not finite (None in a record), the accuracy arbitrary."""
     if loss is None or not math.isfinite(loss):
-        raise TrainingFault(
-            "the loss of the evaluation is not finite: weights or outputs hold NaN or Inf"
-        )
+        what = "the loss of the evaluation is not finite"
+        raise TrainingFault(f"{what}: weights or outputs hold NaN or Inf")
 
 
 def mean_average_precision(
     scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]
 ) -> float:
-    """Percent: scikit-learn's `average_precision_score` over [images, classes], for classes with a
-    positive image.
-    """
+    """Percent, over [images, classes], as scikit-learn's; of classes with a positive image."""
     of_classes = []
     for score, positive in zip(scores.T, positives.T, strict=True):
         order = np.argsort(-score, kind="stable")
@@ -147,10 +139,8 @@ def check_best_by(
             raise ConfigError(f"{error} (called with {images} images of noise)") from error
     name = (best_by or "top1").removeprefix("average.")
     if name not in names:
-        known = ", ".join(names)
-        raise ConfigError(
-            f"best_by={best_by}: no such number{suggest(name, names)} (there are {known})"
-        )
+        near = f"{suggest(name, names)} (there are {', '.join(names)})"
+        raise ConfigError(f"best_by={best_by}: no such number{near}")
 
 
 def _numbers(
@@ -162,20 +152,18 @@ def _numbers(
             raise ValueError(f"the names {sorted(taken)} are taken")
         return numbers
     except Exception as error:  # of the user's function
-        raise TrainingFault(
-            f"metrics=... must return a dict of numbers: {explain_failure(error)}"
-        ) from error
+        what = "metrics=... must return a dict of numbers"
+        raise TrainingFault(f"{what}: {explain_failure(error)}") from error
 
 
 COLUMNS = ("label", "predicted", "probability", "probability of the label", "loss", "in top 5")
 
 
 def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False) -> torch.Tensor:
-    """Returns the `COLUMNS` of each image, float64 [N, 6], on the device; the host does not wait.
+    """The `COLUMNS` of each image, float64 [N, 6], on the device; the host does not wait.
 
-    The loss is the plain cross-entropy, whatever `loss=` is. Targets: int64 [N], with `NO_LABEL`
-    for an image without a label, or float [N, classes]; `binary`: each class has a probability of
-    its own (several labels).
+    The loss is the plain cross-entropy, whatever `loss=` is. targets: int64 [N] with `NO_LABEL`, or
+    float [N, classes]. binary: each class has a probability of its own (several labels).
     """
     if binary:
         losses = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
@@ -200,9 +188,9 @@ def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False
 def outputs(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits, float32 [N, classes], and targets of each batch, with `model`, not wrapped in
-    DDP, in eval mode; with
-    `flip` the mean of the logits of each image and of its mirror image."""
+    """The logits, float32 [N, classes], and targets of each batch; `model`, without DDP, is in eval
+    mode. flip: the mean of the logits of each image and of its mirror image.
+    """
     was_training, largest = model.training, 0
     model.eval()
     for batch in batches:
@@ -222,14 +210,9 @@ def outputs(
 def _until_signal(
     batches: Iterable[Batch], signals: StopRequest | None, images: int, dist: Dist
 ) -> Iterator[Batch]:
-    """Yield `batches`.
-
-    Between two of them the ranks agree whether to stop, until all have had theirs.
-    """
-    iterator = iter(batches)
-    with progress_bar(
-        "evaluation", images, unit="image", shown=dist.is_main and signals is not None
-    ) as bar:
+    """Yield `batches`; before each the ranks agree whether to stop, until all have had theirs."""
+    iterator, shown = iter(batches), dist.is_main and signals is not None
+    with progress_bar("evaluation", images, unit="image", shown=shown) as bar:
         while True:
             batch = next(iterator, None)
             flags = [signals.stop or 0 if signals else 0, int(batch is not None)]

@@ -1,12 +1,10 @@
-"""The training loop: `train` is a whole run, top to bottom. After each step: log, save, stop, in
-this order.
-"""
+"""The training loop: `train` is a whole run, top to bottom. After each step: log, save, stop."""
 
 import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -32,12 +30,7 @@ from cl_train.system.run_folder import RunResult
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
 from cl_train.training.console import closing_lines, duration, progress_bar
-from cl_train.training.evaluation import (
-    EVALUATED,
-    Interrupted,
-    check_evaluation,
-    evaluate_model,
-)
+from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model
 from cl_train.training.records import RunLog, profile
 from cl_train.training.report import write_report
 from cl_train.training.setup import set_up
@@ -56,6 +49,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     """
     signals = StopRequest(ends_process=command is None)
     with ExitStack() as last, ExitStack() as stack:
+        # 1. The processes and the run folder.
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
         stack.enter_context(watch_ranks(dist))
@@ -67,18 +61,20 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
         run_log.open_file(folder if dist.is_main else None)
 
+        # 2. Data, model, optimizer, checkpoint, records.
         run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
         stack.push(partial(record_failure, run))
-        cfg, plan, progress = run.plan.cfg, run.plan, run.progress
         # Until here a signal ends the process at once; from now on it does not interrupt the
         # closing of data and files.
         last.enter_context(signals)
 
+        # 3. The epochs.
+        cfg = run.plan.cfg
         if cfg.evaluate_only:
             record_evaluation(run, evaluate_model_and_ema(run))
         else:
             with step_observers(run) as after_step:
-                while not (run.stop_signal or plan.is_done(progress)):
+                while not (run.stop_signal or run.plan.is_done(run.progress)):
                     save_due = train_epoch(run, after_step)
                     if not run.stop_signal:
                         end_epoch(run, save_due=save_due)
@@ -86,6 +82,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
             if cfg.resume is not None and not has_checkpoint:  # the other run left nothing to train
                 run.save()
 
+        # 4. The summary.
         if isinstance(run.state.train_step, GraphedStep):
             run.state.train_step.release(None)  # nothing else can use its memory
         summary = finish(run)
@@ -118,10 +115,9 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
             run.log_steps(lr)
 
         # All ranks must stop or save at the same step: one all-reduce on the host per step.
-        save_due = run.signals.save_requested or run.checkpoints.is_due(
-            cfg.checkpoint, progress.step
-        )
-        run.stop_signal, save_due = max_over_ranks([run.signals.stop or 0, save_due], run.dist)
+        is_due = run.checkpoints.is_due(cfg.checkpoint, progress.step)
+        flags = [run.signals.stop or 0, run.signals.save_requested or is_due]
+        run.stop_signal, save_due = max_over_ranks(flags, run.dist)
         if run.stop_signal or (save_due and not is_epoch_end):
             run.save()
             meter.exclude_pause()
@@ -136,13 +132,13 @@ def step_observers(run: ActiveRun) -> Iterator[Callable[[], object]]:
     with ExitStack() as stack:
         steps = run.plan.last_step
         bar = stack.enter_context(progress_bar("training", steps, progress.step, shown=is_main))
-        if not (run.plan.cfg.profile and is_main):
-            yield lambda: bar.update(progress.step - bar.n)
-            return
-        profile_step = stack.enter_context(profile(run.folder, run.dist.device))
+        is_profiled = run.plan.cfg.profile and is_main
+        profiled = profile(run.folder, run.dist.device) if is_profiled else nullcontext()
+        profile_step = stack.enter_context(profiled)
 
         def after_step() -> None:
-            profile_step()
+            if profile_step is not None:
+                profile_step()
             bar.update(progress.step - bar.n)
 
         yield after_step
@@ -165,50 +161,47 @@ def record_failure(
 
 
 def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
-    """Save, then evaluate, so that neither a kill nor a signal during a long evaluation loses the
-    epoch: it stays open, and the resumed run begins with its evaluation.
+    """Save, then evaluate: a kill or signal in a long evaluation does not lose the epoch, which
+    stays open; the resumed run begins with its evaluation.
     """
-    cfg, progress, plan, checkpoints = run.plan.cfg, run.progress, run.plan, run.checkpoints
+    cfg, progress, plan = run.plan.cfg, run.progress, run.plan
     run.warn_if_loader_bound()
     if save_due or plan.is_due(cfg.checkpoint.every_epochs, progress):
         run.save()
     if plan.is_due(cfg.evaluate_every, progress):
         evaluated = evaluate_model_and_ema(run)
-        if not run.stop_signal:
-            is_best = progress.count_evaluation(score_of(evaluated, cfg.best_by))
-            if is_best and cfg.checkpoint.save_best:
-                checkpoints.mark_best(progress)
-            record_evaluation(run, evaluated)
-        if (
-            run.stop_signal or plan.is_out_of_patience(progress)
-        ) and checkpoints.saved_step != progress.step:
-            run.save()
         if run.stop_signal:
+            run.save()
             return
+        is_best = progress.count_evaluation(score_of(evaluated, cfg.best_by))
+        if is_best and cfg.checkpoint.save_best:
+            run.checkpoints.mark_best(progress)
+        record_evaluation(run, evaluated)
         if plan.is_out_of_patience(progress):
             log.info("patience=%d: as many evaluations without a gain; the run ends", cfg.patience)
+            run.save()
         if run.epoch_windows:  # none: the run resumed at the end of an epoch
-            seconds = duration(sum(window.seconds for window in run.epoch_windows))
+            took = duration(sum(window.seconds for window in run.epoch_windows))
             best = f"accuracy {progress.best_score:.2f} %"
             if cfg.best_by is not None:
                 best = f"{cfg.best_by} {abs(progress.best_score):.4g}"
-            log.info("epoch %d: %s of training, best %s", progress.epoch, seconds, best)
+            log.info("epoch %d: %s of training, best %s", progress.epoch, took, best)
     plan.close_epoch(progress)
 
 
 def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
-    """Evaluate the model as `val`, and its EMA, if there is one, as `val_average`.
+    """The results of the model as `val`, and of its EMA, if there is one, as `val_average`.
 
     A signal sets `run.stop_signal`.
     """
     state, cfg = run.state, run.plan.cfg
-    to_evaluate = {"val": (state.model, state.parts.precision)}
+    models = {"val": (state.model, state.parts.precision)}
     if state.average is not None:
-        to_evaluate["val_average"] = (state.average.module, state.parts.precision.for_fp32_weights)
+        models["val_average"] = (state.average.module, state.parts.precision.for_fp32_weights)
     metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
     evaluate = partial(evaluate_model, signals=run.signals, metrics=metrics, flip=cfg.evaluate_flip)
     results = {}
-    for kind, (model, precision) in to_evaluate.items():
+    for kind, (model, precision) in models.items():
         try:
             results[kind], predictions = evaluate(
                 model, run.data, state.batch_format, precision, run.dist
@@ -244,12 +237,12 @@ def finish(run: ActiveRun) -> dict[str, Any]:
         raise TrainingFault(f"{what}. {ADVICE}")
     for evaluation in records.of_kind("val")[-1:]:
         check_evaluation(evaluation["loss"])
+
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
     reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
     if reasons and dist.is_main:
-        log.warning(
-            "%d images cannot be read and were skipped: %s", len(reasons), first_reasons(reasons)
-        )
+        what = "images cannot be read and were skipped"
+        log.warning("%d %s: %s", len(reasons), what, first_reasons(reasons))
     results = {
         "others_pct": run.machine_load.others_pct(),
         "skipped_images": sum(count for count, _ in bad_images),

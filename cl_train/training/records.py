@@ -1,6 +1,6 @@
 """What a run leaves besides checkpoints: `metrics.jsonl`, `config.yaml`, `summary.json`,
-`train.log`, a profile. A full disk does not end a run: records stay in memory until they can be
-written (see `AppendFile`)."""
+`train.log`, a profile. On a full disk records stay in memory until they can be written.
+"""
 
 import json
 import logging
@@ -22,7 +22,6 @@ import yaml
 from tqdm import tqdm
 
 from cl_train.config.schema import Config
-from cl_train.config.validation import flatten
 from cl_train.system.files import AppendFile, retry, write_json, write_text
 from cl_train.system.run_folder import (
     CONFIG,
@@ -86,7 +85,6 @@ class Records:
     def write_evaluation(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append the evaluation of this step, `val` or `val_average`."""
         place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
-        # New keys, because a long run would hold those of all its records.
         self._write(finite_or_null({**place, **values, "time": time.time()}))
 
     def _write(self, record: Record) -> None:
@@ -104,13 +102,12 @@ class Records:
         utilisation: Callable[..., Any] | None = None,
         *,
         others_pct: float | None = None,
-        skipped_images: int = 0,
-        first_step_s: float | None = None,
-        gpu: dict[str, Any] | None = None,
-        why: str | None = None,
+        **results: Any,
     ) -> dict[str, Any]:
-        """Write `summary.json`, and return its content. Results are those of this process, unless
-        it had nothing left to train. Raises OSError: the disk is full, and stays so (see `retry`).
+        """Write `summary.json`, and return its content. It describes this process, unless that had
+        nothing left to train. `results`: more fields of a `Summary`.
+
+        Raises OSError: the disk is full, and stays so (see `retry`).
         """
         everything, progress = self._earlier + self._new, self._progress
         records = self._new if status == "failed" or self.of_kind("train") else everything
@@ -119,12 +116,12 @@ class Records:
         if self.description["data"] == "synthetic":  # no loader
             measured["images_per_s"]["compute"] = measured["images_per_s"]["end_to_end"]
         last = windows[-1] if windows else None
-        scale = last.loss_scale if last else None
         device = torch.device(self.description["device"])
         peaks_gib = [peak_memory_gib(device), *(window.peak_memory_gib for window in windows)]
         ended = datetime.now().astimezone()
         since = datetime.fromisoformat(self.description["started"])
-        summary = Summary(
+        scale = last.loss_scale if last else None
+        facts = Summary(
             status=status,
             **(self.description | measured),
             steps=progress.step,
@@ -135,29 +132,25 @@ class Records:
             val=last_evaluation(records, "val"),
             val_average=last_evaluation(records, "val_average"),
             amp={"scale": scale, "skipped_steps": progress.skipped_steps},
-            others_pct=self._of_all_processes(others_pct),
-            skipped_images=skipped_images,
             best=best_evaluation(everything, self._best_by),
             ended=ended.isoformat(timespec="seconds"),
             seconds=round((ended - since).total_seconds(), 1),
-            why=why,
             reserved_memory_gib=reserved_memory_gib(),
-            first_step_s=first_step_s,
-            gpu=gpu,
+            others_pct=self._of_all_processes(others_pct),
+            **({"skipped_images": 0} | results),
         )
-        return self._write_summary(finite_or_null(asdict(summary)))
-
-    def _write_summary(self, summary: dict[str, Any]) -> dict[str, Any]:
+        summary: dict[str, Any] = finite_or_null(asdict(facts))
         if self._folder is None:
             return summary
+
         path = self._folder / SUMMARY
-        self._trackers.send({"kind": "end", "step": summary["steps"], "summary": summary})
+        self._trackers.send({"kind": "end", "step": progress.step, "summary": summary})
 
         def write() -> None:
             self._metrics.flush()
             write_json(path, summary, indent=2)
 
-        write() if summary["status"] == "failed" else retry(write)
+        write() if status == "failed" else retry(write)
         return summary
 
     def _of_all_processes(self, others_pct: float | None) -> float | None:
@@ -174,35 +167,25 @@ class Records:
         return max(before_pct, others_pct)
 
 
-def start_record(folder: Path, cfg: Config, step: int, classes: int) -> Record:
-    """The first record for trackers; they are in the docstring of trackers.py."""
-    group = folder.parent.name if (folder.parent / "sweep.json").is_file() else None
-    config = dict(flatten(asdict(cfg)))
-    start = {"kind": "start", "step": step, "folder": str(folder), "group": group}
-    return start | {"config": config, "classes": classes}
-
-
 def best_evaluation(records: Sequence[Record], best_by: str | None) -> dict[str, Any] | None:
     """Top-1 and epoch of the best evaluation, and what it is the best by; None without one."""
     by_step: dict[int, dict[str, Record]] = {}
     for record in records:
         if record["kind"] != "train":
             by_step.setdefault(record["step"], {})[record["kind"]] = record
-
     best = max(by_step.values(), key=lambda each: score_of(each, best_by), default={})
-    if score_of(best, best_by) == -math.inf:
+    score = score_of(best, best_by)
+    if score == -math.inf:
         return None
     values = {name: best["val"][name] for name in ("top1", "epoch")}
-    if best_by in (None, "top1"):
-        return values
-    return values | {best_by: abs(score_of(best, best_by))}
+    return values if best_by in (None, "top1") else values | {best_by: abs(score)}
 
 
 def last_evaluation(records: Sequence[Record], kind: str) -> dict[str, Any] | None:
     """The results of the last evaluation of this kind."""
-    place = ("kind", "step", "epoch", "time")  # of a record in a run
     for record in reversed(records):
         if record["kind"] == kind:
+            place = ("kind", "step", "epoch", "time")
             return {name: record[name] for name in record if name not in place}
     return None
 
@@ -226,9 +209,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class RunLog(logging.Handler):
-    """Context manager: log to the console and, from `open_file` on, to `train.log`; log the error
-    that ends the run.
-    """
+    """Logs to the console and, from `open_file` on, to `train.log`; at last the run's error."""
 
     def __enter__(self) -> Self:
         self._console = logging.StreamHandler(sys.stdout)
@@ -252,7 +233,7 @@ class RunLog(logging.Handler):
             self._file.append(f"{line}\n".encode(errors="surrogateescape"))
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        # Whose next call raises it again.
+        # Its next call raises the error again.
         is_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
         if not (is_tensorboard and isinstance(args.exc_value, OSError)):
             self._before[1](args)
@@ -261,7 +242,7 @@ class RunLog(logging.Handler):
         if (message := describe_failure(error)) is not None:
             log.error("the run failed: %s", message)
         if self._file is not None:
-            with suppress(OSError):  # the console has shown the warning and every line
+            with suppress(OSError):  # the console has every line
                 self._file.flush()
         log.propagate, threading.excepthook = self._before
         log.removeHandler(self)
@@ -269,8 +250,8 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`; call what it gives
-    once per step.
+    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`; what it gives is
+    called once per step.
     """
     trace = folder / "trace.json.gz"
     key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"

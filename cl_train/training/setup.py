@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from cl_train.config.schema import Config, ConfigError
 from cl_train.config.validation import flatten, user_function
@@ -23,11 +22,10 @@ from cl_train.data.build import Data, build_data
 from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import image_augment
 from cl_train.memory_format.layout import model_memory_format
-from cl_train.models.card import Preprocessing
+from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
-from cl_train.step.make import StepSettings
 from cl_train.step.optim import check_optimizer
 from cl_train.step.precision import Precision, kernel_selection, resolve_precision
 from cl_train.step.train_step import Loss
@@ -44,16 +42,11 @@ from cl_train.system.processes import (
 from cl_train.system.run_folder import read_records
 from cl_train.training.active_run import ActiveRun
 from cl_train.training.batch_size import resolve_batch_size
-from cl_train.training.build import (
-    build_train_state,
-    check_loss,
-    check_ranks_agree,
-    step_settings,
-)
+from cl_train.training.build import build_train_state, check_ranks_agree, step_settings
 from cl_train.training.evaluation import check_best_by
-from cl_train.training.records import Records, start_record
+from cl_train.training.records import Records
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
-from cl_train.training.trackers import Trackers, find_tracker
+from cl_train.training.trackers import Trackers, find_tracker, start_record
 
 log = logging.getLogger(__name__)
 
@@ -99,22 +92,20 @@ def set_up(
 
     # 3. The model, its optimizer and its step.
     step = step_settings(cfg, precision, dist, soft=bool(data.label_shape))
-    check_functions(cfg, step, data, dist)
+    check_metrics(cfg, data, dist)
     state = build_train_state(cfg, step, data.num_classes, dist, plan.lr_at(Progress()))
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
-    announce_work(data, plan, state.model)
+    announce_work(data, plan, state)
 
     # 4. Where the run begins.
     description = describe_run(state, data, plan, dist)
-    facts = facts_of_run(description, data, cfg)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
-    checkpoints = Checkpoints(store, state, facts, dist)
+    checkpoints = Checkpoints(store, state, facts_of_run(description, data, cfg), dist)
     if not cfg.evaluate_only:
         checkpoints.check()
     progress = starting_point(checkpoints, plan, folder)
-    check_ranks_agree({"step": progress.step, "epoch": progress.epoch}, dist)
     saves = handles_signals() and signals.ends_process and not cfg.evaluate_only
     hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if saves else ""
     log.info("run folder: %s%s", folder, hint)
@@ -122,7 +113,7 @@ def set_up(
     # 5. Its records.
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
-    start = start_record(folder, cfg, progress.step, data.num_classes)
+    start = start_record(folder, dict(flatten(asdict(cfg))), progress.step, data.num_classes)
     on_main(lambda: trackers.begin(start), dist)
     how = {"command": command, "resumed_with": progress.resumed_with or None}
     records = Records(folder if dist.is_main else None, cfg, trackers, how | description, progress)
@@ -143,6 +134,12 @@ def prepare_process(cfg: Config, dist: Dist) -> Config:
         bind_to_cores()
         torch.set_num_threads(cores_of_process(dist.world_size))
     return resolve_batch_size(cfg, dist)
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
@@ -169,10 +166,8 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
     return data
 
 
-def check_functions(cfg: Config, step: StepSettings, data: Data, dist: Dist) -> None:
-    """Raises ConfigError: the user's loss or metrics fail on noise."""
-    is_mixed = max(cfg.augment.mixup, cfg.augment.cutmix) > 0
-    check_loss(step.loss, data.num_classes, dist.device, soft=step.soft_targets or is_mixed)
+def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
+    """Raises ConfigError: the user's metrics fail on noise, or `best_by` is no number of them."""
     metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
     sizes = data.val_images or 2 * data.num_classes, data.num_classes
     is_binary = bool(data.label_shape)
@@ -181,24 +176,21 @@ def check_functions(cfg: Config, step: StepSettings, data: Data, dist: Dist) -> 
 
 
 def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:
-    cfg = plan.cfg
-    progress = (
-        checkpoints.resume(cfg.resume, training=not cfg.evaluate_only) if cfg.resume else None
-    )
-    records = on_main(lambda: read_records(folder)[0], checkpoints.dist)
+    cfg, dist = plan.cfg, checkpoints.dist
+    if not cfg.resume:
+        return Progress()
+    progress = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only)
+    records = on_main(lambda: read_records(folder)[0], dist)
     if progress is None:
-        if cfg.resume and records and checkpoints.dist.is_main:
-            log.warning(
-                "%s has no checkpoint: the run begins anew and replaces its records", folder
-            )
+        if records and dist.is_main:
+            what = "has no checkpoint: the run begins anew and replaces its records"
+            log.warning("%s %s", folder, what)
         return Progress()
     # The checkpoint was written before the evaluation of its epoch: the records say whether that
     # took place.
     evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}
-    is_closed = plan.is_epoch_end(progress) and (
-        "val" in evaluated or not plan.is_due(cfg.evaluate_every, progress)
-    )
-    if is_closed and not cfg.evaluate_only:
+    is_closed = "val" in evaluated or not plan.is_due(cfg.evaluate_every, progress)
+    if plan.is_epoch_end(progress) and is_closed and not cfg.evaluate_only:
         if "val" in evaluated:
             progress.count_evaluation(score_of(evaluated, cfg.best_by))
         plan.close_epoch(progress)
@@ -206,9 +198,7 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
 
 
 def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
-    """The part of `summary.json` that is known before the first step; `Records.finish` adds the
-    rest.
-    """
+    """The part of a `Summary` that is known before the first step."""
     cfg = plan.cfg
     settings = ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")
     return {
@@ -231,33 +221,30 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[
 
 
 def facts_of_run(description: dict[str, Any], data: Data, cfg: Config) -> dict[str, Any]:
-    """What identifies the run of a checkpoint (see `check_compatible`), with the keys of a
-    `ModelCard`.
-    """
-    shared = ("model", "memory_format", "precision", "world_size", "workers", "global_batch_size")
+    """What identifies the run of a checkpoint (see `check_compatible`), with its `ModelCard`."""
+    names = ("memory_format", "model", "precision")
+    texts = {name: description[name] for name in names}
+    card = ModelCard(
+        **texts,
+        classes=tuple(data.classes),
+        preprocessing=Preprocessing.of(cfg.data),
+        extensions=tuple(cfg.data.extensions),
+    )
+    shared = ("world_size", "workers", "global_batch_size")
     packages = ("torch", "torchvision", "python")
     return {
+        **card.to_dict(),
         **{name: description[name] for name in shared},
         "num_classes": data.num_classes,
-        "classes": list(data.classes),
-        "extensions": cfg.data.extensions,
-        **Preprocessing.of(cfg.data).to_dict(),
         "data_fingerprint": data.fingerprint,
         "versions": {name: description["environment"][name] for name in packages},
         "config": asdict(cfg),
     }
 
 
-def seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     processes = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
     log.info("%s on %s, %s", cfg.model, device_name(dist.device), processes)
-    # Why `auto` chose it, or what speaks against the chosen one.
     reason = f" ({precision.reason})" if precision.reason else ""
     level = logging.WARNING if reason and cfg.precision != "auto" else logging.INFO
     log.log(level, "precision: %s%s", precision.name, reason)
@@ -267,33 +254,27 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     if dist.device.type == "cuda" and not cfg.evaluate_only:
         compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
         log.info("selecting kernels (once per shape)%s", compiling)
-    if not dist.is_main:
-        return
-    if cfg.weights is not None:
+    if dist.is_main and cfg.weights is not None:
         only = cfg.evaluate_only
         log_preprocessing(cfg.data, cfg.model, cfg.weights, cfg.entry, evaluate_only=only)
-    if cfg.data.val_split == "train" and not cfg.evaluate_only:
+    if dist.is_main and cfg.data.val_split == "train" and not cfg.evaluate_only:
         log.warning("data.val_split=train: the accuracy on other images is lower")
 
 
-def announce_work(data: Data, plan: Plan, model: nn.Module) -> None:
-    cfg = plan.cfg
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    images = f"{data.val_images:,} validation"
-    if not cfg.evaluate_only:
-        images = f"{data.train_images:,} training and {images}"
-    size = f"{cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
+def announce_work(data: Data, plan: Plan, state: TrainState) -> None:
+    cfg, parameters = plan.cfg, list(state.model.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    images = f"{data.train_images:,} training and {data.val_images:,} validation images"
+    size = f"{data.num_classes} classes, {cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
     frozen = f", of which {trained:,} train" if cfg.freeze else ""
-    log.info(
-        "%s: %s images of %d classes, %s%s", cfg.data.name, images, data.num_classes, size, frozen
-    )
+    log.info("%s: %s of %s%s", cfg.data.name, images, size, frozen)
     if cfg.evaluate_only:
         return
     if data.num_classes == 1:
         log.warning("there is one class only: is data.root one level too high or too low?")
-    left_out = data.train_images - plan.steps_per_epoch * plan.global_batch_size
+    steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
+    left_out = data.train_images - steps * images_per_step
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
     epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
-    steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
     log.info("%s of %d steps, %d images per step%s", epochs, steps, images_per_step, dropped)

@@ -30,9 +30,9 @@ MAP = "mean_average_precision"
 
 
 def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) -> float:
-    """Returns what makes an evaluation the best: the higher, the better; -inf if that is unknown.
+    """What makes an evaluation the best: the higher, the better; -inf if it is unknown.
 
-    evaluated: its results, `val` and perhaps `val_average`. best_by: as the setting.
+    evaluated: `val` and perhaps `val_average`.
     """
     kind = "val_average" if (best_by or "").startswith("average.") else "val"
     result = evaluated.get(kind, {})
@@ -66,7 +66,7 @@ class Progress:
 
     def count_evaluation(self, score: float) -> bool:
         """Count the evaluation of this step, once; whether it is the best so far."""
-        if self.evaluated_step == self.step:  # the checkpoint was saved after its evaluation
+        if self.evaluated_step == self.step:  # before a resume
             return False
         self.evaluated_step, is_best = self.step, score > self.best_score
         self.best_score = max(self.best_score, score)
@@ -121,7 +121,7 @@ class Plan:
         return progress.step_in_epoch == self.steps_per_epoch or progress.step >= self.last_step
 
     def is_done(self, progress: Progress) -> bool:
-        """If a signal stopped the run at its last step, the evaluation is still missing."""
+        """At the last step its evaluation may still be missing."""
         is_over = progress.step >= self.last_step or self.is_out_of_patience(progress)
         return is_over and progress.closed_step == progress.step
 
@@ -148,12 +148,15 @@ class TrainState:
     average: EMA | None
     batch_format: DeviceFormat  # of the model's input; its memory format is also the model's
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
+    # By image size of training: of a forward pass, and of a step
+    gflop_per_image: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def collect(
     state: TrainState, progress: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state between two steps, as references; reading the loss scale waits for the device.
+    """The state between two steps, as references; the host waits for the loss scale.
+
     Weights and optimizer state are in fp32 and by parameter name: another precision, layout or
     grouping can load them.
     """
@@ -181,8 +184,7 @@ def collect(
 
 def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool = True) -> None:
     """Copy a loaded checkpoint, without `training` only its weights, into a run's objects, which
-    keep their layout, dtype, device and hyperparameters. Raises CheckpointError: the weights or the
-    optimizer do not fit.
+    keep layout, dtype, device and hyperparameters. Raises CheckpointError: it does not fit.
     """
     load_weights(state.model, checkpoint["model"])
     state.parts.weights.load(checkpoint["model"])
@@ -199,14 +201,13 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
         what = f"the checkpoint was written by {saved['name']}, this run uses {name}"
         advice = "resume with the same optim=, or take the weights only with weights=<checkpoint>"
         raise CheckpointError(f"{what}: {advice}")
-    untrained = sorted(saved["state"].keys() - parameters.keys())
-    if untrained:
+    if untrained := sorted(saved["state"].keys() - parameters.keys()):
         what = f"the checkpoint has optimizer state for {untrained[:5]}"
         raise CheckpointError(f"{what}, which this run does not train")
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index_of = {id(parameter): index for index, parameter in enumerate(ordered)}
-    # torch moves and casts the state. The groups with their hyperparameters are this run's own,
-    # except the number of steps, which some of timm's optimizers (LAMB) count per group.
+    # torch moves and casts the state. Hyperparameters are this run's own, except the number of
+    # steps, which some of timm's optimizers (LAMB) count per group.
     packed = {index_of[id(parameters[key])]: value for key, value in saved["state"].items()}
     groups = optimizer.state_dict()["param_groups"]
     if saved["step"] is not None:
@@ -215,8 +216,7 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
     for parameter in ordered:
         for key, value in optimizer.state.get(parameter, {}).items():
             # The fused and foreach fast paths need equal strides.
-            is_moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if is_moment and value.dim() > 0:
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
                 moment = torch.empty_like(parameter, dtype=value.dtype)
                 optimizer.state[parameter][key] = moment.copy_(value)
 
@@ -250,7 +250,6 @@ def check_compatible(
 
     Raises ConfigError: this is another run or, to evaluate, another model.
     """
-
     of_training = ("data_fingerprint", "global_batch_size") if training else ()
     problems = [*differences(saved, current, ("model", "num_classes", *of_training)).values()]
     if saved["classes"] != current["classes"]:
@@ -274,10 +273,8 @@ def check_compatible(
 def has_effect(key: str) -> bool:
     """Whether a change of this setting or fact may change the speed or the loss of a run."""
     setting = setting_fields(Config).get(key)
-    # Weights are read at the start only; the others move the end of the run, or its images.
-    without_effect = ("weights", "max_steps", "data.root")
     is_neutral = setting is not None and setting.metadata["affects"] == "nothing"
-    return not is_neutral and key not in without_effect
+    return not is_neutral and key not in ("weights", "max_steps", "data.root")
 
 
 @dataclass
@@ -300,17 +297,16 @@ class Checkpoints:
     def check(self) -> None:
         """Raises ConfigError: the disk has no space, or `get_extra_state` cannot be saved."""
         weights = self.state.parts.weights.state_dict()
-        extra = {name: value for name, value in weights.items() if name.endswith("_extra_state")}
         try:
-            snapshot(extra)
+            snapshot({name: v for name, v in weights.items() if name.endswith("_extra_state")})
         except TypeError as error:
             what = f"the model cannot be saved in a checkpoint: {error}"
             raise ConfigError(f"{what}; change get_extra_state") from None
         if self.dist.is_main:
             tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
-            weight_bytes = sum(tensor.nbytes for tensor in tensors)
             copies = 3 if self.state.average is None else 4  # weights, two moments at most, EMA
-            check_space(self.store.folder.parent, copies * weight_bytes, self.store.keep)
+            needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
+            check_space(self.store.folder.parent, needed_bytes, self.store.keep)
 
     def save(
         self,
@@ -329,10 +325,10 @@ class Checkpoints:
         saved = dict(vars(progress))
         steps = [snapshot(vars(step)) for step in saved.pop("window")]
         saved["best_top1"] = saved.pop("best_score")
-        ranks = gather_objects({"random": random, "window": steps}, self.dist)
+        saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
         if self.dist.is_main:
-            collected = collect(self.state, {**saved, "ranks": ranks}, self.facts)
+            collected = collect(self.state, saved, self.facts)
             for name, value in (buffers or {}).items():
                 entry, _, name_in_model = name.partition(".")
                 if name_in_model in collected[entry]:  # else it is not persistent
@@ -347,8 +343,9 @@ class Checkpoints:
 
     def resume(self, source: str, *, training: bool = True) -> Progress | None:
         """Restore the checkpoint that `resume=` names, without `training` only its weights; None:
-        `auto` finds none. Rank 0 reads for all: nodes need no shared folder. ConfigError: there is
-        none, or it is of another run.
+        `auto` finds none. Rank 0 reads for all: nodes need no shared folder.
+
+        Raises ConfigError: there is none, or it is of another run.
         """
         newest = on_main(lambda: load_for_resume(source, self.store), self.dist)
         if newest is None:
@@ -359,23 +356,28 @@ class Checkpoints:
         changes = check_compatible(saved["facts"], self.facts, training=training)
         for change in changes.values():
             log.info("resume: %s", change)
-        values, rank, device = saved["progress"], self.dist.rank, self.dist.device
+
+        restore(saved, self.state, training=training)
+        values = saved["progress"]
         ranks = values.pop("ranks")
         progress = Progress(best_score=values.pop("best_top1"), **values)
         progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
         if "best_by" in changes:  # another scale
             progress.best_score, progress.evaluations_without_gain = -math.inf, 0
-        restore(saved, self.state, training=training)
         if training:
-            # A rank that did not exist before keeps its seed + rank initialisation.
-            if rank < len(ranks):
-                torch.set_rng_state(ranks[rank]["random"]["cpu"])
-                if device.type == "cuda" and "cuda" in ranks[rank]["random"]:
-                    torch.cuda.set_rng_state(ranks[rank]["random"]["cuda"], device)
-            # Per-rank sums are only valid for the same world size; with another one the next log
-            # line has fewer steps.
-            for row in ranks[rank]["window"] if len(ranks) == self.dist.world_size else ():
-                result = StepResult(**{name: value.to(device) for name, value in row.items()})
-                progress.window.append(result)
+            self._restore_rank(ranks, progress)
         log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
         return progress
+
+    def _restore_rank(self, ranks: list[dict[str, Any]], progress: Progress) -> None:
+        """A rank that did not exist before keeps its seed + rank initialisation."""
+        rank, device = self.dist.rank, self.dist.device
+        if rank < len(ranks):
+            random = ranks[rank]["random"]
+            torch.set_rng_state(random["cpu"])
+            if device.type == "cuda" and "cuda" in random:
+                torch.cuda.set_rng_state(random["cuda"], device)
+        # With another world size the sums of a rank are void: the next log line has fewer steps.
+        for row in ranks[rank]["window"] if len(ranks) == self.dist.world_size else ():
+            result = StepResult(**{name: value.to(device) for name, value in row.items()})
+            progress.window.append(result)

@@ -1,9 +1,8 @@
 """Who else receives the records of a run (`log_to`): TensorBoard, Weights & Biases, MLflow, or the
 user's function.
 
-The first record is `{"kind": "start", "step", "folder", "group", "config", "classes"}`: `step` is
-above 0 if the run was resumed, `group` is the name of its sweep or None, `classes` their number.
-Then come those of metrics.jsonl, last `{"kind": "end", "step", "summary"}`.
+The first record is `start_record`, then come those of metrics.jsonl, last `{"kind": "end", "step",
+"summary"}`.
 """
 
 import copy
@@ -32,16 +31,15 @@ LAST_RECORDS_S = 30.0  # the end of a run waits this long for trackers that are 
 _FIRST = ("train/loss", "train/top1", "train/top5", "train/images_per_s")
 _NO_RESULTS = ("step", "time", "warmup", "world_size", "images")
 _HPARAMS = (
-    "model",
-    "channels_last",
-    "precision",
-    "compile",
-    "batch_size",
-    "seed",
-    "data.image_size",
-    "optim.name",
-    "optim.lr",
+    "model channels_last precision compile batch_size seed data.image_size optim.name optim.lr"
 )
+
+
+def start_record(folder: Path, config: dict[str, Any], step: int, classes: int) -> Record:
+    """step: above 0 if the run was resumed. classes: their number."""
+    group = folder.parent.name if (folder.parent / "sweep.json").is_file() else None
+    start = {"kind": "start", "step": step, "folder": str(folder), "group": group}
+    return start | {"config": config, "classes": classes}
 
 
 class Trackers:
@@ -53,8 +51,7 @@ class Trackers:
         self._trackers = [_Running(name) for name in log_to]
 
     def begin(self, start: Record) -> None:
-        """Send the first record, and wait until every tracker has begun the run: one that cannot is
-        known before the first step. After `START_S` the run begins, and its records wait.
+        """Send the first record, and wait up to `START_S` until every tracker has begun the run.
 
         Raises ConfigError: TensorBoard, Weights & Biases or MLflow cannot begin the run.
         """
@@ -65,19 +62,15 @@ class Trackers:
                 log.warning("%s has not begun the run within %g s", tracker.name, START_S)
             if tracker.failure and tracker.is_known:
                 self._trackers = []
-                raise ConfigError(
-                    f"{tracker.name} cannot begin the run: {tracker.failure}; mend it, or leave it"
-                    " out of log_to"
-                )
+                what = f"{tracker.name} cannot begin the run: {tracker.failure}"
+                raise ConfigError(f"{what}; mend it, or leave it out of log_to")
 
     def send(self, record: Record) -> None:
         for tracker in self._trackers:
             tracker.send(record)
 
     def close(self) -> None:
-        """Wait for the trackers to receive all records, together at most `LAST_RECORDS_S`, and say
-        which have lost some.
-        """
+        """Wait up to `LAST_RECORDS_S` for all records to arrive; says which trackers lost some."""
         deadline = time.monotonic() + LAST_RECORDS_S
         for tracker in self._trackers:
             tracker.close(max(0.0, deadline - time.monotonic()))
@@ -122,12 +115,11 @@ class _Running:
     def close(self, seconds: float) -> None:
         self._records.put(None)
         self._thread.join(seconds)
-        if not (self._thread.is_alive() or self.failure):
-            return
-        lost = self._sent - self._done
-        count = "all" if self._done == 0 else f"the last {lost} of {self._sent}"
-        why = self.failure or f"still sending after {LAST_RECORDS_S:g} s"
-        log.error("WARNING: %s HAS LOST %s RECORDS OF THIS RUN (%s)", self.name, count, why)
+        if self._thread.is_alive() or self.failure:
+            lost = self._sent - self._done
+            count = "all" if self._done == 0 else f"the last {lost} of {self._sent}"
+            why = self.failure or f"still sending after {LAST_RECORDS_S:g} s"
+            log.error("WARNING: %s HAS LOST %s RECORDS OF THIS RUN (%s)", self.name, count, why)
 
 
 def find_tracker(name: str) -> Tracker:
@@ -153,25 +145,22 @@ def metrics_of(record: Record, start: Record) -> dict[str, float]:
     compared by. With five classes or fewer every image is in the top 5.
     """
     unshown = (*_NO_RESULTS, "top5") if start["classes"] <= 5 else _NO_RESULTS
-    found = {
+    values = {
         f"{record['kind']}/{name}": value for name, value in record.items() if name not in unshown
     }
     if record["kind"] == "end":
         summary = record["summary"]
-        found = {
+        values = {
             "whole_run/top1": (summary["val"] or {}).get("top1"),
             "whole_run/train_loss": summary["train"]["loss"],
             "whole_run/images_per_s": (summary["images_per_s"]["end_to_end"] or {}).get("median"),
             "whole_run/peak_memory_gib": summary["peak_memory_gib"],
         }
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def run_id(start: Record, tracker: str, new_id: Callable[[], str]) -> str:
-    """The name of this run in the tracker, kept in the run folder: a resumed run continues its run
-    in the tracker.
-    """
-    # A file for each: trackers have threads of their own.
+    """The run's name in the tracker, kept in a file of the run folder for a resumed run."""
     path = Path(start["folder"]) / f"{tracker}.run_id"
     if not (start["step"] and path.is_file()):
         write_text(path, new_id() + "\n")
@@ -186,9 +175,9 @@ def tensorboard(records: Iterator[Record]) -> None:
     start = next(records)
     # `purge_step` drops the events of lost work.
     writer: Any = SummaryWriter(start["folder"], purge_step=start["step"] + 1)
-    settings = "\n".join(f"    {key}: {value}" for key, value in start["config"].items())
-    writer.add_text("config", settings)
-    loss = f"loss in training ({start['config']['loss']}) and validation (plain cross-entropy)"
+    config = start["config"]
+    writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+    loss = f"loss in training ({config['loss']}) and validation (plain cross-entropy)"
     charts = {
         loss: ["Multiline", ["^train/loss$", "^val/loss$"]],
         "top-1 in training and validation, %": ["Multiline", ["^train/top1$", "^val/top1$"]],
@@ -200,10 +189,9 @@ def tensorboard(records: Iterator[Record]) -> None:
             shown_tag = tag.replace("train/", "vitals/") if is_vital else tag
             writer.add_scalar(shown_tag, value, record["step"])
         if record["kind"] == "end":
-            compared = {key: str(start["config"][key]) for key in _HPARAMS}
+            compared = {key: str(config[key]) for key in _HPARAMS.split()}
             compared["memory_format"] = record["summary"]["memory_format"]
-            # Into the run's own events: add_hparams would create a second run
-            # (pytorch/pytorch#32651).
+            # `add_hparams` would create a second run (pytorch/pytorch#32651).
             for part in hparams(compared, metrics_of(record, start)):
                 writer.file_writer.add_summary(part)
         writer.flush()
@@ -238,16 +226,14 @@ def wandb(records: Iterator[Record]) -> None:
 
 
 def mlflow(records: Iterator[Record]) -> None:
-    """A run of MLflow at MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME or else
-    cl_train.
-    """
+    """A run of MLflow, in the experiment of MLFLOW_EXPERIMENT_NAME or else cl_train."""
     library = optional_module("mlflow", "log_to=mlflow")
     client, start = library.MlflowClient(), next(records)
 
     def new_run() -> str:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cl_train")
-        known = client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else client.create_experiment(name)
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cl_train")
+        known = client.get_experiment_by_name(experiment_name)
+        experiment = known.experiment_id if known else client.create_experiment(experiment_name)
         tags = {"group": start["group"]} if start["group"] else {}
         name = Path(start["folder"]).name
         created = client.create_run(experiment, run_name=name, tags=tags).info.run_id

@@ -192,7 +192,7 @@ def test_auto_falls_back_to_eager_steps_with_the_same_results(
         assert step([make_batch(parts, seed=seed)]).loss == theirs.loss
     [warning] = caplog.messages
     assert "operation not permitted" in warning and "the steps run eagerly" in warning
-    assert step.call is None
+    assert step.replay is None
     for can_go_on in (True, False):
         step = graphed(can_go_on=can_go_on, fall_back=not can_go_on)
         step([make_batch(parts)])

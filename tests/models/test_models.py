@@ -13,7 +13,6 @@ from torch import nn
 from cl_train.config.schema import Config, ConfigError, DataConfig
 from cl_train.models import sources
 from cl_train.models.sources import build_model, model_names, replace_classifier
-from cl_train.system.distributed import Dist
 from cl_train.training import build
 from tests import networks
 
@@ -82,7 +81,9 @@ def test_a_pretrained_head_is_replaced(name: str) -> None:
 def test_images_that_a_model_cannot_take_are_refused_at_once() -> None:
     def built(model: str, batch_size: int, size: int, **more: Any) -> nn.Module:
         cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size), **more)
-        return build.build_model(cfg, 3, Dist(0, 1, torch.device("cpu")))
+        model = build.build_model(cfg, 3)
+        build.try_shapes(cfg, model)
+        return model
 
     with pytest.raises(ConfigError, match=r"train on 4 images of 32 px.*data.image_size"):
         built("alexnet", 4, 32)

@@ -55,10 +55,8 @@ CURVES: list[tuple[dict[str, object], dict[int, float]]] = [
 @pytest.mark.parametrize(("schedule", "expected"), CURVES)
 def test_learning_rates(schedule: dict[str, object], expected: dict[int, float]) -> None:
     cfg = ScheduleConfig(**schedule)  # type: ignore[arg-type]
-    found = {
-        step: lr_at(step, cfg, lr=1.0, steps_per_epoch=10, total_steps=100) for step in expected
-    }
-    assert found == pytest.approx(expected, abs=1e-5)
+    rate_at = partial(lr_at, cfg=cfg, lr=1.0, steps_per_epoch=10, total_steps=100)
+    assert {step: rate_at(step) for step in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def optimizer_of(
@@ -78,30 +76,28 @@ def test_layer_decay_equals_timms(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
     optimizer = optimizer_of(model, layer_decay=0.75, decay_norm_and_bias=False, name="adamw")
     set_lr(optimizer, 1.0)
-    theirs = by_name(
-        model, timm.optim.param_groups_layer_decay(model, layer_decay=0.75), "lr_scale"
-    )
+    reference = timm.optim.param_groups_layer_decay(model, layer_decay=0.75)
+    theirs = by_name(model, reference, "lr_scale")
     assert by_name(model, optimizer.param_groups, "lr") == pytest.approx(theirs)
 
 
 def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
     model = torchvision.models.resnet18(num_classes=3)
-    cfg = OptimConfig(layer_decay=0.5, head_lr_ratio=10)
-    groups = build_optimizer(
-        cfg, model, dict(model.named_parameters()), 1.0, {"fc.weight", "fc.bias"}
-    ).param_groups
-    found = by_name(model, groups, "lr")
+    cfg, named = OptimConfig(layer_decay=0.5, head_lr_ratio=10), dict(model.named_parameters())
+    optimizer = build_optimizer(cfg, model, named, 1.0, {"fc.weight", "fc.bias"})
+    rates = by_name(model, optimizer.param_groups, "lr")
     stages = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
     blocks = ["conv1", *stages, "fc"]
     for depth, block in enumerate(reversed(blocks)):
-        of_block = {value for name, value in found.items() if name.startswith(f"{block}.")}
+        of_block = {rate for name, rate in rates.items() if name.startswith(f"{block}.")}
         assert of_block == {0.5**depth * (10 if block == "fc" else 1)}, block
-    assert found["bn1.weight"] == found["conv1.weight"]
+    assert rates["bn1.weight"] == rates["conv1.weight"]
     layers = layer_numbers(torchvision.models.VisionTransformer(32, 16, 12, 2, 8, 8, num_classes=3))
-    assert layers["encoder.ln.weight"] == layers["encoder.layers.encoder_layer_11.mlp.3.weight"]
-    of_block = [number for name, number in layers.items() if "encoder_layer_1." in name]
-    assert len({*of_block}) == 1 and "encoder.layers.encoder_layer_1.ln_1.weight" in layers
-    assert layers["heads.head.weight"] - layers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 12
+    block = "encoder.layers.encoder_layer_"
+    assert layers["encoder.ln.weight"] == layers[f"{block}11.mlp.3.weight"]
+    of_second = {number for name, number in layers.items() if name.startswith(f"{block}1.")}
+    assert of_second == {layers[f"{block}1.ln_1.weight"]}
+    assert layers["heads.head.weight"] - layers[f"{block}0.mlp.0.weight"] == 12
 
 
 ALL = [name for name, _ in small(3).named_parameters()]
@@ -136,9 +132,8 @@ def test_parameters_without_decay_are_those_of_timm() -> None:
     expected = {name: 0.1 if name in weights else 0.0 for name, _ in model.named_parameters()}
     for kind, decays in ((model, expected), (vit, theirs)):
         groups = optimizer_of(kind, weight_decay=0.1, decay_norm_and_bias=False).param_groups
-        assert by_name(kind, groups, "weight_decay") == decays and {
-            group["lr"] for group in groups
-        } == {0.1}
+        assert by_name(kind, groups, "weight_decay") == decays
+        assert {group["lr"] for group in groups} == {0.1}
 
 
 REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -166,22 +161,17 @@ def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is
 
 
 def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum() -> None:
-    """Fused SGD would start from unwritten memory: two steps after a skipped one equal two steps
-    without it.
-    """
-    weight = nn.Parameter(torch.ones(5000))
-    optimizer = build_optimizer(
-        OptimConfig(weight_decay=0.0), nn.Module(), {"weight": weight}, lr=0.5
-    )
+    """Fused SGD would start from unwritten memory. Two steps follow a skipped one."""
+    weight, cfg = nn.Parameter(torch.ones(5000)), OptimConfig(weight_decay=0.0)
+    optimizer = build_optimizer(cfg, nn.Module(), {"weight": weight}, lr=0.5)
     weight.grad = torch.full_like(weight, 0.25)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     del optimizer.found_inf
     optimizer.step()
     optimizer.step()
-    torch.testing.assert_close(
-        weight.detach(), torch.full_like(weight, 1 - 0.5 * 0.25 * (1 + 1.9)), rtol=1e-6, atol=0
-    )
+    expected = torch.full_like(weight, 1 - 0.5 * 0.25 * (1 + 1.9))
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=0)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
@@ -194,8 +184,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
 
 @pytest.mark.parametrize("name", ["lamb", "lion", "muon", "adan", "rmsproptf", "nadamw"])
 def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
-    """Three steps equal those of `create_optimizer_v2(model, ...)`, also if the second begins from
-    a checkpoint.
+    """Three steps equal those of `create_optimizer_v2`, though the second begins from a
+    checkpoint.
     """
     cfg = OptimConfig(library="timm", name=name, weight_decay=0.1, decay_norm_and_bias=False)
     check_optimizer(cfg)
@@ -228,10 +218,9 @@ def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
 
 def test_unknown_and_unusable_optimizers_of_timm_are_refused() -> None:
     check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95, beta2=0.98))
+    unusable = {"lam": "lamb", "kron": "not a supported", "bnbadam": "bnb"}
     for name, beta1, said in (
-        ("lam", None, "lamb"),
-        ("kron", None, "not a supported"),
-        ("bnbadam", None, "bnb"),
+        *((name, None, said) for name, said in unusable.items()),
         ("lion", 0.95, "beta2"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -253,19 +242,11 @@ class FusedKernels(TorchDispatchMode):
 
 
 def odd_layers() -> nn.Module:
-    """Odd sizes, so that kernels have remainders; depthwise and 1x1 weights, which have both
-    formats at once; 3-D; a weight that gets no gradient.
-    """
+    """Odd sizes, so that kernels have remainders; depthwise and 1x1 weights; 3-D."""
     torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(3, 37, 7),
-        nn.Conv2d(37, 37, 3, groups=37),
-        nn.Conv2d(37, 13, 1),
-        nn.ConvTranspose2d(13, 5, (3, 5)),
-        nn.Conv3d(5, 7, (3, 3, 1)),
-        nn.Linear(19, 3),
-        nn.Conv2d(64, 96, 3),
-    ]
+    flat = [nn.Conv2d(3, 37, 7), nn.Conv2d(37, 37, 3, groups=37), nn.Conv2d(37, 13, 1)]
+    more = [nn.ConvTranspose2d(13, 5, (3, 5)), nn.Conv3d(5, 7, (3, 3, 1)), nn.Conv2d(64, 96, 3)]
+    layers = [*flat, *more, nn.Linear(19, 3)]
     for layer in layers:
         convert(layer)
     return nn.Sequential(*layers)
@@ -274,9 +255,7 @@ def odd_layers() -> nn.Module:
 def updated(
     precision: str, options: dict[str, Any], kernels: FusedKernels
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and optimizer state after twelve updates, one of which overflows, with a checkpoint
-    in the middle.
-    """
+    """Weights and optimizer state after twelve updates with an overflow and a checkpoint."""
     parts = parts_of(precision, options)
     for step in range(12):
         if step == 6:
@@ -295,23 +274,15 @@ def updated(
         with kernels:
             assert update_weights(parts).item() == (step == 3)
     state = collect(state_of(parts), {}, {})
-    assert {id(p) for g in parts.optimizer.param_groups for p in g["params"]} == {
-        id(parameter) for parameter in parts.weights.trainable().values()
-    }
     return state["model"], state["optimizer"]["state"]
 
 
 def parts_of(precision: str, options: dict[str, Any]) -> StepParts:
-    parts = make_parts(
-        precision,
-        model=odd_layers(),
-        layout=torch.preserve_format,
-        clip_norm=options.get("clip_norm"),
-    )
-    parameters = parts.weights.trainable()
-    kind = options["kind"]
-    groups = [{"params": list(parameters.values())}]
-    return replace(parts, optimizer=kind(groups, lr=0.01, fused=True, **options.get("more", {})))
+    kind, clip_norm, more = options["kind"], options.get("clip_norm"), options.get("more", {})
+    layout = torch.preserve_format
+    parts = make_parts(precision, model=odd_layers(), layout=layout, clip_norm=clip_norm)
+    parameters = list(parts.weights.trainable().values())
+    return replace(parts, optimizer=kind(parameters, lr=0.01, fused=True, **more))
 
 
 FUSED: dict[str, dict[str, Any]] = {

@@ -56,15 +56,10 @@ def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold() -
     model(torch.randn(4, 3, 32, 32).half()).float().sum().backward()
     gradient = half.grad.float()
     weights.copy_gradients_from_model()
-    assert (
-        half.grad is None
-        and torch.equal(full.grad, gradient)
-        and full.grad.stride() == full.stride()
-    )
+    assert half.grad is None and torch.equal(full.grad, gradient)
+    assert full.grad.stride() == full.stride()
     before = full.detach().clone()
-    for _ in range(
-        100
-    ):  # each is below half a unit in the last place of fp16, so fp16 alone would never move
+    for _ in range(100):  # each is below fp16's resolution, so fp16 alone would never move
         with torch.no_grad():
             full.mul_(1 + 1e-5)
         weights.copy_weights_to_model()
@@ -73,9 +68,8 @@ def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold() -
     with torch.no_grad():
         full.copy_(before + 2e-6)
     average.update(weights.state_dict())
-    torch.testing.assert_close(
-        average.module[3].weight - before, torch.full_like(before, 1e-6), rtol=0.05, atol=0
-    )
+    change, expected = average.module[3].weight - before, torch.full_like(before, 1e-6)
+    torch.testing.assert_close(change, expected, rtol=0.05, atol=0)
 
 
 def nothing() -> None:

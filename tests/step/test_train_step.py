@@ -38,27 +38,17 @@ def make_parts(
     weights, cfg = Fp32Weights(model, precision), OptimConfig(name=optimizer, weight_decay=0.0)
     built = build_optimizer(cfg, model, weights.trainable(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale, enabled=precision.scales_loss)
-    return StepParts(
-        model,
-        weights,
-        built,
-        scaler,
-        precision,
-        CPU,
-        Loss(label_smoothing=label_smoothing),
-        clip_norm,
-    )
+    loss = Loss(label_smoothing=label_smoothing)
+    return StepParts(model, weights, built, scaler, precision, CPU, loss, clip_norm)
 
 
 def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    layout = (
-        torch.channels_last if parts.model[0].weight.stride()[1] == 1 else torch.contiguous_format
-    )
-    pixels = torch.randn(images, 3, 32, 32, generator=generator).to(parts.precision.input_dtype)
-    return Batch(
-        pixels.to(memory_format=layout), torch.randint(0, 3, (images,), generator=generator)
-    )
+    is_channels_last = parts.model[0].weight.stride()[1] == 1
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+    pixels = torch.randn(images, 3, 32, 32, generator=generator)
+    pixels = pixels.to(parts.precision.input_dtype, memory_format=layout)
+    return Batch(pixels, torch.randint(0, 3, (images,), generator=generator))
 
 
 def state_of(parts: StepParts, average: EMA | None = None) -> TrainState:
@@ -101,9 +91,8 @@ def test_clipping_sees_unscaled_gradients(name: str) -> None:
         named = parts.weights.trainable()
         before = {key: value.detach().clone() for key, value in named.items()}
         train_step(parts, [make_batch(parts)])
-        changes.append(
-            torch.stack([(named[key] - before[key]).norm() for key in named]).norm().item()
-        )
+        norms = [(named[key] - before[key]).norm() for key in named]
+        changes.append(torch.stack(norms).norm().item())
     assert changes == pytest.approx([0.001, 0.001], rel=0.02)
 
 
@@ -136,11 +125,8 @@ def test_accumulation_equals_the_larger_batch() -> None:
         torch.manual_seed(0)
         parts = make_parts("fp32", model=without_batchnorm(3))
         whole = make_batch(parts, images=16)
-        micro = [
-            Batch(x, y)
-            for x, y in zip(whole.images.chunk(pieces), whole.targets.chunk(pieces), strict=True)
-        ]
-        sums = train_step(parts, micro)
+        micro = map(Batch, whole.images.chunk(pieces), whole.targets.chunk(pieces))
+        sums = train_step(parts, list(micro))
         results.append((parts.model[0].weight.detach().clone(), sums.loss, sums.correct1))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
 
@@ -161,23 +147,18 @@ def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None
     ours = Loss("bce", label_smoothing=smoothing, bce_threshold=threshold)
     theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold)
     torch.testing.assert_close(ours(LOGITS, LABELS), theirs(LOGITS, LABELS))
-    torch.testing.assert_close(
-        ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing))
-    )  # timm's MixUp smooths
+    # timm's MixUp smooths.
+    torch.testing.assert_close(ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing)))
 
 
 def test_cross_entropy_is_timms_and_float32_for_half_precision_logits() -> None:
     ours = Loss(label_smoothing=0.1)
-    torch.testing.assert_close(
-        ours(LOGITS, LABELS), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS)
-    )
+    theirs = LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS)
+    torch.testing.assert_close(ours(LOGITS, LABELS), theirs)
     torch.testing.assert_close(ours(LOGITS, mixed()), SoftTargetCrossEntropy()(LOGITS, mixed(0.1)))
     for loss in (ours, Loss("bce")):
-        assert (
-            loss(LOGITS.bfloat16(), LABELS).dtype
-            == loss(LOGITS.bfloat16(), mixed()).dtype
-            == torch.float32
-        )
+        for targets in (LABELS, mixed()):
+            assert loss(LOGITS.bfloat16(), targets).dtype == torch.float32
 
 
 @pytest.mark.slow
@@ -189,8 +170,7 @@ def test_auxiliary_heads_count(name: str, size: int) -> None:
     output = model(torch.randn(2, 3, size, size))
     auxiliary = [value for field, value in output._asdict().items() if field != "logits"]
     assert auxiliary and all(value.shape == (2, 5) for value in auxiliary)
-    expected = nn.functional.cross_entropy(output.logits, targets)
-    expected = expected + sum(
-        weight * nn.functional.cross_entropy(value, targets) for value in auxiliary
-    )
+    cross_entropy = nn.functional.cross_entropy
+    of_auxiliary = sum(cross_entropy(value, targets) for value in auxiliary)
+    expected = cross_entropy(output.logits, targets) + weight * of_auxiliary
     torch.testing.assert_close(loss_of(output, targets), expected)

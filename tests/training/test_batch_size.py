@@ -19,8 +19,8 @@ from tests.conftest import Run
 ALONE = Dist(0, 1, torch.device("cpu"))
 
 
-def found(
-    dies_at: int = 10**6, half_speed_at: int = 16, **limits: Any
+def search_for(
+    dies_at: int = 10**6, half_speed_at: int = 16, **changed: Any
 ) -> tuple[int, list[int], list[int]]:
     """The choice, the sizes tried, and those that fit, where the weights take 1 GiB, an image 1/16
     GiB, and the speed grows to 1000 images/s.
@@ -33,31 +33,26 @@ def found(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return BatchSpeed(size, 1000 * size / (size + half_speed_at), 1 + size / 16)
 
+    limits: dict[str, Any] = {"largest": 4096, "limit_gib": 1e6, "time_limit_s": 1e9} | changed
     with patch.object(batch_size, "perf_counter", lambda: sum(asked)):
-        chosen, measured = search(
-            measure, **{"largest": 4096, "limit_gib": 1e6, "time_limit_s": 1e9} | limits
-        )
+        chosen, measured = search(measure, **limits)
     return chosen, asked, [item.batch_size for item in measured]
 
 
 def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chosen() -> None:
     for limits, asked, fit in (
-        (
-            {"limit_gib": 10.5},
-            [8, 16, 32, 64, 128],
-            [8, 16, 32, 64, 128],
-        ),  # 152 images fit: 256 is not tried
-        ({"dies_at": 40}, [8, 16, 32, 64], [8, 16, 32]),  # unforeseen
-        ({"limit_gib": 1.3}, [8, 4], [4]),
-        ({"largest": 100}, [8, 16, 32, 64, 100], [8, 16, 32, 64, 100]),
-        ({"largest": 5}, [5], [5]),
-        ({"time_limit_s": 115}, [8, 16, 32], [8, 16, 32]),  # ends before the time is spent: 56 s
+        ({"limit_gib": 10.5}, [8, 16, 32, 64, 128], 5),  # 152 images fit: 256 is not tried
+        ({"dies_at": 40}, [8, 16, 32, 64], 3),  # unforeseen
+        ({"largest": 100}, [8, 16, 32, 64, 100], 5),
+        ({"largest": 5}, [5], 1),
+        ({"time_limit_s": 115}, [8, 16, 32], 3),  # ends before the time is spent: 56 s
     ):
-        assert found(**limits)[1:] == (asked, fit)
+        assert search_for(**limits)[1:] == (asked, asked[:fit])
+    assert search_for(limit_gib=1.3)[1:] == ([8, 4], [4])
     # Speed half-way at 1 image: 64 images reach 98.5 % of the best, 32 only 97 %.
-    assert found(half_speed_at=1)[0] == 64 and found(half_speed_at=1000)[0] == 4096
+    assert search_for(half_speed_at=1)[0] == 64 and search_for(half_speed_at=1000)[0] == 4096
     with pytest.raises(ConfigError, match=r"not even 2 images fit into 1\.10 GiB"):
-        found(limit_gib=1.1)
+        search_for(limit_gib=1.1)
     with pytest.raises(RuntimeError, match="shapes"):
         search(Mock(side_effect=RuntimeError("shapes do not match")), 64, 1.0, 1.0)
 
@@ -100,12 +95,10 @@ def test_a_run_with_auto_writes_the_number_down(
     original, cublas = batch_size.build_model, []
     read = partial(os.environ.get, "CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(batch_size, "build_model", lambda *a: cublas.append(read()) or original(*a))
-    done = train(
-        "batch_size=auto", "epochs=1", "optim.reference_batch_size=32", "deterministic=true"
-    )
-    assert cublas[0] == ":4096:8", (
-        "cuBLAS reads it at its first product, which the measurement calls"
-    )
+    words = "batch_size=auto epochs=1 optim.reference_batch_size=32 deterministic=true"
+    done = train(*words.split())
+    # cuBLAS reads it at its first product, which the measurement calls.
+    assert cublas[0] == ":4096:8"
     assert (chosen := done.summary["global_batch_size"]) in (8, 16)
     assert f"batch_size: {chosen}\n" in (done.folder / "config.yaml").read_text()
     assert done.records("train")[0]["lr"] == pytest.approx(0.4 * chosen / 32)

@@ -22,9 +22,8 @@ from cl_train.training.trackers import Trackers
 
 def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_no_step() -> None:
     data, schedule = DataConfig(size_schedule=[[0, 64], [2, 128]]), ScheduleConfig(name="linear")
-    cfg = Config(
-        batch_size=8, accumulate_steps=3, epochs=4, data=data, schedule=schedule, max_steps=30
-    )
+    cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=30)
+    cfg = replace(cfg, data=data, schedule=schedule)
     for reference_batch_size, peak in ((256, 48 / 256), (0, 1.0)):
         optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
         plan = Plan.of(replace(cfg, optim=optim), 500, 2)
@@ -39,9 +38,8 @@ def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> No
         (5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, []),
     ):  # fmt: skip
         settings = {"epochs": epochs, "max_steps": max_steps, "evaluate_every": every}
-        plan = Plan.of(
-            Config(batch_size=10, checkpoint=CheckpointConfig(every_epochs=3), **settings), 40, 1
-        )
+        checkpoint = CheckpointConfig(every_epochs=3)
+        plan = Plan.of(Config(batch_size=10, checkpoint=checkpoint, **settings), 40, 1)
         progress, evaluated, saved = Progress(), [], []
         while not plan.is_done(progress):
             progress.advance(plan.global_batch_size)
@@ -84,16 +82,9 @@ def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -
         steps(meter, clock, 2, 0.5, wait_s)
         closed.append(meter.close())
     for window, wait_pct in zip(closed, (20, 80), strict=True):
-        expected = {
-            "images": 128,
-            "seconds": 2.0,
-            "images_per_s": 64,
-            "step_ms": 500,
-            "data_wait_pct": wait_pct,
-        }
-        assert meter.measured(window) == pytest.approx(
-            expected | {"image_size": 0, "warmup": False}
-        )
+        expected = {"images": 128, "seconds": 2.0, "images_per_s": 64, "step_ms": 500}
+        expected |= {"data_wait_pct": wait_pct, "image_size": 0, "warmup": False}
+        assert meter.measured(window) == pytest.approx(expected)
 
 
 def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_alone() -> None:
@@ -106,12 +97,8 @@ def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_alone(
             windows.append(Window(step=1, time=1.0, **meter.measured(meter.close())))
     sizes = [(window.image_size, window.warmup) for window in windows]
     assert sizes == [(64, True), (64, True), (64, False), (64, False), (96, True), (96, True)]
-    assert speed(windows[:4])["images_per_s"]["end_to_end"] == {
-        "median": 32,
-        "p5": 32,
-        "p95": 32,
-        "windows": 2,
-    }
+    whole = {"median": 32, "p5": 32, "p95": 32, "windows": 2}
+    assert speed(windows[:4])["images_per_s"]["end_to_end"] == whole
     assert speed(windows[:1])["images_per_s"]["end_to_end"]["windows"] == 1
     known = {"median": 50, "p5": 5, "p95": 95, "windows": 101}
     assert spread(range(101)) == known
@@ -135,15 +122,13 @@ def window(step: int, loss: float) -> Window:
 def records(folder: Path | None, step: int = 0) -> Records:
     description = dict.fromkeys(DESCRIBED.split())
     description |= {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
-    return Records(
-        folder, Config(), Trackers([]), description, Progress(step=step, closed_step=step)
-    )
+    progress = Progress(step=step, closed_step=step)
+    return Records(folder, Config(), Trackers([]), description, progress)
 
 
 def recorded(folder: Path) -> list[int]:
-    return [
-        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
 
 
 def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks_write_nothing(

@@ -42,26 +42,23 @@ def assert_equal(ours: TrainState, theirs: TrainState) -> None:
 def test_the_models_layout_wins_for_weights_and_moments(
     tmp_path: Path, to_channels_last: bool
 ) -> None:
-    state, other = (
-        build(layout, optimizer="adamw") for layout in (not to_channels_last, to_channels_last)
-    )
+    state = build(not to_channels_last, optimizer="adamw")
+    other = build(to_channels_last, optimizer="adamw")
     saved(tmp_path / "b.pt", other, steps=1)  # what it has must be overwritten altogether
     content = saved(tmp_path / "a.pt", state)
     assert content["optimizer"]["state"].keys() == dict(state.model.named_parameters()).keys()
     restore(content, other)
     assert_equal(state, other)
     expected = (72, 1, 24, 8) if to_channels_last else (72, 9, 3, 1)
-    assert (
-        other.model[3].weight.stride() == moments(other)["3.weight"]["exp_avg"].stride() == expected
-    )
+    average = moments(other)["3.weight"]["exp_avg"]
+    assert other.model[3].weight.stride() == average.stride() == expected
 
 
 def test_hyperparameters_and_parameter_groups_stay_the_runs_own(tmp_path: Path) -> None:
     state, other = build(), build()
     named = dict(other.model.named_parameters())
-    weights, biases = (
-        [named[name] for name in named if name.endswith(end)] for end in ("weight", "bias")
-    )
+    weights = [named[name] for name in named if name.endswith("weight")]
+    biases = [named[name] for name in named if name.endswith("bias")]
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
     sgd = torch.optim.SGD(groups, lr=0.5, momentum=0.8, foreach=True)
     regrouped = state_of(replace(other.parts, optimizer=sgd))
@@ -122,24 +119,19 @@ def test_another_run_is_refused_with_what_differs_and_other_settings_are_noted(
         with pytest.raises(ConfigError, match=message):
             check_compatible(FACTS, FACTS | change)
     assert check_compatible(FACTS, FACTS) == {}
-    change = {
-        "memory_format": "channels_last",
-        "world_size": 2,
-        "config": {"optim": {"lr": 0.2}, "resume": "auto"},
-    }
+    change = {"memory_format": "channels_last", "world_size": 2}
+    change["config"] = {"optim": {"lr": 0.2}, "resume": "auto"}
     assert list(check_compatible(FACTS, FACTS | change).values()) == [
         "memory_format: contiguous -> channels_last",
         "world_size: 1 -> 2",
         "optim.lr: 0.1 -> 0.2",
     ]
     content = saved(tmp_path / "a.pt", build())
+    deeper = nn.Sequential(*small(3), nn.Linear(3, 3))
     for other, problem in (
         (build(optimizer="adamw"), "written by SGD, this run uses AdamW"),
         (build(model=small(7)), "do not fit the model"),
-        (
-            build(model=nn.Sequential(*small(3), nn.Linear(3, 3))),
-            r"missing \['9.weight', '9.bias'\]",
-        ),
+        (build(model=deeper), r"missing \['9.weight', '9.bias'\]"),
     ):
         with pytest.raises(CheckpointError, match=problem):
             restore(content, other)

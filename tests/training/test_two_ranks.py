@@ -31,21 +31,10 @@ pytestmark = pytest.mark.slow
 
 
 def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Config:
-    data = {
-        "name": "folder",
-        "root": str(folder / "images"),
-        "image_size": 32,
-        "workers": 0,
-        **(data or {}),
-    }
-    words = {
-        "model": "tests.networks:small",
-        "device": "cpu",
-        "precision": "fp32",
-        "epochs": 2,
-        "batch_size": 8,
-    }
-    return load({**words, "log_every": 1, "log_to": [], "data": data, **changes})
+    images = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0}
+    words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2}
+    words |= {"batch_size": 8, "log_every": 1, "log_to": [], "data": images | (data or {})}
+    return load(words | changes)
 
 
 def run(folder: Path, name: str, **changes: Any) -> int:
@@ -64,14 +53,12 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> None:
         state = build.build_train_state(cfg, fp32_step(cfg, dist), 3, dist, lr=0.5)
         for step in range(4):
             generator = torch.Generator().manual_seed(10 * step + dist.rank)
-            images = torch.randn(8, 3, 32, 32, generator=generator).to(
-                memory_format=torch.channels_last
-            )
+            images = torch.randn(8, 3, 32, 32, generator=generator)
+            images = images.to(memory_format=torch.channels_last)
             state.train_step([Batch(images, torch.randint(3, (8,), generator=generator))])
-            sums = gather_objects(
-                [parameter.sum().item() for parameter in state.model.parameters()], dist
-            )
-            assert sums[0] == sums[1], step
+            sums = [parameter.sum().item() for parameter in state.model.parameters()]
+            ours, theirs = gather_objects(sums, dist)
+            assert ours == theirs, step
 
 
 def evaluation_is_eager_with_compile(folder: Path) -> None:
@@ -81,10 +68,8 @@ def evaluation_is_eager_with_compile(folder: Path) -> None:
     with processes("cpu", LIMIT_S) as dist:
         cfg = settings(folder, compile=True)
         state = build.build_train_state(cfg, fp32_step(cfg, dist), 3, dist, lr=0.1)
-        assert (
-            state.model._compiled_call_impl is None
-            and state.parts.model._compiled_call_impl is not None
-        )
+        assert state.model._compiled_call_impl is None
+        assert state.parts.model._compiled_call_impl is not None
 
 
 def resume_reads_on_rank_0_alone(folder: Path) -> None:
@@ -111,23 +96,18 @@ def other_settings_and_layouts_are_refused(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    kept = {"every_epochs": 0, "keep": 9}
+    saving: dict[str, Any] = {"checkpoint": {"every_epochs": 0, "keep": 9}, "evaluate_every": -1}
     weights_stay_equal_with_a_static_graph(folder)
     evaluation_is_eager_with_compile(folder)
     assert run(folder, "dropout", max_steps=1, report=True) == 0
     resume_reads_on_rank_0_alone(folder)
     other_settings_and_layouts_are_refused(folder)
-    assert run(folder, "in-training", model="tests.networks:terminated_in_training") == 143
-    assert (
-        run(folder, "in-evaluation", model="tests.networks:terminated_in_evaluation", batch_size=4)
-        == 143
-    )
-    assert (
-        run(
-            folder, "usr1", model="tests.networks:asked_to_save", checkpoint=kept, evaluate_every=-1
-        )
-        == 0
-    )
+    for name, code, more in (
+        ("terminated_in_training", 143, {}),
+        ("terminated_in_evaluation", 143, {"batch_size": 4}),
+        ("asked_to_save", 0, saving),
+    ):
+        assert run(folder, name, model=f"tests.networks:{name}", **more) == code
 
 
 @pytest.fixture(scope="module")
@@ -142,27 +122,21 @@ def test_random_numbers_differ_and_the_report_has_the_images_of_both_ranks(folde
     done, images = Run(folder / "dropout", 0), folder / "images" / "val"
     saved = done.checkpoint("step-00000001.pt")["progress"]["ranks"]
     assert len(saved) == 2 and not torch.equal(saved[0]["random"]["cpu"], saved[1]["random"]["cpu"])
-    page = check_report(done, 21)
-    assert all(page.count(f">{path.relative_to(images)}<") == 1 for path in images.glob("*/*"))
+    names = [figure["name"] for figure in check_report(done, 21)]
+    assert sorted(names) == sorted(map(str, images.glob("*/*")))
 
 
 def test_a_run_is_resumed_and_one_with_other_settings_leaves_no_record(folder: Path) -> None:
     resumed = Run(folder / "resumed", 0).records("train")
-    assert [(r["step"], r["image_size"]) for r in resumed] == [
-        (1, 16),
-        (2, 16),
-        (3, 16),
-        (4, 32),
-        (5, 32),
-        (6, 32),
-    ]
+    assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5, 6]
+    assert [record["image_size"] for record in resumed] == [16, 16, 16, 32, 32, 32]
     assert not (folder / "other" / "metrics.jsonl").exists()
 
 
 def test_a_signal_to_one_rank_reaches_both(folder: Path) -> None:
     for case, steps in (("training", 2), ("evaluation", 6)):
-        stopped = Run(folder / f"in-{case}", 143)
+        stopped = Run(folder / f"terminated_in_{case}", 143)
         assert (stopped.summary["status"], stopped.summary["steps"]) == ("interrupted", steps)
         assert stopped.checkpoint(f"step-{steps:08d}.pt") and stopped.records("val") == []
-    names = {path.name for path in (folder / "usr1" / "checkpoints").iterdir()}
+    names = {path.name for path in (folder / "asked_to_save" / "checkpoints").iterdir()}
     assert names == {"step-00000002.pt", "step-00000006.pt"}, "USR1 saves, and training continues"
