@@ -40,20 +40,15 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     from cl_train.measure.suite import run_suite
 
     document = run_suite(settings)
-    verdicts = []
-    for result in document["results"]:
-        words = []
-        for pair in result["pairs"]:
-            ratio = "" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)"
-            words.append(f"{pair['candidate']} {pair['verdict'].replace('_', ' ')}{ratio}")
-        verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
     results = document["results"]
+    verdicts = []
+    for result in results:
+        words = [f"{pair['candidate']} {_verdict(pair)}" for pair in result["pairs"]]
+        verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
     if len(results) > 1:
-        undecided = ("inconclusive", "not_comparable")
-        decided = sum(
-            bool(one["pairs"]) and all(pair["verdict"] not in undecided for pair in one["pairs"])
-            for one in results
-        )
+        undecided = {"inconclusive", "not_comparable"}
+        outcomes = [{pair["verdict"] for pair in result["pairs"]} for result in results]
+        decided = sum(bool(found) and found.isdisjoint(undecided) for found in outcomes)
         verdicts.append(f"{decided} of {len(results)} are decided")
     return document, "; ".join(verdicts)
 
@@ -83,9 +78,10 @@ def measure_against(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
             print(environments.describe(pair), flush=True)
             if settings.out:
                 write_json(Path(settings.out), document)
-    verdicts = [
-        f"{pair['model']} {pair['layout']}: {pair['verdict'].replace('_', ' ')}"
-        + ("" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)")
-        for pair in pairs
-    ]
+    verdicts = [f"{pair['model']} {pair['layout']}: {_verdict(pair)}" for pair in pairs]
     return document | {"complete": True}, "; ".join(verdicts)
+
+
+def _verdict(pair: dict[str, Any]) -> str:
+    ratio = "" if pair["verdict"] == "not_comparable" else f" ({pair['ratio']:.2f}x)"
+    return pair["verdict"].replace("_", " ") + ratio

@@ -8,17 +8,17 @@ resumable.
     cl-train zoo 'model=resnet*,timm/convnext_atto' device=cuda precision=fp16 batch_size=256
 
 Writes zoo-<precision>-<device>-torch<version>.json and .md after each model. Run the same command
-again to continue. Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage.
+again to continue. Exit codes: 0 done, 1 a model failed or its layouts differ, 2 wrong usage, 130 or
+143 stopped by a signal.
 """
 
 import fnmatch
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from cl_train.config.schema import ConfigError, ZooSettings
 from cl_train.config.validation import settings_from_arguments, suggest
+from cl_train.system.processes import StopRequest
 
 SETTINGS = {"settings": ZooSettings}
 
@@ -45,12 +45,14 @@ def main(words: list[str]) -> int:
     done = {row["model"] for row in table["rows"] if "error" not in row}
     missing = [name for name in names if name not in done]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs `finally`, which ends the child
-    for name in missing:
-        row = zoo.row_from_child(name, settings)
-        zoo.add_row(path, table, row)
-        outcome = row.get("verdict") or row["error"]
-        print(f"{name}: {outcome} ({row.get('seconds', 0):.0f} s)", flush=True)
+    with StopRequest() as request:
+        for name in missing:
+            row = zoo.row_from_child(name, settings, request)
+            if request.stop:
+                return 128 + request.stop
+            zoo.add_row(path, table, row)
+            outcome = row.get("verdict") or row["error"]
+            print(f"{name}: {outcome} ({row.get('seconds', 0):.0f} s)", flush=True)
     rows = table["rows"]
     bad = [row["model"] for row in rows if "error" in row or row["parity"]["passed"] is False]
     outcome = f"failed: {', '.join(bad)}" if bad else "every model passed"

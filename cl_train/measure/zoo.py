@@ -26,6 +26,7 @@ from cl_train.step.make import StepSettings
 from cl_train.step.precision import cast_model, resolve_precision
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import write_json, write_text
+from cl_train.system.processes import StopRequest
 from cl_train.system.tables import markdown_table
 
 # Of the tutorial "Channels Last Memory Format in PyTorch".
@@ -60,9 +61,9 @@ GROUPS = {
 _EQUAL = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")  # in a table
 
 
-def row_from_child(name: str, settings: ZooSettings) -> dict[str, Any]:
+def row_from_child(name: str, settings: ZooSettings, request: StopRequest) -> dict[str, Any]:
     """The row of a model, measured in its own process: a crash or lack of memory is recorded as
-    that model's error.
+    that model's error. The request to stop ends that process.
     """
     context = multiprocessing.get_context("forkserver")
     # Importing takes longer than most models. What a user's packages import may touch CUDA, and
@@ -73,9 +74,12 @@ def row_from_child(name: str, settings: ZooSettings) -> dict[str, Any]:
     process.start()
     sender.close()
     row: dict[str, Any] = {"error": f"over {settings.model_time_limit_s:g} s"}
+    until_s = time.monotonic() + settings.model_time_limit_s
     try:
-        if receiver.poll(settings.model_time_limit_s):
-            row = receiver.recv()
+        while not request.stop and time.monotonic() < until_s:
+            if receiver.poll(0.5):
+                row = receiver.recv()
+                break
     except EOFError:
         process.join()
         row = {"error": f"its process ended with exit code {process.exitcode} (-9: out of memory)"}

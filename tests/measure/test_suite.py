@@ -16,12 +16,13 @@ from benchmarks import peers
 from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
-from cl_train.measure import suite
+from cl_train.measure import suite, zoo
 from cl_train.measure.paired import Comparison, LayoutSpeed
 from cl_train.measure.parity import ParityReport
 from cl_train.measure.statistics import Alternation, verdict_of
 from cl_train.measure.suite import run_suite
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
+from cl_train.system.processes import StopRequest
 from tests.data.image_folders import write_folder
 
 Output, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -187,10 +188,7 @@ def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_zoo_runs_continues_times_and_refuses(
-    tmp_path: Path, capsys: Output, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+def test_the_zoo_runs_continues_times_and_refuses(tmp_path: Path, capsys: Output) -> None:
     given = "device=cpu precision=fp32 batch_size=2 data.image_size=64 time_limit_s=0.5"
     words = ["model=shufflenet_v2_x0_5", *given.split(), f"out={tmp_path}"]
     assert main(words) == 0
@@ -208,6 +206,20 @@ def test_the_zoo_runs_continues_times_and_refuses(
     assert "1 of them done" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="did you mean resnet1"):
         main(["model=resnet19"])
+
+
+def test_a_signal_ends_the_zoo_before_its_next_model(tmp_path: Path, monkeypatch: Patch) -> None:
+    measured: list[str] = []
+
+    def row_from_child(name: str, settings: ZooSettings, request: StopRequest) -> dict[str, Any]:
+        measured.append(name)
+        signal.raise_signal(signal.SIGTERM)
+        assert request.stop == signal.SIGTERM
+        return {"model": name, "error": "its process was ended"}
+
+    monkeypatch.setattr(zoo, "row_from_child", row_from_child)
+    assert main(["model=resnet18,resnet50", "device=cpu", f"out={tmp_path}"]) == 143
+    assert measured == ["resnet18"] and list(tmp_path.iterdir()) == [], "no row of it is kept"
 
 
 PEERS = pytest.param(lambda words: peers.main(["loader", *words]), ["timm"], marks=pytest.mark.slow)
