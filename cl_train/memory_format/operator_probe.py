@@ -81,7 +81,7 @@ def decompose(function: Callable[..., Any], image: torch.Tensor) -> Any:
 
 def compile(function: Callable[..., Any], image: torch.Tensor) -> Any:
     """By inductor, which needs a compiler."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return differentiated(torch.compile(function, dynamic=False), image)
 
 
