@@ -18,6 +18,7 @@ release = cl_train.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 nitpicky = False
+highlight_language = "text"  # a block without a language is a command or its output
 default_role = "code"  # docstrings put names in single backquotes
 suppress_warnings = ["myst.header"]  # a page may begin with a command
 nb_execution_mode = "off"  # the notebook is stored with its outputs
@@ -30,5 +31,7 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"cl_train {release}"
 html_theme_options = {"source_repository": "", "navigation_with_keys": True}
