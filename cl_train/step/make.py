@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
+import torch.compiler.config
 from torch import nn
 
 from cl_train.config.schema import AmpConfig, OptimConfig
@@ -81,8 +82,8 @@ def compiled(model: nn.Module, mode: str, image_sizes: int = 1) -> nn.Module:
 
     The module inside stays eager, else it would be compiled again for evaluation.
     """
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, 8 + image_sizes)
+    config = torch.compiler.config
+    config.recompile_limit = max(config.recompile_limit, 8 + image_sizes)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # In place: gradient accumulation needs DDP's own class.
         model.compile(mode=mode, dynamic=False)

@@ -171,15 +171,15 @@ def update_weights(parts: StepParts) -> torch.Tensor:
 
 def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
     optimizer, scaler = parts.optimizer, parts.scaler
+    one = torch.ones((), device=parts.device)
+    scale_before = scaler.scale(one)
     if parts.clip_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
     scaler.step(optimizer)
-    # Private, but on the device: to compare the scales the host would wait.
-    flags = scaler._found_inf_per_device(optimizer).values()
-    skipped = torch.stack([flag.to(parts.device) for flag in flags]).amax()
     scaler.update()
-    return skipped
+    # Only a skipped update lowers the scale. The host does not wait for the comparison.
+    return (scaler.scale(one) < scale_before).float()
 
 
 def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:

@@ -195,9 +195,8 @@ class ActiveRun:
         # As in `_count_bad_steps`, but without waiting for the device.
         is_bad = ~totals[0].isfinite()
         self._buffers.settle(is_bad if scaler.is_enabled() else is_bad | (totals[3] > 0))
-        if scaler.is_enabled():  # private, but `get_scale` waits for the device
-            scale = scaler._get_scale_async()
-            assert scale is not None
+        if scaler.is_enabled():  # `get_scale` would wait for the device
+            scale = scaler.scale(torch.ones((), device=totals.device))
             totals = torch.cat([totals, scale.double().view(1)])
         totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
         self.progress.window = []
