@@ -62,8 +62,8 @@ def main(words: list[str]) -> int:
     if folders:
         from cl_train.sweeps.report import compare_folders
 
-        is_new = output_folder(out, overwrite=settings.overwrite, markers=MARKERS) if out else None
-        with is_new or nullcontext():
+        claim = output_folder(out, overwrite=settings.overwrite, markers=MARKERS) if out else None
+        with claim or nullcontext():
             compare_folders(folders, by, out=out, show_table=True)
     return 0 if has_parity else 1
 

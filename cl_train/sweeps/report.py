@@ -171,8 +171,9 @@ def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     flat = []
     for row in rows:
         low, high = row["ci95"] or (None, None)
-        flat.append(row | {"ci95_low": low, "ci95_high": high, "notes": " | ".join(row["notes"])})
-        del flat[-1]["ci95"]
+        others = {name: value for name, value in row.items() if name != "ci95"}
+        notes = " | ".join(row["notes"])
+        flat.append(others | {"ci95_low": low, "ci95_high": high, "notes": notes})
     names = dict.fromkeys(name for row in flat for name in row)  # settings in common differ
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(names) or ["verdict"])
