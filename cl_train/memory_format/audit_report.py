@@ -198,7 +198,7 @@ class LayoutReport:
         """Plain values. "kept" and "contiguous" calls appear in the totals only."""
         shown = [outcome for outcome in OUTCOMES if outcome not in ("kept", "contiguous")]
         return {
-            "schema_version": 4,
+            "schema_version": 5,
             **vars(self),
             "times": self.times and self.times.to_dict(),
             "totals": self.totals,
