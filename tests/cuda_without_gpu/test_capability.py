@@ -135,5 +135,5 @@ def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(
     context.Pipe.return_value = receiver, _ = Mock(), Mock()
     receiver.recv.return_value = {}
     monkeypatch.setattr(zoo.multiprocessing, "get_context", lambda name: context)
-    zoo.row_from_child("resnet18", ZooSettings(device=device))
+    zoo.row_from_child("resnet18", ZooSettings(device=device), Mock(stop=0))
     context.set_forkserver_preload.assert_called_once_with(["torch"])
