@@ -162,7 +162,7 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
 
 
 def scripts_of(settings: Settings) -> dict[str, Path]:
-    """Of each program that is measured. Raises ConfigError: one does not exist."""
+    """The script of each program that is measured. Raises ConfigError: one does not exist."""
     references = settings.torchvision_references
     given = {"cl_train": f"{ROOT}/train.py", "timm": settings.timm_train}
     given |= {"torchvision": references and f"{references}/train.py"}
@@ -211,12 +211,12 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def seconds_to(run: dict[str, Any]) -> float:
-    """From the start to the first evaluation that reaches the target; inf if none does."""
+    """Seconds from the start to the first evaluation that reaches the target; inf if none does."""
     return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), math.inf)
 
 
 def epoch_s(run: dict[str, Any]) -> float | None:
-    """From evaluation to evaluation: training, evaluation and checkpoint, without the first."""
+    """Seconds between evaluations: training, evaluation and checkpoint, without the first."""
     times = [after - before for (before, _), (after, _) in pairwise(run["points"])]
     return statistics.median(times) if times else None
 

@@ -57,7 +57,7 @@ def candidates(line: str) -> list[str]:
 
 
 def model_names(package: str) -> list[str]:
-    """Of torchvision or timm, cached in a file, as importing either takes seconds."""
+    """Lists the models of torchvision or timm, cached in a file: importing either is slow."""
     try:
         path = cache_folder() / f"models-{package}-{version(package)}.txt"
     except PackageNotFoundError:

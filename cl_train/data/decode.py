@@ -99,7 +99,7 @@ class Encoded:
         return self._with_pillow(_rgb)
 
     def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
-        """`use` of Pillow's image, without its warnings, such as of corrupt EXIF data."""
+        """Calls `use` on Pillow's image and ignores its warnings, such as of corrupt EXIF data."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

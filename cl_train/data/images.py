@@ -82,7 +82,7 @@ def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str
 
 
 def listed(names: Sequence[object]) -> str:
-    """For messages: the first few, and the number of the others."""
+    """Names the first few, and the number of the others, for a message."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (", ".join(map(str, names[:_NAMED])) or "nothing") + more
 
@@ -143,7 +143,7 @@ def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """For `os.walk(..., onerror=)`, which would leave the folder out."""
+    """Raises what `os.walk` would ignore; it would leave the folder out."""
     raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 

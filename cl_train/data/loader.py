@@ -46,7 +46,7 @@ _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 class DataSettings:
     """What a run wants of its data; `batch_size`: of a rank and micro-step.
 
-    Without `training` the validation images stand for the training images too.
+    Without `training` no training images are read: those of the validation take their place.
     """
 
     data: DataConfig
@@ -221,6 +221,7 @@ class HostLoader:
             rows = min(self.batch_size, len(samples) - number * self.batch_size)
             good = self._good_rows(finished.pop(number), rows)
             images, targets = slots.batch(number, image_size)
+            # No copy, unless `good` is a list of rows.
             images = images[good].to(memory_format=torch.channels_last)
             yield RawBatch(images, targets[good], number, epoch)
             if self._iteration is not iteration:

@@ -74,8 +74,8 @@ class RandomNumbers:
         self._generator = np.random.Generator(self._philox)
 
     def of(self, seed: int, epoch: int, index: int, stream: int = SAMPLES) -> np.random.Generator:
-        """`BATCHES`, a stream for operations on a whole batch (MixUp, CutMix): `index` also
-        distinguishes ranks.
+        """Returns the generator of item `index` in `stream`. In `BATCHES`, for operations on a
+        whole batch (MixUp, CutMix), `index` also distinguishes ranks.
         """
         numbers = self._state["state"]
         numbers["key"][:] = seed, epoch

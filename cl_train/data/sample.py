@@ -152,7 +152,7 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
 
 
 def read_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
-    """Of `data.root` if it is given, else generated in `root`."""
+    """Reads `data.root` if it is given, else generates the sample in `root`."""
     folder = ensure_sample(root, FIRST_RUN) if cfg.root is None else root
     return read_folder(folder, cfg, training=training)
 

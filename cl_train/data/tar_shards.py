@@ -68,7 +68,7 @@ class ShardSplit(Split):
         return data
 
     def by_shard(self) -> tuple[Indices, ...]:
-        """For each shard the indices of its images, in the order of the file."""
+        """Returns for each shard the indices of its images, in the order of the file."""
         order = np.lexsort((self.offsets, self.shard))
         ends = np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))
         return tuple(np.split(order, ends[:-1]))

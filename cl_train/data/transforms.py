@@ -113,7 +113,9 @@ class ImageTransform:
         self._random_numbers = RandomNumbers()
 
     def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
-        """In training with the random numbers of sample `random_index` in `epoch`."""
+        """Writes the transformed `pixels` into `row`; training draws the random numbers of sample
+        `random_index` in `epoch`.
+        """
         if not self.training:
             self._centre_crop(row, pixels)
             return

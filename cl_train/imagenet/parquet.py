@@ -110,7 +110,7 @@ def _read_file(split: str, path: Path) -> _File:
 
 
 def _class_names(files: list[_File]) -> list[str]:
-    """By label. Raises ConfigError: two labels, or two images, would have one name."""
+    """Class names by label. Raises ConfigError: two labels, or two images, would have one name."""
     if other := [file.path for file in files if file.label_names != files[0].label_names]:
         raise ConfigError(f"{other[0]}: its labels have other names than those of {files[0].path}")
     rows = [

@@ -33,7 +33,7 @@ class Pipeline:
     close: Callable[[], object] = lambda: None
 
     def seconds_per_image(self, images: int) -> float:
-        """Of the first batches of an epoch, until `images` are delivered."""
+        """Times the first batches of an epoch, until `images` are delivered."""
         started_at, seen = time.perf_counter(), 0
         for batch in self.batches():
             seen += len(batch)

@@ -213,8 +213,8 @@ def benchmark_layouts(
 def _benchmark(
     model: nn.Module, workload: Workload, layouts: Sequence[Layout], ends: Mapping[str, Any]
 ) -> Comparison:
-    """`ends`: arguments of `alternate`. Raises ConfigError: the model fails, but for a lack of
-    memory.
+    """`ends`: arguments of `alternate`. Raises ConfigError: the model fails for another
+    reason than memory.
     """
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
@@ -302,7 +302,7 @@ def _quiet_rounds(
 
 
 def _gflop_per_image(step: TimedStep) -> tuple[float, float]:
-    """Of a forward pass, and of all that a step computes."""
+    """Counts a forward pass, and all that a step computes."""
     forward = flops_of(step.forward) / step.workload.batch_size
     whole = flops_of(step.eager_step, gradients=True) / step.workload.images_per_step
     return forward / 1e9, whole / 1e9

@@ -130,7 +130,7 @@ def _variances(sides: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _half_width(variances: Sequence[float], count: int, error: float) -> float:
-    """Of Welch's interval (Biometrika 1947) for the difference of two means of `count` values."""
+    """Half of Welch's interval (Biometrika 1947): difference of two means of `count` values."""
     total = sum(variances)
     degrees = (count - 1) * total**2 / sum(variance**2 for variance in variances)
     return student_t(round(degrees, 2), error) * math.sqrt(total / count)

@@ -320,7 +320,7 @@ def model_in_layout(
 
 
 def input_shape(model: str, image_size: int | None, frames: int) -> tuple[int, ...]:
-    """Of an RGB image (3, H, W), or with `frames` of a video (3, T, H, W); None: the usual size."""
+    """(3, H, W) of an RGB image, or with `frames` (3, T, H, W) of a video; None: the usual size."""
     size = image_size or (112 if frames else usual_image_size(model))
     return (3, frames, size, size) if frames else (3, size, size)
 

@@ -42,7 +42,7 @@ NO_IMAGE = Axes((), ())
 
 
 def image_kinds(rank: int) -> Kinds:
-    """Those of an image [N,C,H,W], a video [N,C,D,H,W], or a signal [N,C,L]."""
+    """Returns the kinds of an image [N,C,H,W], a video [N,C,D,H,W], or a signal [N,C,L]."""
     return (OTHER, CHANNEL, *[PIXEL] * (rank - 2))
 
 
@@ -86,7 +86,7 @@ def kinds_of(tensor: torch.Tensor, axes: Axes) -> Kinds:
 
 
 def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> MergedKind:
-    """Of a dimension that runs along these axes: the kind with the most elements.
+    """Returns the kind with the most elements of a dimension that runs along these axes.
 
     Groups of pixels beside many channels are features of a patch; few channels beside many pixels
     are the finer pixels of a depth-to-space.
@@ -125,8 +125,8 @@ def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
 
 
 def kept_kinds(rank: int, operands: Iterable[Kinds], reduced: Sequence[int] | None) -> Kinds | None:
-    """Those of an output whose dimensions have their places in its operands, of which the one
-    that knows most counts; None if none has as many.
+    """Returns the output's kinds, from the operand with the most known kinds; None if no operand
+    has as many dimensions.
 
     `reduced`: dimensions that the operator removes.
     """

@@ -53,7 +53,7 @@ def differentiated(
 
 
 def fake(function: Callable[..., Any], image: torch.Tensor) -> Any:
-    """Of tensors that have strides and no values: what a compiler plans with."""
+    """Runs on fake tensors, which have strides and no values: what a compiler plans with."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
@@ -80,7 +80,7 @@ def decompose(function: Callable[..., Any], image: torch.Tensor) -> Any:
 
 
 def compile(function: Callable[..., Any], image: torch.Tensor) -> Any:
-    """By inductor, which needs a compiler."""
+    """Runs compiled by inductor, which needs a compiler."""
     torch.compiler.reset()
     return differentiated(torch.compile(function, dynamic=False), image)
 

@@ -40,7 +40,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, data: DataConfig) -> "Preprocessing":
-        """That of an evaluation with the settings `data`."""
+        """Returns the preprocessing of an evaluation with the settings `data`."""
         crop = data.val_size or data.image_size
         resize = data.val_resize or default_val_resize(crop)
         return cls(resize, crop, data.val_interpolation, tuple(data.mean), tuple(data.std))
@@ -96,7 +96,7 @@ class ModelCard:
 
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":
-        """From a file's metadata: what is not as `to_dict` writes it is unknown."""
+        """Reads a file's metadata: what is not as `to_dict` writes it is unknown."""
         entries = metadata if isinstance(metadata, dict) else {}
         values = {key: _parsed(entries.get(key)) for key in KEYS}
         texts = {name: values[name] or None for name in _TEXTS if isinstance(values[name], str)}

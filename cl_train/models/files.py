@@ -75,7 +75,10 @@ def weights_path(weights: str | Path) -> Path | None:
 
 
 def _kind_of(path: Path) -> Kind:
-    """From suffix and members; a checkpoint is a state dict. Raises ConfigError: no file, ONNX."""
+    """The kind of a file, from suffix and members; a checkpoint is a state dict.
+
+    Raises ConfigError: no file, or ONNX.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if path.suffix == ".onnx":

@@ -35,7 +35,7 @@ def model_names() -> list[str]:
 
 
 def video_model_names() -> list[str]:
-    """Those for video; some accept one size only."""
+    """All models of torchvision for video; some accept one size only."""
     return torchvision.models.list_models(module=torchvision.models.video)
 
 
@@ -282,7 +282,7 @@ def load_weights(
 def published_preprocessing(
     model: str, weights: str, entry: str | None = None
 ) -> Preprocessing | None:
-    """That of torchvision's weights, of timm's at their test size, or what a file records.
+    """The preprocessing of torchvision's weights, of timm's at their test size, or of a file.
 
     None: unknown, or no centre crop after a resize of the short side.
     """

@@ -54,7 +54,7 @@ def write_dashboard(
 def _layout(
     pairs: Sequence[Pair], labels: Sequence[str], names: Sequence[str]
 ) -> layout_pb2.Layout:
-    """For each pair a chart of speed, with its range, and one of both losses."""
+    """Describes for each pair a chart of speed, with its range, and one of both losses."""
     speeds: list[layout_pb2.Chart] = []
     losses: list[layout_pb2.Chart] = []
     for label, name, pair in zip(labels, names, pairs, strict=True):

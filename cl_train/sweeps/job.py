@@ -69,7 +69,7 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
 
 
 def _begin_job() -> None:
-    """In the new process: a fork during a `StopRequest` has made it ignore these signals."""
+    """Resets the signals that a process forked during a `StopRequest` ignores."""
     for signum in (signal.SIGINT, SAVE_SIGNAL):
         signal.signal(signum, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)
@@ -119,7 +119,7 @@ def problem_of(folder: Path) -> str | None:
 
 
 def _how_it_ended(folder: Path) -> str | None:
-    """In words, from `job.json` and the log; None after exit code 0."""
+    """Tells in words how a job failed, from `job.json` and the log; None after exit code 0."""
     try:
         ended = json.loads((folder / JOB_NAME).read_text(encoding="utf-8"))
         exit_code, signal_name = ended["exit_code"], ended["signal"]

@@ -73,7 +73,7 @@ def missing_jobs(sweep: Sweep) -> list[Job]:
 
 
 def disturbed_jobs(sweep: Sweep, jobs: Sequence[Job]) -> list[Job]:
-    """Those of the jobs that completed on a CPU, but other processes disturbed their speed."""
+    """Returns the jobs that completed on a CPU while other processes disturbed their speed."""
     disturbed = []
     for job in jobs:
         with suppress(ConfigError):
@@ -160,7 +160,7 @@ class Launcher:
             list(pool.map(self._work, self._slots))
 
     def _work(self, slot: Slot) -> None:
-        """In a thread: one group after the other."""
+        """Runs one group after the other, in a thread."""
         while True:
             with self._lock:
                 if not self._left:

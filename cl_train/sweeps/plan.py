@@ -73,7 +73,7 @@ class Options:
 
     @property
     def looks(self) -> int:
-        """At the verdicts: repeats=auto looks at 2, 4, 6 ... repeats."""
+        """The repeats after which verdicts are read; repeats=auto: after 2, 4, 6 ... repeats."""
         return (self.max_repeats + 1) // 2 if self.is_auto else 1
 
 

@@ -228,7 +228,7 @@ def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
 
 
 def _labels(pairs: Sequence[Pair]) -> list[str]:
-    """For each pair the model, and the settings and sides that differ between the pairs."""
+    """Names for each pair the model, and the settings and sides that differ between the pairs."""
     facts = [pair.held_equal | pair.names for pair in pairs]
     known = set.intersection(*map(set, facts)) if facts else set()
     varying = known - {"model", *_common(facts)}

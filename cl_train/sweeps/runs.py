@@ -53,7 +53,7 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """At which the windows ended."""
+        """The times at which the windows ended."""
         return [window.step for window in self.windows]
 
     @property

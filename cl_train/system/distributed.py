@@ -158,7 +158,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
 
 
 def _store_prefix(name: str) -> str:
-    """Of keys that no earlier attempt has used; a node that joins is no restart to torchrun."""
+    """A prefix that no earlier attempt has used; a node that joins is no restart to torchrun."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{name}-{restarts}-{os.environ['WORLD_SIZE']}-{_groups}"
 

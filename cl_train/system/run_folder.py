@@ -154,7 +154,7 @@ def after_warmup(windows: Sequence[Window]) -> list[Window]:
 
 
 def windows_that_count(windows: Sequence[Window]) -> list[Window]:
-    """Those that make the speed of a run: after warm-up, with the image size of the last one."""
+    """The windows that make the speed of a run: after warm-up, with the last image size."""
     measured = after_warmup(windows)
     return [window for window in measured if window.image_size == measured[-1].image_size]
 

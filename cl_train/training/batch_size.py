@@ -136,7 +136,7 @@ def search(
 
 
 def _expected_gib(measured: list[BatchSpeed], size: int) -> float:
-    """By the last two sizes: running out of memory is slow, and on a CPU ends the process."""
+    """Extrapolates from the last two sizes: on a CPU, running out of memory ends the process."""
     if len(measured) < 2:
         return 0.0
     first, second = measured[-2:]

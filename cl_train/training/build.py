@@ -203,7 +203,7 @@ def try_run(
         try:
             with recording(report):
                 try_model(model, settings, batch_format, shape, num_classes)
-        except ConfigError:  # of the model, or because it does not run under the recorder
+        except ConfigError:  # perhaps the model only fails under the recorder: try it without
             try_model(model, settings, batch_format, shape, num_classes)
     if report.of("lost"):
         audit = f"cl-train audit model={cfg.model} data.image_size={size}"

@@ -36,7 +36,7 @@ def describe_failure(error: BaseException | None) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """For instance 0:52, 14:05 or 1:14:05."""
+    """Formats seconds as 0:52, 14:05 or 1:14:05."""
     return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
