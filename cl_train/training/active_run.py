@@ -162,8 +162,8 @@ class ActiveRun:
         if self.checkpoints.saved_step == progress.step:
             return
         self.log_submitted()
-        if progress.window:
-            count = self._count_bad_steps(rows_of(progress.window), progress.step)
+        if progress.pending_steps:
+            count = self._count_bad_steps(rows_of(progress.pending_steps), progress.step)
             settled = self._buffers.settled(is_bad=count > progress.bad_steps)
             progress.good_buffers = self._buffers.settled(is_bad=True)
         self.checkpoints.save(progress, settled)
@@ -188,7 +188,7 @@ class ActiveRun:
         """Submit the steps since the last log line for reading, and log those submitted before: a
         GPU goes on meanwhile. One reduction over the ranks. lr: of the last step.
         """
-        steps, scaler = self.progress.window, self.state.parts.scaler
+        steps, scaler = self.progress.pending_steps, self.state.parts.scaler
         rows = rows_of(steps)
         bad_images = rows.new_full((1,), self.data.bad_images.skipped)
         totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), self.dist)
@@ -199,7 +199,7 @@ class ActiveRun:
             scale = scaler.scale(torch.ones((), device=totals.device))
             totals = torch.cat([totals, scale.double().view(1)])
         totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
-        self.progress.window = []
+        self.progress.pending_steps = []
         place = {"step": self.progress.step, "epoch": self.progress.epoch, "lr": lr}
         submitted = (self.meter.close(), rows, totals, self.meter.clock.mark(), place)
         self.log_submitted()

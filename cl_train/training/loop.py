@@ -96,14 +96,15 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
     batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
     run.epoch_windows = []
     meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
-    is_epoch_end, save_due = plan.is_epoch_end(progress), 0
+    is_epoch_end = plan.is_epoch_end(progress)
+    save_due = False
     while not (is_epoch_end or run.stop_signal):
         with meter.waiting():
             micro_batches = list(islice(batches, cfg.accumulate_steps))
 
         lr = plan.lr_at(progress)
         set_lr(state.parts.optimizer, lr)
-        progress.window.append(state.train_step(micro_batches))
+        progress.pending_steps.append(state.train_step(micro_batches))
         progress.advance(plan.global_batch_size)
         state.parts.update_average(progress.step)
 
@@ -117,12 +118,13 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
         # All ranks must stop or save at the same step: one all-reduce on the host per step.
         is_due = run.checkpoints.is_due(cfg.checkpoint, progress.step)
         flags = [run.signals.stop or 0, run.signals.save_requested or is_due]
-        run.stop_signal, save_due = max_over_ranks(flags, run.dist)
+        run.stop_signal, save_flag = max_over_ranks(flags, run.dist)
+        save_due = bool(save_flag)
         if run.stop_signal or (save_due and not is_epoch_end):
             run.save()
             meter.exclude_pause()
     batches.close()  # batches prepared ahead would count as the evaluation's
-    return bool(save_due)
+    return save_due
 
 
 @contextmanager

@@ -79,7 +79,8 @@ def set_up(
     Resources are registered on `stack`.
     """
     # 1. The process.
-    cfg = prepare_process(cfg, dist)
+    prepare_process(cfg, dist)
+    cfg = resolve_batch_size(cfg, dist)
     machine_load = MachineLoad()  # it measures from here on
     precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
@@ -122,10 +123,8 @@ def set_up(
     )
 
 
-def prepare_process(cfg: Config, dist: Dist) -> Config:
-    """Set switches of the whole process, for good; returns `cfg` with a number for
-    `batch_size=auto`.
-    """
+def prepare_process(cfg: Config, dist: Dist) -> None:
+    """Set switches of the whole process, for good."""
     torch.use_deterministic_algorithms(cfg.deterministic)
     if cfg.deterministic:  # cuBLAS reads its variable once, before any work
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -133,7 +132,6 @@ def prepare_process(cfg: Config, dist: Dist) -> Config:
     if dist.world_size > 1 and dist.device.type == "cpu":
         bind_to_cores()
         torch.set_num_threads(cores_of_process(dist.world_size))
-    return resolve_batch_size(cfg, dist)
 
 
 def seed_generators(seed: int) -> None:

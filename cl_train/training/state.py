@@ -61,7 +61,7 @@ class Progress:
     resumed_with: list[str] = field(default_factory=list)  # settings that a resume has changed
     # Of this rank, not yet submitted for a log line; and the buffers of the last log line, which
     # are only filled while such steps are saved.
-    window: list[StepResult] = field(default_factory=list)
+    pending_steps: list[StepResult] = field(default_factory=list)
     good_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count_evaluation(self, score: float) -> bool:
@@ -323,7 +323,7 @@ class Checkpoints:
         if self.dist.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
         saved = dict(vars(progress))
-        steps = [snapshot(vars(step)) for step in saved.pop("window")]
+        steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
         saved["best_top1"] = saved.pop("best_score")
         saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step, self.saved_at = progress.step, time.monotonic()
@@ -380,4 +380,4 @@ class Checkpoints:
         # With another world size the sums of a rank are void: the next log line has fewer steps.
         for row in ranks[rank]["window"] if len(ranks) == self.dist.world_size else ():
             result = StepResult(**{name: value.to(device) for name, value in row.items()})
-            progress.window.append(result)
+            progress.pending_steps.append(result)
