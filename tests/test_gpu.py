@@ -138,14 +138,14 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
     batches = [batch_of(state, seed) for seed in range(4)]
     for _ in range(15):  # warm-up and recording may wait
         state.train_step(batches[:2])
-        state.average.update(state.parts.weights.state_dict())
+        state.parts.average.update(state.parts.weights.state_dict())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     losses = []
     for step in range(100):
         set_lr(state.parts.optimizer, 0.001 * step)
         losses.append(state.train_step(batches[step % 2 : step % 2 + 2]).loss)
-        state.average.update(state.parts.weights.state_dict())
+        state.parts.average.update(state.parts.weights.state_dict())
     torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(torch.stack(losses)).all()
 

@@ -155,7 +155,7 @@ class TimedStep:
             if layout.is_channels_last:
                 refuse_known_crash(self.model, self.forward)
             self.parts = self._make_parts()
-            self._called = self.parts.model
+            self._called = self.parts.wrapped_model
         elif settings.compile:
             self._called = compiled(self.model, settings.compile_mode)
         self._steps = 0

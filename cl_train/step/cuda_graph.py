@@ -149,7 +149,7 @@ class GraphedStep:
 
     def _go_on_eagerly(self, error: RecordingError) -> None:
         """A recording that failed leaves gradients in its memory, and GradScaler in mid-step."""
-        self._parts.model.zero_grad(set_to_none=True)
+        self._parts.wrapped_model.zero_grad(set_to_none=True)
         self._parts.optimizer.zero_grad(set_to_none=True)
         if self._parts.scaler.is_enabled():
             self._parts.scaler._per_optimizer_states.clear()

@@ -84,7 +84,7 @@ def logits_of(output: object) -> torch.Tensor:
 class StepParts:
     """The objects and settings that every step of a run uses."""
 
-    model: nn.Module  # may be wrapped: DDP, compiled
+    wrapped_model: nn.Module  # the model that trains, perhaps in DDP, perhaps compiled
     weights: Fp32Weights
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -136,9 +136,9 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     rows = []
     for number, batch in enumerate(micro_batches, 1):
         # DDP all-reduces in the last backward pass.
-        with _without_reduction(parts.model, unless=number == len(micro_batches)):
+        with _without_reduction(parts.wrapped_model, unless=number == len(micro_batches)):
             with autocast(parts.precision, parts.device):
-                output = parts.model(batch.images)
+                output = parts.wrapped_model(batch.images)
                 loss = loss_of(output, batch.targets, parts.loss)
             parts.scaler.scale(loss / len(micro_batches)).backward()
 

@@ -145,8 +145,9 @@ class ActiveRun:
     def __post_init__(self) -> None:
         self.meter = ThroughputMeter(self.plan.cfg.warmup_steps, DeviceClock(self.dist.device))
         models = {"model": self.state.model}
-        if self.state.average is not None:
-            models["average"] = self.state.average.module
+        average = self.state.parts.average
+        if average is not None:
+            models["average"] = average.module
         self._buffers = BufferBackup(**models)
         self._buffers.load_good(self.progress.good_buffers)
         self.progress.good_buffers = {}

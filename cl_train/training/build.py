@@ -92,7 +92,7 @@ def build_train_state(
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, parts.average, batch_format, step, gflop_per_image)
+    return TrainState(model, parts, batch_format, step, gflop_per_image)
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:

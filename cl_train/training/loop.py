@@ -198,8 +198,9 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
     """
     state, cfg = run.state, run.plan.cfg
     models = {"val": (state.model, state.parts.precision)}
-    if state.average is not None:
-        models["val_average"] = (state.average.module, state.parts.precision.for_fp32_weights)
+    average = state.parts.average
+    if average is not None:
+        models["val_average"] = (average.module, state.parts.precision.for_fp32_weights)
     metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
     evaluate = partial(evaluate_model, signals=run.signals, metrics=metrics, flip=cfg.evaluate_flip)
     results = {}

@@ -18,7 +18,6 @@ from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import TrainingFault as TrainingFault
 from cl_train.models.files import load_state, module_versions
 from cl_train.step.optim import lr_at
-from cl_train.step.precision import EMA
 from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
@@ -144,8 +143,7 @@ class Plan:
 @dataclass(frozen=True)
 class TrainState:
     model: nn.Module  # not wrapped: for evaluation and checkpoints
-    parts: StepParts  # optimizer, loss scaler and the model that trains: wrapped in DDP, compiled
-    average: EMA | None
+    parts: StepParts  # optimizer, loss scaler, EMA and the wrapped model that trains
     batch_format: DeviceFormat  # of the model's input; its memory format is also the model's
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
     # By image size of training: of a forward pass, and of a step
@@ -161,6 +159,7 @@ def collect(
     grouping can load them.
     """
     optimizer, trainable = state.parts.optimizer, state.parts.weights.trainable()
+    average = state.parts.average
     steps = [group["step"] for group in optimizer.param_groups if "step" in group]
     moments = {
         name: optimizer.state[weight]
@@ -175,7 +174,7 @@ def collect(
             "state": {name: dict(values) for name, values in moments.items()},
         },
         "scaler": state.parts.scaler.state_dict(),
-        "average": None if state.average is None else state.average.module.state_dict(),
+        "average": None if average is None else average.module.state_dict(),
         "progress": dict(progress),
         "facts": dict(facts),
         "saved_at": time.time(),
@@ -188,8 +187,9 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
     """
     load_weights(state.model, checkpoint["model"])
     state.parts.weights.load(checkpoint["model"])
-    if state.average is not None:
-        load_weights(state.average.module, checkpoint["average"] or checkpoint["model"])
+    average = state.parts.average
+    if average is not None:
+        load_weights(average.module, checkpoint["average"] or checkpoint["model"])
     if not training:
         return
     if state.parts.scaler.is_enabled() and checkpoint["scaler"]:
@@ -304,7 +304,8 @@ class Checkpoints:
             raise ConfigError(f"{what}; change get_extra_state") from None
         if self.dist.is_main:
             tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
-            copies = 3 if self.state.average is None else 4  # weights, two moments at most, EMA
+            has_average = self.state.parts.average is not None
+            copies = 4 if has_average else 3  # weights, two moments at most, EMA
             needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
             check_space(self.store.folder.parent, needed_bytes, self.store.keep)
 

@@ -48,8 +48,8 @@ def test_what_surrounds_a_step_does_not_wait_either(precision: str) -> None:
     """The average of the weights, statistics at a log line, and the step that will be recorded."""
     with without_data():
         parts = make_parts(precision)
-        ema = EMA(parts.model, 0.9)
-        backup = BufferBackup(model=parts.model, average=ema.module)
+        ema = EMA(parts.wrapped_model, 0.9)
+        backup = BufferBackup(model=parts.wrapped_model, average=ema.module)
         run(parts, GraphedStep(parts, Recorder(torch.device("cpu")), warm_up=1), 2)
         ema.update(parts.weights.state_dict())
         backup.settle(torch.zeros(()) > 0)

@@ -147,7 +147,7 @@ def bad_gradient(value: float, steps: Container[int]) -> None:
     def plant(now: int, parts: Any, micro_batches: Any) -> None:
         step[0] = now
         if now == 1:
-            next(iter(parts.model.parameters())).register_hook(spoil)
+            next(iter(parts.wrapped_model.parameters())).register_hook(spoil)
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
         return gradient.fill_(value) if step[0] in steps else None
@@ -201,7 +201,7 @@ def check_layout(layout: torch.memory_format) -> None:
     """
 
     def check(step: int, parts: Any, micro_batches: Any) -> None:
-        for parameter in parts.model.parameters():
+        for parameter in parts.wrapped_model.parameters():
             strides = parameter.stride()
             assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=layout), strides
             for value in parts.optimizer.state.get(parameter, {}).values():

@@ -260,7 +260,7 @@ def loss_after_looking(words: dict[str, object], dist: Dist) -> float:
             images = torch.randn(4, 3, 32, 32, generator=generator)
             batch = Batch(images.to(memory_format=torch.channels_last), torch.arange(4) % 3)
             loss = state.train_step([batch]).loss
-        loss_of(state.parts.model(batch.images), batch.targets).backward()
+        loss_of(state.parts.wrapped_model(batch.images), batch.targets).backward()
     assert not [item for item in caught if "strides" in str(item.message)]
     gradients = [(parameter.grad, parameter) for parameter in state.model.parameters()]
     buckets = {gradient.untyped_storage().data_ptr() for gradient, _ in gradients}

@@ -46,7 +46,7 @@ class CountingRecorder(Recorder):
 
 def state(parts: StepParts) -> list[Any]:
     """Weights, statistics, moments and the loss scale."""
-    weights = [parts.model.state_dict(), parts.weights.state_dict()]
+    weights = [parts.wrapped_model.state_dict(), parts.weights.state_dict()]
     return [*weights, parts.optimizer.state_dict()["state"], parts.scaler.state_dict()]
 
 
@@ -94,7 +94,7 @@ def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
         batch.images.fill_(float("nan"))
         expected.append(values(train_step(eager, [make_batch(eager, seed=seed, images=images)])))
     assert [values(sums) for sums in given] == [pytest.approx(row, rel=1e-6) for row in expected]
-    assert_close(parts.model[0].weight, eager.model[0].weight)
+    assert_close(parts.wrapped_model[0].weight, eager.wrapped_model[0].weight)
     assert recorder.asked == ["run", "run", "record"] * 2
     other = make_batch(parts, images=5)
     step([Batch(other.images.contiguous(), other.targets)])

@@ -263,14 +263,14 @@ def updated(
             parts = parts_of(precision, options)
             restore(saved, state_of(parts))
         generator = torch.Generator().manual_seed(step)
-        for name, parameter in parts.model.named_parameters():
+        for name, parameter in parts.wrapped_model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.grad = torch.empty_like(parameter).copy_(values)
             if name == "0.bias":
                 parameter.grad = None
         parts.scaler.scale(torch.zeros(()))  # a scaler begins with the first loss
         if step == 3:
-            parts.model[0].weight.grad[0, 0, 0, 0] = torch.inf
+            parts.wrapped_model[0].weight.grad[0, 0, 0, 0] = torch.inf
         with kernels:
             assert update_weights(parts).item() == (step == 3)
     state = collect(state_of(parts), {}, {})

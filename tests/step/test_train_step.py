@@ -14,7 +14,7 @@ from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import BY_NAME, EMA, Fp32Weights, cast_model, resolve_precision
+from cl_train.step.precision import BY_NAME, Fp32Weights, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
 from cl_train.training.state import TrainState
 from tests.networks import small, without_batchnorm
@@ -44,20 +44,20 @@ def make_parts(
 
 def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    is_channels_last = parts.model[0].weight.stride()[1] == 1
+    is_channels_last = parts.wrapped_model[0].weight.stride()[1] == 1
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
     pixels = torch.randn(images, 3, 32, 32, generator=generator)
     pixels = pixels.to(parts.precision.input_dtype, memory_format=layout)
     return Batch(pixels, torch.randint(0, 3, (images,), generator=generator))
 
 
-def state_of(parts: StepParts, average: EMA | None = None) -> TrainState:
+def state_of(parts: StepParts) -> TrainState:
     batch_format = DeviceFormat(CPU, parts.precision.input_dtype, torch.contiguous_format)
-    return TrainState(parts.model, parts, average, batch_format, partial(train_step, parts))
+    return TrainState(parts.wrapped_model, parts, batch_format, partial(train_step, parts))
 
 
 def weights(parts: StepParts) -> torch.Tensor:
-    return parts.model[3].weight.detach().clone()
+    return parts.wrapped_model[3].weight.detach().clone()
 
 
 DTYPES = {"fp16": torch.float16, "fp16_o2": torch.float16, "bf16": torch.bfloat16}
@@ -68,7 +68,8 @@ DTYPES = {"fp16": torch.float16, "fp16_o2": torch.float16, "bf16": torch.bfloat1
 def test_each_precision_trains_in_each_layout(name: str, layout: torch.memory_format) -> None:
     """The model computes in the precision, and a call is one step of the optimizer."""
     parts, seen, calls = make_parts(name, layout=layout), set(), []
-    parts.model[3].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    layer = parts.wrapped_model[3]
+    layer.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     parts.optimizer.register_step_post_hook(lambda *_: calls.append(1))
     batch = make_batch(parts)
     losses = [train_step(parts, [batch, batch]).loss.item() for _ in range(20)]
@@ -76,7 +77,7 @@ def test_each_precision_trains_in_each_layout(name: str, layout: torch.memory_fo
     assert seen == {parts.precision.input_dtype} == {DTYPES.get(name, torch.float32)}
     expected = (72, 1, 24, 8) if layout == torch.channels_last else (72, 9, 3, 1)
     momentum = [state["momentum_buffer"] for state in parts.optimizer.state.values()]
-    assert parts.model[3].weight.stride() == expected
+    assert parts.wrapped_model[3].weight.stride() == expected
     assert [buffer.stride() for buffer in momentum if buffer.shape == (16, 8, 3, 3)] == [expected]
 
 
@@ -127,7 +128,7 @@ def test_accumulation_equals_the_larger_batch() -> None:
         whole = make_batch(parts, images=16)
         micro = map(Batch, whole.images.chunk(pieces), whole.targets.chunk(pieces))
         sums = train_step(parts, list(micro))
-        results.append((parts.model[0].weight.detach().clone(), sums.loss, sums.correct1))
+        results.append((parts.wrapped_model[0].weight.detach().clone(), sums.loss, sums.correct1))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
 
 

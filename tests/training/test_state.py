@@ -21,6 +21,11 @@ def build(channels_last: bool = False, precision: str = "fp32", **words: Any) ->
     return state_of(make_parts(precision, layout=layout, **words))
 
 
+def with_average(state: TrainState, average: EMA | None = None) -> TrainState:
+    average = average or EMA(state.model, 0.9)
+    return replace(state, parts=replace(state.parts, average=average))
+
+
 def saved(path: Path, state: TrainState, steps: int = 2) -> dict[str, Any]:
     for seed in range(steps):
         state.train_step([make_batch(state.parts, seed=seed)])
@@ -72,7 +77,7 @@ def test_hyperparameters_and_parameter_groups_stay_the_runs_own(tmp_path: Path) 
 def test_fp32_to_fp16_o2_and_an_average_and_back_keeps_fp32_values(tmp_path: Path) -> None:
     state, half, back = build(), build(True, "fp16_o2"), build()
     average = EMA(half.model, 0.9)
-    restore(saved(tmp_path / "a.pt", state), replace(half, average=average))
+    restore(saved(tmp_path / "a.pt", state), with_average(half, average))
     weight = state.model[3].weight
     assert torch.equal(average.module[3].weight, weight), "it starts from the weights"
     assert average.module[3].weight.stride() == (72, 1, 24, 8)
@@ -86,14 +91,13 @@ def test_fp32_to_fp16_o2_and_an_average_and_back_keeps_fp32_values(tmp_path: Pat
 def test_versions_of_modules_stay_and_a_checkpoint_without_them_has_those_of_the_model(
     tmp_path: Path,
 ) -> None:
-    state = build(model=versioned(3))
-    state = replace(state, average=EMA(state.model, 0.9))
+    state = with_average(build(model=versioned(3)))
     content = saved(tmp_path / "a.pt", state)
     for entry in ("model", "average"):
         versioned(3).load_state_dict(content[entry])
     for loaded in (content, content | {"model": dict(content["model"]), "average": None}):
         other = build(model=versioned(3))
-        restore(loaded, replace(other, average=EMA(other.model, 0.9)))
+        restore(loaded, with_average(other))
         assert_equal(state, other)
 
 

@@ -69,7 +69,7 @@ def evaluation_is_eager_with_compile(folder: Path) -> None:
         cfg = settings(folder, compile=True)
         state = build.build_train_state(cfg, fp32_step(cfg, dist), 3, dist, lr=0.1)
         assert state.model._compiled_call_impl is None
-        assert state.parts.model._compiled_call_impl is not None
+        assert state.parts.wrapped_model._compiled_call_impl is not None
 
 
 def resume_reads_on_rank_0_alone(folder: Path) -> None:
