@@ -227,7 +227,7 @@ class Config:
 
 
 # Of a benchmark; the last one converts convolutions only.
-LAYOUTS = ["contiguous", "channels_last", "channels_last_conv"]
+LAYOUT_CHOICES = ["contiguous", "channels_last", "channels_last_conv"]
 
 
 @dataclass
@@ -247,7 +247,9 @@ class BenchmarkSettings:
     )
     frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     layouts: list[str] = setting(
-        LAYOUTS[:2], "the baseline first; channels_last_conv: convolutions", choices=LAYOUTS
+        LAYOUT_CHOICES[:2],
+        "the baseline first; channels_last_conv: convolutions",
+        choices=LAYOUT_CHOICES,
     )
     optimizer: str = setting("sgd", "optimizer of the training step", choices=OPTIMIZERS)
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)

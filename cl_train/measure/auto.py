@@ -19,13 +19,13 @@ from cl_train.config.validation import suggest
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.statistics import verdict_of
 from cl_train.measure.timed_step import (
-    CHANNELS_LAST,
     TimedStep,
     Workload,
     measurement_state,
     workload_of,
 )
 from cl_train.memory_format.layout import (
+    CHANNELS_LAST,
     CONTIGUOUS,
     CONVOLUTIONS,
     MEMORY_FORMAT_NAMES,

@@ -15,7 +15,6 @@ from torch import nn
 from cl_train.config.schema import ConfigError
 from cl_train.measure.statistics import Alternation, Interval, alternate, verdict_of
 from cl_train.measure.timed_step import (
-    CHANNELS_LAST,
     LossFunction,
     TakenTime,
     TimedStep,
@@ -23,7 +22,7 @@ from cl_train.measure.timed_step import (
     measurement_state,
     workload_of,
 )
-from cl_train.memory_format.layout import CONTIGUOUS, Layout
+from cl_train.memory_format.layout import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory

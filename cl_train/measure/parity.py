@@ -19,7 +19,7 @@ from torch import nn
 from cl_train.measure.parity_step import MODES, Record, Samples, recorded_step
 from cl_train.measure.timed_step import LossFunction, noise, workload_of
 from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import CHANNELS_LAST, CONTIGUOUS, Layout, classify
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, CONTIGUOUS, Layout, classify
 from cl_train.memory_format.model_call import tensors_in
 from cl_train.models.sources import copy_model
 from cl_train.step.precision import Precision
@@ -159,7 +159,7 @@ def check_parity(
     shape = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
     report = partial(ParityReport, precision=workload.precision.name, batch=shape)
 
-    images = [tensor for tensor in tensors_in(batch) if tensor.dim() in CHANNELS_LAST]
+    images = [tensor for tensor in tensors_in(batch) if tensor.dim() in CHANNELS_LAST_BY_DIM]
     is_converted = any(classify(tensor) != "ambiguous" for tensor in images)
     if not is_converted and not convert(copy_model(model, "meta"), conversion).changed:
         note = "no input and no weight has another order in memory in channels_last"

@@ -41,10 +41,6 @@ from cl_train.step.train_step import StepParts, train_step, update_weights
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, step_times_s
 
-CHANNELS_LAST = Layout()
-CHANNELS_LAST_CONV = Layout(conversion="conv")
-LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
-
 MOST_TAKEN = 0.02  # of a step's time, by other processes
 
 LossFunction = Callable[[Any], torch.Tensor]

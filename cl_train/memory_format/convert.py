@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from cl_train.config.schema import CONVERSIONS, ConfigError
 from cl_train.config.validation import suggest
 from cl_train.memory_format.layout import (
-    CHANNELS_LAST,
+    CHANNELS_LAST_BY_DIM,
     CONVOLUTIONS,
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
@@ -103,7 +103,9 @@ def convert(
         chosen = _chosen(model, mode, select)
         selected = {name for name in tensors if _WITHIN_MODULE.sub("", name) in chosen}
     counted = [
-        t for t in tensors.values() if isinstance(t, nn.Parameter) or t.dim() in CHANNELS_LAST
+        tensor
+        for tensor in tensors.values()
+        if isinstance(tensor, nn.Parameter) or tensor.dim() in CHANNELS_LAST_BY_DIM
     ]
     report = ConversionReport(mode, memory_format, len(counted))
     _convert_tensors(tensors, selected, memory_format, report)
@@ -128,7 +130,7 @@ def _convert_tensors(
 
     for name, tensor in strided.items():
         view, storage = views[name], tensor.untyped_storage()
-        if tensor.dim() not in CHANNELS_LAST:
+        if tensor.dim() not in CHANNELS_LAST_BY_DIM:
             continue
         if view not in selected_views:
             report.left[name] = "not selected"
@@ -159,7 +161,7 @@ def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
     modules = model.modules() if isinstance(model, nn.Module) else ()
     kinds: list[type] = [type(module) for module in modules]
     refused = [kind for kind in kinds if _DISTRIBUTED & {base.__name__ for base in kind.__mro__}]
-    images = [tensor for tensor in tensors.values() if tensor.dim() in CHANNELS_LAST]
+    images = [tensor for tensor in tensors.values() if tensor.dim() in CHANNELS_LAST_BY_DIM]
     refused += [type(tensor) for tensor in images if is_traceable_wrapper_subclass(tensor)]
     if refused:
         what = f"it has {refused[0].__name__}, which keeps the old strides (pytorch/pytorch#47163)"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from cl_train.config.schema import Config, ConfigError
+from cl_train.errors import ConfigError
 
 StrideOrder = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
@@ -24,7 +24,8 @@ MEMORY_FORMAT_NAMES = {
     torch.channels_last_3d: "channels_last_3d",
 }
 MEMORY_FORMATS = {name: memory_format for memory_format, name in MEMORY_FORMAT_NAMES.items()}
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+# By the number of dimensions of a tensor
+CHANNELS_LAST_BY_DIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
@@ -39,15 +40,6 @@ class Layout:
     conversion: str = "full"
     select: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, cfg: Config) -> "Layout | None":
-        """The layout that a run's settings name; None: they leave the choice to a measurement."""
-        if cfg.channels_last == "auto":
-            return None
-        if cfg.channels_last == "false":
-            return CONTIGUOUS
-        return cls(torch.channels_last, cfg.conversion, tuple(cfg.select))
-
     @property
     def is_channels_last(self) -> bool:
         return self.memory_format != torch.contiguous_format
@@ -60,6 +52,9 @@ class Layout:
 
 
 CONTIGUOUS = Layout(torch.contiguous_format)
+CHANNELS_LAST = Layout()
+CHANNELS_LAST_CONV = Layout(conversion="conv")
+LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 
 
 def classify(tensor: torch.Tensor) -> StrideOrder:
@@ -69,7 +64,7 @@ def classify(tensor: torch.Tensor) -> StrideOrder:
     "ambiguous": both orders hold (C == 1, H == W == 1, no elements); "other": another number of
     dimensions, another order, expanded (stride 0), no strides (sparse).
     """
-    if tensor.layout != torch.strided or tensor.dim() not in CHANNELS_LAST:
+    if tensor.layout != torch.strided or tensor.dim() not in CHANNELS_LAST_BY_DIM:
         return "other"
     if tensor.numel() == 0:
         return "ambiguous"
@@ -97,7 +92,7 @@ def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -
     channels_last means channels_last_3d for a tensor [N,C,D,H,W].
     """
     if memory_format != torch.contiguous_format:
-        memory_format = CHANNELS_LAST[tensor.dim()]
+        memory_format = CHANNELS_LAST_BY_DIM[tensor.dim()]
     strides = torch.empty(tensor.shape, device="meta", memory_format=memory_format).stride()
     if tensor.stride() == strides:
         return tensor
@@ -108,7 +103,8 @@ def images_in(memory_format: torch.memory_format, values: Any) -> Any:
     """Nested values, the tensors of 4 and 5 dimensions in `memory_format`; containers are new."""
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
-        return to_memory_format(tensor, memory_format) if tensor.dim() in CHANNELS_LAST else tensor
+        is_image = tensor.dim() in CHANNELS_LAST_BY_DIM
+        return to_memory_format(tensor, memory_format) if is_image else tensor
 
     return tree_map_only(torch.Tensor, placed, values)
 
@@ -116,7 +112,7 @@ def images_in(memory_format: torch.memory_format, values: Any) -> Any:
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
     """The format of all tensors of 4 or 5 dimensions, or "mixed"; ambiguous ones by strides."""
     strided = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided]
-    images = [tensor for tensor in strided if tensor.dim() in CHANNELS_LAST]
+    images = [tensor for tensor in strided if tensor.dim() in CHANNELS_LAST_BY_DIM]
     orders = {classify(tensor) for tensor in images} - {"ambiguous"}
     if orders:
         return orders.pop() if orders in ({"channels_last"}, {"contiguous"}) else "mixed"

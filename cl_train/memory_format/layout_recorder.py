@@ -24,7 +24,7 @@ from cl_train.memory_format.image_axes import (
     kinds_of,
     stride_order,
 )
-from cl_train.memory_format.layout import CHANNELS_LAST, StrideOrder, classify
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, StrideOrder, classify
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 
 # Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
@@ -187,7 +187,7 @@ class LayoutRecorder(OriginRecorder):
 
     def _note_viewed(self, tensor: torch.Tensor) -> None:
         """The axes of an image that comes from outside the step, the batch or a weight."""
-        if not self._has_channels_last or tensor.dim() not in CHANNELS_LAST:
+        if not self._has_channels_last or tensor.dim() not in CHANNELS_LAST_BY_DIM:
             return
         if _storage(tensor) in self._memory or classify(tensor) != "channels_last":
             # A contiguous one has nothing to lose, and may be no image: a table of positions.
@@ -201,7 +201,7 @@ class LayoutRecorder(OriginRecorder):
         axes = memory.axes if memory else None
         if memory is None and not traits.is_of_images and is_shared_by_batch(tensor):
             return Operand(tensor, None, None, None)
-        if tensor.dim() in CHANNELS_LAST and (axes is None or traits.is_of_images):
+        if tensor.dim() in CHANNELS_LAST_BY_DIM and (axes is None or traits.is_of_images):
             order = classify(tensor)
             if order == "other" and memory and memory.cause:
                 order = "contiguous"  # and permuted

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+# By the number of dimensions of a tensor
+CHANNELS_LAST_BY_DIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def image_of(expression: str, device: str | torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Noise x [N,C,H,W] or v [N,C,D,H,W], all above 1, so that no probe is ambiguous."""
     shape = (2, 8, 4, 6, 6) if _argument(expression) == "v" else (2, 8, 8, 8)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return values.to(device, dtype, memory_format=CHANNELS_LAST[len(shape)]).requires_grad_()
+    return values.to(device, dtype, memory_format=CHANNELS_LAST_BY_DIM[len(shape)]).requires_grad_()
 
 
 def _argument(expression: str) -> str:
@@ -29,7 +30,7 @@ def probe_function(expression: str, image: torch.Tensor) -> Callable[[torch.Tens
     ones = partial(torch.ones, dtype=image.dtype, device=image.device)
 
     def weight(*shape: int) -> torch.Tensor:
-        return ones(*shape).to(memory_format=CHANNELS_LAST[len(shape)])
+        return ones(*shape).to(memory_format=CHANNELS_LAST_BY_DIM[len(shape)])
 
     names = {"F": F, "torch": torch, "ones": ones, "weight": weight}
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -47,7 +48,7 @@ def differentiated(
     gradient = torch.linspace(-1, 1, output.numel(), device=image.device).to(output.dtype)
     gradient = gradient.reshape(output.shape)
     if output.dim() > 3:
-        gradient = gradient.to(memory_format=CHANNELS_LAST[output.dim()])
+        gradient = gradient.to(memory_format=CHANNELS_LAST_BY_DIM[output.dim()])
     # not .backward(), which gives a leaf's gradient the strides of the leaf
     return output, torch.autograd.grad(output, image, gradient)[0]
 

@@ -15,11 +15,11 @@ from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.loader import DataSettings
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
-from cl_train.memory_format.layout import CONTIGUOUS, Layout
+from cl_train.memory_format.layout import CHANNELS_LAST, CONTIGUOUS
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
-from cl_train.training.build import build_model, step_settings, try_shapes
+from cl_train.training.build import build_model, layout_of, step_settings, try_shapes
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     settings = replace(settings, compile=False, cuda_graph=False)
     size = size_schedule(cfg.data).image_sizes[-1]
     workload = Workload(SMALLEST, (3, size, size), settings, device)
-    layout = Layout.of(cfg)
+    layout = layout_of(cfg)
     if layout is None:  # the choice comes later
-        layout = CONTIGUOUS if device.type == "cpu" else Layout()
+        layout = CONTIGUOUS if device.type == "cpu" else CHANNELS_LAST
     smallest = replace(cfg, batch_size=SMALLEST, weights=None)
     with measurement_state(workload):
         model = build_model(smallest, classes)

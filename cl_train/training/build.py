@@ -220,7 +220,7 @@ def convert_layout(
     `channels_last=auto` is the faster layout of the run's own step on its largest images, measured
     by rank 0. Raises ConfigError: channels_last=true, and torch is known to crash on the model.
     """
-    layout = Layout.of(cfg)
+    layout = layout_of(cfg)
     if layout is None or (layout.is_channels_last and not cfg.evaluate_only):
         try:
             refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
@@ -239,6 +239,15 @@ def convert_layout(
     if layout.is_channels_last:
         log.info("%s", report)
     return DeviceFormat(dist.device, settings.precision.input_dtype, layout.memory_format)
+
+
+def layout_of(cfg: Config) -> Layout | None:
+    """The layout that the settings name; None: they leave the choice to a measurement."""
+    if cfg.channels_last == "auto":
+        return None
+    if cfg.channels_last == "false":
+        return CONTIGUOUS
+    return Layout(torch.channels_last, cfg.conversion, tuple(cfg.select))
 
 
 def refuse_crash_of_sizes(

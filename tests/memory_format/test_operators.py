@@ -17,7 +17,7 @@ from torch._decomp import core_aten_decompositions
 from benchmarks.operators_page import shows
 from cl_train.commands.audit import main
 from cl_train.config.schema import ConfigError
-from cl_train.memory_format.layout import CHANNELS_LAST
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM
 from cl_train.memory_format.operator_probe import image_of, probe_function
 from cl_train.memory_format.operators import PROBES, conformance, conformance_program, differs
 
@@ -41,7 +41,7 @@ def test_the_table_agrees_with_direct_strides(dtype: torch.dtype) -> None:
             continue
         x = image_of(operator, CPU, dtype)
         output = probe_function(operator, x)(x)
-        memory_format = CHANNELS_LAST.get(output.dim(), torch.contiguous_format)
+        memory_format = CHANNELS_LAST_BY_DIM.get(output.dim(), torch.contiguous_format)
         if output.dim() == x.dim():
             assert pixel_major(output) == eager.startswith("channels_last"), operator
         backward = rows.get((operator, "backward"))
