@@ -54,6 +54,19 @@ class OpenWindow:
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class SubmittedWindow:
+    """The steps of a log line whose sums are on the way to the host."""
+
+    timing: OpenWindow  # closed
+    rows: torch.Tensor  # of this rank, on the device: see `rows_of`
+    totals: torch.Tensor  # of all steps and ranks, on the host after the mark `copied`
+    copied: Any
+    step: int  # the last one
+    epoch: int
+    lr: float
+
+
 class ThroughputMeter:
     """Counts images between calls of `close`. Windows that begin within `warmup_steps` of an image
     size, which selects kernels or compiles, are warm-up.
@@ -138,7 +151,7 @@ class ActiveRun:
     progress: Progress
     stop_signal: int = 0  # ends the run
     epoch_windows: list[Window] = field(default_factory=list)
-    submitted: tuple[Any, ...] | None = None  # a window whose sums are on the way to the host
+    submitted: SubmittedWindow | None = None
     first_step_s: float | None = None  # since the process began its work
     is_loader_checked: bool = False  # once per run, after the first epoch
 
@@ -194,17 +207,18 @@ class ActiveRun:
         bad_images = rows.new_full((1,), self.data.bad_images.skipped)
         totals = sum_over_ranks(torch.cat([rows.sum(0), bad_images]), self.dist)
         # As in `_count_bad_steps`, but without waiting for the device.
-        is_bad = ~totals[0].isfinite()
-        self._buffers.settle(is_bad if scaler.is_enabled() else is_bad | (totals[3] > 0))
+        loss, _, _, skipped, _ = totals
+        is_bad = ~loss.isfinite()
+        self._buffers.settle(is_bad if scaler.is_enabled() else is_bad | (skipped > 0))
         if scaler.is_enabled():  # `get_scale` would wait for the device
             scale = scaler.scale(torch.ones((), device=totals.device))
             totals = torch.cat([totals, scale.double().view(1)])
         totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
         self.progress.pending_steps = []
-        place = {"step": self.progress.step, "epoch": self.progress.epoch, "lr": lr}
-        submitted = (self.meter.close(), rows, totals, self.meter.clock.mark(), place)
+        timing, copied = self.meter.close(), self.meter.clock.mark()
+        step, epoch = self.progress.step, self.progress.epoch
         self.log_submitted()
-        self.submitted = submitted
+        self.submitted = SubmittedWindow(timing, rows, totals, copied, step, epoch, lr)
         if self.dist.device.type in READ_AT_ONCE or self.plan.is_epoch_end(self.progress):
             self.log_submitted()
 
@@ -223,21 +237,22 @@ class ActiveRun:
         """Log the submitted window, if there is one. Raises TrainingFault: the run must end."""
         if self.submitted is None:
             return
-        # rows: float64 [steps, 4] on the device; totals over steps and ranks: on the host after the
-        # mark `copied`.
-        (timing, rows, totals, copied, place), self.submitted = self.submitted, None
-        self.meter.clock.wait(copied)
-        loss, correct1, correct5, skipped, skipped_images, *scale = totals.tolist()
+        submitted, self.submitted = self.submitted, None
+        self.meter.clock.wait(submitted.copied)
+        loss, correct1, correct5, skipped, skipped_images, *scale = submitted.totals.tolist()
         self.progress.skipped_steps += round(skipped / self.dist.world_size)
+        rows = submitted.rows
         images = len(rows) * self.plan.global_batch_size
         may_change = ("memory_format", "precision", "world_size", "device_name")
         window = Window(
-            **place,
+            step=submitted.step,
+            epoch=submitted.epoch,
+            lr=submitted.lr,
             time=time.time(),
             loss=loss / (len(rows) * self.dist.world_size),
             top1=100 * correct1 / images,
             top5=100 * correct5 / images,
-            **self.meter.measured(timing),
+            **self.meter.measured(submitted.timing),
             loss_scale=scale[0] if scale else None,
             skipped_steps=self.progress.skipped_steps,
             skipped_images=int(skipped_images),

@@ -64,7 +64,7 @@ def test_the_sums_are_read_after_their_copy(
 
     def arrive_late(run: Any) -> None:
         if run.submitted is not None:
-            _, _, totals, copied, _ = run.submitted
+            totals, copied = run.submitted.totals, run.submitted.copied
             sums = totals.clone()
             totals.fill_(float("nan"))
             run.meter.clock.wait = lambda mark: totals.copy_(sums) if mark is copied else None
