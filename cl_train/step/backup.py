@@ -25,7 +25,7 @@ class BufferBackup:
     @torch.no_grad()
     def _copy(self) -> None:
         """The values of one dtype and device are one tensor with a view for each buffer: few
-        launches in `settle`.
+        launches in `keep_or_restore`.
         """
         buffers = dict(self._models.named_buffers())
         self._kinds = {name: _kind(buffer) for name, buffer in buffers.items()}
@@ -43,7 +43,7 @@ class BufferBackup:
                 self._copies[name] = part.view(buffers[name].shape)
 
     @torch.no_grad()
-    def settle(self, is_bad: torch.Tensor) -> None:
+    def keep_or_restore(self, is_bad: torch.Tensor) -> None:
         """Restore the good values if the bool [] `is_bad`, else the present ones become good,
         except elements that are not finite: the loss may be finite although a variance has
         overflowed.
@@ -64,21 +64,21 @@ class BufferBackup:
             torch._foreach_copy_(present, [self._copies[name] for name in names])
 
     @torch.no_grad()
-    def settled(self, *, is_bad: bool) -> dict[str, torch.Tensor]:
-        """Returns the values that `settle` would restore or keep, by name; changes nothing."""
-        settled = {}
+    def values_after(self, *, is_bad: bool) -> dict[str, torch.Tensor]:
+        """Returns the buffers as `keep_or_restore` would leave them, by name; changes nothing."""
+        values = {}
         for name, buffer in self._models.named_buffers():
             good = self._copies.get(name, buffer)
             if is_bad:
                 buffer = good
             elif _kind(buffer) == self._kinds.get(name) and _kind(buffer)[-1]:
                 buffer = torch.where(buffer.isfinite(), buffer, good)
-            settled[name] = buffer
-        return settled
+            values[name] = buffer
+        return values
 
     @torch.no_grad()
-    def load_good(self, values: Mapping[str, torch.Tensor]) -> None:
-        """`values`, of `settled(is_bad=True)`, become the good ones."""
+    def set_good(self, values: Mapping[str, torch.Tensor]) -> None:
+        """`values`, of `values_after(is_bad=True)`, become the good ones."""
         for name, value in values.items():
             if name in self._copies and self._copies[name].shape == value.shape:
                 self._copies[name].copy_(value)

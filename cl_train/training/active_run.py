@@ -162,7 +162,7 @@ class ActiveRun:
         if average is not None:
             models["average"] = average.module
         self._buffers = BufferBackup(**models)
-        self._buffers.load_good(self.progress.good_buffers)
+        self._buffers.set_good(self.progress.good_buffers)
         self.progress.good_buffers = {}
 
     def save(self) -> None:
@@ -172,15 +172,15 @@ class ActiveRun:
         a resumed run falls back too. Raises TrainingFault: a step of the window ends the run, as it
         would end every run that resumes this checkpoint.
         """
-        progress, settled = self.progress, dict[str, torch.Tensor]()
+        progress, buffers = self.progress, dict[str, torch.Tensor]()
         if self.checkpoints.saved_step == progress.step:
             return
         self.log_submitted()
         if progress.pending_steps:
             count = self._count_bad_steps(rows_of(progress.pending_steps), progress.step)
-            settled = self._buffers.settled(is_bad=count > progress.bad_steps)
-            progress.good_buffers = self._buffers.settled(is_bad=True)
-        self.checkpoints.save(progress, settled)
+            buffers = self._buffers.values_after(is_bad=count > progress.bad_steps)
+            progress.good_buffers = self._buffers.values_after(is_bad=True)
+        self.checkpoints.save(progress, buffers)
         progress.good_buffers = {}
 
     def _count_bad_steps(self, rows: torch.Tensor, last_step: int) -> int:
@@ -209,7 +209,7 @@ class ActiveRun:
         # As in `_count_bad_steps`, but without waiting for the device.
         loss, _, _, skipped, _ = totals
         is_bad = ~loss.isfinite()
-        self._buffers.settle(is_bad if scaler.is_enabled() else is_bad | (skipped > 0))
+        self._buffers.keep_or_restore(is_bad if scaler.is_enabled() else is_bad | (skipped > 0))
         if scaler.is_enabled():  # `get_scale` would wait for the device
             scale = scaler.scale(torch.ones((), device=totals.device))
             totals = torch.cat([totals, scale.double().view(1)])

@@ -52,7 +52,7 @@ def test_what_surrounds_a_step_does_not_wait_either(precision: str) -> None:
         backup = BufferBackup(model=parts.wrapped_model, average=ema.module)
         run(parts, GraphedStep(parts, Recorder(torch.device("cpu")), warm_up=1), 2)
         ema.update(parts.weights.state_dict())
-        backup.settle(torch.zeros(()) > 0)
+        backup.keep_or_restore(torch.zeros(()) > 0)
 
 
 def test_an_optimizer_without_a_fused_kernel_is_documented_to_wait() -> None:

@@ -142,10 +142,10 @@ def test_buffers_are_restored_after_nan_activations() -> None:
     model = small(3)
     ema = EMA(model, 0.9)
     backup = BufferBackup(model=model, average=ema.module)
-    for bring_back in (backup.restore, partial(backup.settle, torch.tensor(True))):
+    for bring_back in (backup.restore, partial(backup.keep_or_restore, torch.tensor(True))):
         model(images())
         ema.update(model.state_dict())
-        backup.settle(torch.tensor(False))
+        backup.keep_or_restore(torch.tensor(False))
         expected = [buffer.clone() for buffer in (*model.buffers(), *ema.module.buffers())]
         model(images() * torch.nan)
         ema.update(model.state_dict())
@@ -161,13 +161,13 @@ def test_a_variance_that_overflows_does_not_become_good() -> None:
     backup = BufferBackup(model=model)
     model.get_buffer("1.running_var")[0] = torch.inf
     model.get_buffer("1.running_mean")[0] = 5.0
-    saved = backup.settled(is_bad=False)
-    backup.settle(torch.tensor(False))
+    saved = backup.values_after(is_bad=False)
+    backup.keep_or_restore(torch.tensor(False))
     for values in (saved["model.1.running_var"], model.get_buffer("1.running_var")):
         assert values.tolist() == [1.0] * 8
     assert model.get_buffer("1.running_mean")[0] == 5.0
     model.get_buffer("1.running_mean")[0] = 6.0
-    assert backup.settled(is_bad=True)["model.1.running_mean"][0] == 5.0
+    assert backup.values_after(is_bad=True)["model.1.running_mean"][0] == 5.0
 
 
 def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
@@ -179,7 +179,7 @@ def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
     assert model.calls.item() == 0
     for shape in ((), (2,), (1,)):
         model.calls = torch.full(shape, 5.0)
-        backup.settle(torch.tensor(False))
+        backup.keep_or_restore(torch.tensor(False))
         model.calls = torch.zeros(3)
-        backup.settle(torch.tensor(True))
+        backup.keep_or_restore(torch.tensor(True))
         assert model.calls.shape == shape and (model.calls == 5).all()
