@@ -44,7 +44,7 @@ class Call(Origin):
     strides: tuple[int, ...]
     dtype: str
     inputs: tuple[str, ...] = ()
-    # "explicit": the call is a copy; "hidden": the kernel permutes its input first; "strided": an
+    # "explicit": the call is a copy; "hidden": the kernel permutes its input first, or an
     # element-wise kernel reads one input with large strides
     copy: str = ""
     moved_bytes: int = 0
