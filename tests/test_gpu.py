@@ -201,7 +201,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     form = DeviceFormat(state.parts.device, torch.bfloat16, CHANNELS_LAST)
     normalise = Normalise([0.5] * 3, [0.25] * 3, form)
     seen = []
-    for batch in transfer.to_device(host_batches(), normalise, ahead=2):
+    for batch in transfer.to_device(host_batches(), normalise):
         assert batch.images.stride() == (12288, 1, 192, 3) and batch.images.dtype == torch.bfloat16
         torch.cuda._sleep(2_000_000)
         state.train_step([batch])

@@ -110,11 +110,9 @@ class Normalise:
 
 
 def to_device(
-    batches: Iterable[RawBatch], normalise: Normalise, mix: MixLabels | None = None, ahead: int = 1
+    batches: Iterable[RawBatch], normalise: Normalise, mix: MixLabels | None = None
 ) -> Iterator[Batch]:
-    """Yields the loader's batches on the device, normalised, then mixed; on CUDA `ahead` of them in
-    advance.
-    """
+    """Yields the loader's batches on the device, normalised, then mixed; on CUDA one in advance."""
     device = normalise.format.device
 
     def prepare(moved: RawBatch) -> tuple[Tensor, Tensor]:
@@ -123,7 +121,7 @@ def to_device(
             targets = targets.clone()
         return mix(images, targets, moved.epoch, moved.number) if mix else (images, targets)
 
-    return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead))
+    return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead=1))
 
 
 @cache  # the allocator caches memory per stream: one per epoch would keep that of each epoch
