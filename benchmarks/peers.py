@@ -32,12 +32,12 @@ from cl_train.cli import exit_code
 from cl_train.commands import print_result
 from cl_train.config.schema import (
     OVERWRITE_HELP,
-    ConfigError,
     LoaderBenchmarkSettings,
     OptimConfig,
     setting,
 )
 from cl_train.config.validation import load, optional_module
+from cl_train.errors import ConfigError
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
 from cl_train.measure.statistics import alternate
 from cl_train.models.sources import build_model

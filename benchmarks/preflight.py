@@ -35,7 +35,7 @@ def main(device: str) -> int:
         print(f"Python {sys.executable}: {'; '.join(problems)}")
         return 2
     if device == "cuda":
-        from cl_train.config.schema import ConfigError
+        from cl_train.errors import ConfigError
         from cl_train.system.distributed import choose_device
 
         try:

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from cl_train.cli import exit_code
-from cl_train.config.schema import ConfigError, setting
+from cl_train.config.schema import setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
+from cl_train.errors import ConfigError
 from cl_train.step.precision import bf16_is_faster_on_cpu
 from cl_train.system.files import write_json
 from cl_train.system.machine import measured

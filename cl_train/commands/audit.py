@@ -21,7 +21,8 @@ from typing import Any
 
 from cl_train.commands import optional_file, print_result
 from cl_train.config import schema
-from cl_train.config.schema import ConfigError, setting
+from cl_train.config.schema import setting
+from cl_train.errors import ConfigError
 
 
 @dataclass

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from cl_train.commands import settings_and_files
 from cl_train.config import schema
-from cl_train.config.schema import ConfigError, setting
+from cl_train.config.schema import setting
 from cl_train.config.validation import setting_fields, suggest
+from cl_train.errors import ConfigError
 from cl_train.system.files import output_folder
 
 

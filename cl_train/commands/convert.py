@@ -17,7 +17,8 @@ not compared; 2 wrong usage or an unreadable file.
 from dataclasses import dataclass
 
 from cl_train.commands import settings_and_files
-from cl_train.config.schema import OVERWRITE_HELP, ConfigError, setting
+from cl_train.config.schema import OVERWRITE_HELP, setting
+from cl_train.errors import ConfigError
 
 
 @dataclass

@@ -19,7 +19,6 @@ from cl_train.config.groups import (
     neutral_setting,
     setting,
 )
-from cl_train.errors import ConfigError as ConfigError
 
 IMAGE_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
 IMAGE_FORMATS |= dict.fromkeys((".tif", ".tiff"), "TIFF")  # Pillow's names

@@ -20,7 +20,8 @@ import yaml
 
 from cl_train.config.combinations import combination_problems
 from cl_train.config.fields import Setting, setting_fields, suggest
-from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config
+from cl_train.errors import ConfigError
 
 T = TypeVar("T")
 _LIMITS = (

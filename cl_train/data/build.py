@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
 from cl_train.data.images import ImageSource, Indices, Split, read_folder, read_images
@@ -25,6 +25,7 @@ from cl_train.data.stream import StreamLoader
 from cl_train.data.tar_shards import ShardSplit, read_shards
 from cl_train.data.transforms import ImageReader, ImageTransform, label_mix
 from cl_train.data.user_dataset import DatasetReader, SampleForm, read_datasets
+from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
 

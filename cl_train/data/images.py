@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from cl_train.config.schema import IMAGE_FORMATS, ConfigError, DataConfig
+from cl_train.config.schema import IMAGE_FORMATS, DataConfig
 from cl_train.data.decode import read_file
+from cl_train.errors import ConfigError
 from cl_train.system.files import cache_folder, replacing
 
 Indices = npt.NDArray[np.int64]

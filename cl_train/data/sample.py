@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.data.decode import Pixels
 from cl_train.data.images import ImageSource, read_folder
+from cl_train.errors import ConfigError
 from cl_train.system.files import lock_file
 from cl_train.system.processes import map_in_processes
 

@@ -20,7 +20,7 @@ from typing import IO, NamedTuple, cast
 
 import numpy as np
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.data.decode import BadImage
 from cl_train.data.images import (
     ImageSource,
@@ -32,6 +32,7 @@ from cl_train.data.images import (
     packed,
     save_index,
 )
+from cl_train.errors import ConfigError
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"

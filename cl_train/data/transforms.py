@@ -18,12 +18,13 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, DataConfig
 from cl_train.config.validation import optional_module
 from cl_train.data.decode import Encoded, Pixels
 from cl_train.data.device import MixLabels
 from cl_train.data.images import Split
 from cl_train.data.order import BATCHES, RandomNumbers
+from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 
 _ATTEMPTS = 10

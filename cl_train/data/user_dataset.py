@@ -17,13 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.config.validation import user_function
 from cl_train.data.decode import BadImage, Pixels
 from cl_train.data.images import ImageSource
 from cl_train.data.transforms import ImageTransform, seeded_everywhere
 from cl_train.data.workers import Workers
-from cl_train.errors import WorkerError
+from cl_train.errors import ConfigError, WorkerError
 
 Label = int | npt.NDArray[np.float32]
 _SHOWN = 300  # characters of a message of the user's code

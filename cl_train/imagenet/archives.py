@@ -17,8 +17,8 @@ from typing import IO, cast
 
 from tqdm import tqdm
 
-from cl_train.config.schema import ConfigError
 from cl_train.data.tar_shards import open_tar, read_member, regular_files
+from cl_train.errors import ConfigError
 from cl_train.imagenet.folders import resumable_folder, write_image
 
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from cl_train.config.schema import ConfigError
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.images import EXTENSIONS, listed, unreadable
+from cl_train.errors import ConfigError
 from cl_train.system.files import lock_file, output_folder, replacing, write_json
 from cl_train.system.processes import map_in_processes
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module
 from cl_train.data.decode import PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.images import listed
 from cl_train.data.tar_shards import MANIFEST, split_of
+from cl_train.errors import ConfigError
 from cl_train.imagenet.folders import resumable_folder, write_image
 from cl_train.imagenet.shards import sample_name, shard_name, write_shard
 from cl_train.system.files import write_json

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import OPTIMIZERS, ConfigError, OptimConfig
+from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.config.validation import suggest
+from cl_train.errors import ConfigError
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.statistics import verdict_of
 from cl_train.measure.timed_step import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.measure.statistics import Alternation, Interval, alternate, verdict_of
 from cl_train.measure.timed_step import (
     LossFunction,

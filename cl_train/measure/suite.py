@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from cl_train.config.schema import BenchmarkSettings, ConfigError, OptimConfig
+from cl_train.config.schema import BenchmarkSettings, OptimConfig
 from cl_train.config.validation import show
+from cl_train.errors import ConfigError
 from cl_train.measure.paired import Comparison, benchmark_layouts
 from cl_train.measure.parity import ParityReport, check_parity
 from cl_train.measure.statistics import seconds_to_decide

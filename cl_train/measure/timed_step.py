@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cl_train.config.schema import AugmentConfig, ConfigError
+from cl_train.config.schema import AugmentConfig
 from cl_train.data.device import Batch, MixLabels
 from cl_train.data.transforms import label_mix
+from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.layout import (

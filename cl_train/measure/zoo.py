@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError, ZooSettings
+from cl_train.config.schema import ZooSettings
+from cl_train.errors import ConfigError
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.parity import check_parity
 from cl_train.measure.timed_step import Workload, input_shape, noise, place_batch

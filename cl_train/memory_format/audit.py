@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.memory_format.audit_report import Call, LayoutReport, grouped
 from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cl_train.config.schema import CONVERSIONS, ConfigError
+from cl_train.config.schema import CONVERSIONS
 from cl_train.config.validation import suggest
+from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import (
     CHANNELS_LAST_BY_DIM,
     CONVOLUTIONS,

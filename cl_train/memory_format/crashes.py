@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.step.backup import state_restored
 
 _MOST_CHANNELS = 15

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.memory_format import operator_probe
 from cl_train.memory_format.layout import classify
 from cl_train.memory_format.operator_probe import (

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, DataConfig
 from cl_train.config.validation import from_mapping
 from cl_train.data.decode import Pixels
 from cl_train.data.device import DeviceFormat, Normalise
 from cl_train.data.transforms import ImageTransform, default_val_resize
+from cl_train.errors import ConfigError
 
 _TEXTS = ("memory_format", "model", "precision")
 _LISTS = ("classes", "extensions")

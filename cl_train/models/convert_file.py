@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module
+from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import (
     MEMORY_FORMAT_NAMES,

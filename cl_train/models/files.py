@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
 from cl_train.config.validation import optional_module, suggest
+from cl_train.errors import ConfigError
 from cl_train.models.card import KEYS, ModelCard
 from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file, snapshot
 

@@ -16,8 +16,9 @@ import torchvision
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
+from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import refuse_lazy
 from cl_train.models.card import Preprocessing
 from cl_train.models.files import SavedModel, load_state, read_weights, weights_path

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cl_train.config.schema import (
     FUSED_OPTIMIZERS,
     OPTIMIZERS,
-    ConfigError,
     OptimConfig,
     ScheduleConfig,
 )
 from cl_train.config.validation import optional_module, suggest
+from cl_train.errors import ConfigError
 
 # A checkpoint lacks part of kron's state, and adahessian needs gradients of gradients.
 _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import PRECISIONS, ConfigError
+from cl_train.config.schema import PRECISIONS
 from cl_train.config.validation import suggest
+from cl_train.errors import ConfigError
 from cl_train.system.machine import timed_s
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from cl_train.config.schema import ConfigError
 from cl_train.errors import CheckpointError as CheckpointError
+from cl_train.errors import ConfigError
 from cl_train.system.files import replacing, retry
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.errors import RankFault as RankFault
 from cl_train.system.processes import adopt_srun, end_with_parent, is_srun_task, read_launch
 

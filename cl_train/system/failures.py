@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.system.machine import is_out_of_memory
 
 TORCH = f"{Path(torch.__file__).parent}/"

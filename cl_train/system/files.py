@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.errors import LockHeld as LockHeld
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn, TypeVar
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

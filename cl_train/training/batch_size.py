@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from cl_train.config.schema import AUTO_BATCH_SIZE, Config, ConfigError
+from cl_train.config.schema import AUTO_BATCH_SIZE, Config
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.loader import DataSettings
+from cl_train.errors import ConfigError
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
 from cl_train.memory_format.layout import CHANNELS_LAST, CONTIGUOUS
 from cl_train.step.precision import resolve_precision

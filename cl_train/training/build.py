@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from cl_train.config.combinations import graph_conflict
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import Config
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.errors import ConfigError
 from cl_train.measure.auto import fastest_layout
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.audit import recording

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
 from cl_train.config.validation import suggest
 from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.errors import ConfigError
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.step.train_step import labels_and_top5, logits_of
 from cl_train.system.distributed import (

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import Config
 from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data, build_data
 from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import image_augment
+from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing

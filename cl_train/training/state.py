@@ -11,10 +11,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from cl_train.config.schema import CheckpointConfig, Config, ConfigError
+from cl_train.config.schema import CheckpointConfig, Config
 from cl_train.config.validation import flatten, setting_fields, show
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.errors import ConfigError
 from cl_train.errors import TrainingFault as TrainingFault
 from cl_train.models.files import load_state, module_versions
 from cl_train.step.optim import lr_at

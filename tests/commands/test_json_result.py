@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cl_train.commands import print_result
-from cl_train.config.schema import ConfigError
 from cl_train.config.schema import LoaderBenchmarkSettings as Settings
+from cl_train.errors import ConfigError
 
 Capture = pytest.CaptureFixture[str]
 

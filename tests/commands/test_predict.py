@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from cl_train.commands import predict
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.models.convert_file import convert_file, load_model
 from tests.conftest import Run
 

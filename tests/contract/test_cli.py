@@ -13,13 +13,14 @@ import pytest
 from cl_train.cli import main
 from cl_train.commands import COMMANDS, train
 from cl_train.commands.completion import candidates
-from cl_train.config.schema import Config, ConfigError, setting
+from cl_train.config.schema import Config, setting
 from cl_train.config.validation import (
     command_help,
     is_setting,
     setting_fields,
     settings_from_arguments,
 )
+from cl_train.errors import ConfigError
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,9 @@ from cl_train.config.command_line import (
     compose,
     group_choices,
 )
-from cl_train.config.schema import OPTIMIZERS, Config, ConfigError, OptimConfig
+from cl_train.config.schema import OPTIMIZERS, Config, OptimConfig
 from cl_train.config.validation import load, setting_fields
+from cl_train.errors import ConfigError
 from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.system import checkpoints, files
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore
 from cl_train.system.files import AppendFile, write_json, write_text

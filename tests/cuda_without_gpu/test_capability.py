@@ -11,8 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError, ZooSettings
+from cl_train.config.schema import ZooSettings
 from cl_train.config.validation import load
+from cl_train.errors import ConfigError
 from cl_train.measure import zoo
 from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage, Encoded
 from cl_train.data.tar_shards import MANIFEST, read_shards
+from cl_train.errors import ConfigError
 from tests.data.image_folders import jpeg
 from tests.imagenet_archives import WNIDS, tar_of
 

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.data import images
 from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.data.images import read_folder
+from cl_train.errors import ConfigError
 from cl_train.system.files import cache_folder
 from tests.data.image_folders import encoded, folder_data, jpeg, noise, write_folder
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from cl_train.config.schema import AugmentConfig, ConfigError
+from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
 from cl_train.data.loader_report import WorkerTimes, bottleneck_advice
-from cl_train.errors import BadImageError
+from cl_train.errors import BadImageError, ConfigError
 from tests.data.image_folders import (
     CPU,
     FLOAT_CHANNELS_LAST,

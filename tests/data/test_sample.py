@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torchvision
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.data.decode import Encoded
 from cl_train.data.images import read_folder
 from cl_train.data.sample import (
@@ -17,6 +17,7 @@ from cl_train.data.sample import (
     read_imagenette,
     write_sample,
 )
+from cl_train.errors import ConfigError
 from tests.data.image_folders import write_folder
 from tests.processes import LIMIT_S
 

@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from cl_train.config.schema import ConfigError
 from cl_train.data import tar_shards
 from cl_train.data.decode import BadImage
 from cl_train.data.tar_shards import read_shards
+from cl_train.errors import ConfigError
 from tests.data.tar_shards import members_of, silent_losses, sound_shards, write
 from tests.imagenet_archives import WNIDS
 

@@ -12,7 +12,7 @@ from timm.data.mixup import mixup_target
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import transforms
 from cl_train.data.images import read_folder
 from cl_train.data.order import RandomNumbers
@@ -23,6 +23,7 @@ from cl_train.data.transforms import (
     random_resized_crop,
     seeded,
 )
+from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import encoded, noise
 

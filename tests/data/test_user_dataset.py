@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from cl_train.config.schema import AugmentConfig, ConfigError
+from cl_train.config.schema import AugmentConfig
 from cl_train.data import workers as data_workers
-from cl_train.errors import BadImageError, WorkerError
+from cl_train.errors import BadImageError, ConfigError, WorkerError
 from tests.data import image_folders
 from tests.data import user_datasets as wrong
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, count_silence_from, same, val_count

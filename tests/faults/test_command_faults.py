@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from cl_train.config.command_line import check_command_line
-from cl_train.config.schema import CHOSEN_BY_GROUP, Config, ConfigError
+from cl_train.config.schema import CHOSEN_BY_GROUP, Config
 from cl_train.config.validation import Setting, setting_fields
+from cl_train.errors import ConfigError
 from cl_train.sweeps.job import problem_of
 from cl_train.sweeps.plan import read_sweep
 from tests.faults import plants, tiny

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cl_train.config.schema import ConfigError
 from cl_train.data.decode import BadImage, Encoded, read_file
 from cl_train.data.order import order_of_rank, permutation
 from cl_train.data.sample import SampleSpec, ensure_sample
+from cl_train.errors import ConfigError
 from cl_train.imagenet.archives import unpack
 from cl_train.imagenet.folders import resize_folder, verify
 from tests.conftest import write_images

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from cl_train.commands.prepare_imagenet import main
-from cl_train.config.schema import ConfigError
 from cl_train.data.images import read_folder
+from cl_train.errors import ConfigError
 from cl_train.imagenet import archives as imagenet
 from cl_train.imagenet.archives import unpack, validation_labels
 from cl_train.imagenet.folders import verify

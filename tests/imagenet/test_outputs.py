@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cl_train.commands.prepare_imagenet import main
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from tests.data.image_folders import write_folder
 from tests.imagenet.test_archives import snapshot
 from tests.imagenet.test_parquet import write_parquet

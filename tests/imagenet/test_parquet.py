@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cl_train.commands.prepare_imagenet import main
-from cl_train.config.schema import ConfigError
 from cl_train.data.images import read_folder
 from cl_train.data.tar_shards import read_shards
+from cl_train.errors import ConfigError
 from cl_train.imagenet.parquet import unpack_parquet
 from tests.data.image_folders import encoded, jpeg, noise
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cl_train.config.schema import ConfigError
 from cl_train.data.images import read_folder
+from cl_train.errors import ConfigError
 from cl_train.imagenet.folders import resize_folder
 from tests.data.image_folders import encoded, jpeg, noise
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError
 from cl_train.data.images import read_folder
 from cl_train.data.tar_shards import ShardSplit, read_shards
+from cl_train.errors import ConfigError
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.processes import map_in_processes
 from tests.data.image_folders import (

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train import classify, convert
 from cl_train.commands.audit import main
-from cl_train.config.schema import PRECISIONS, ConfigError
+from cl_train.config.schema import PRECISIONS
+from cl_train.errors import ConfigError
 from cl_train.measure import operator_times, time_recorder
 from cl_train.measure.operator_times import time_operators
 from cl_train.measure.times_report import COPY_KIND, OperatorTimes, Row, TimedCall

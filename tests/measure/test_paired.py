@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, timed_step
 from cl_train.measure.auto import Choice
 from cl_train.measure.paired import benchmark_layouts, compare_layouts

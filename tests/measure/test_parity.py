@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.measure.paired import compare_layouts
 from cl_train.measure.parity import check_parity
 from tests.conftest import CPU_PRECISIONS

@@ -15,7 +15,8 @@ import torch
 from benchmarks import peers
 from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
-from cl_train.config.schema import BenchmarkSettings, ConfigError, ZooSettings
+from cl_train.config.schema import BenchmarkSettings, ZooSettings
+from cl_train.errors import ConfigError
 from cl_train.measure import suite, zoo
 from cl_train.measure.paired import Comparison, LayoutSpeed
 from cl_train.measure.parity import ParityReport

@@ -19,9 +19,9 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.testing._internal.two_tensor import TwoTensor
 
-from cl_train.config.schema import ConfigError
 from cl_train.config.validation import load
 from cl_train.data.device import Batch
+from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 from cl_train.step.precision import resolve_precision

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import cl_train
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.memory_format.crashes import refuse_known_crash
 from tests.conftest import Run
 

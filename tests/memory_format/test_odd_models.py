@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format

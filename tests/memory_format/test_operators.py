@@ -16,7 +16,7 @@ from torch._decomp import core_aten_decompositions
 
 from benchmarks.operators_page import shows
 from cl_train.commands.audit import main
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM
 from cl_train.memory_format.operator_probe import image_of, probe_function
 from cl_train.memory_format.operators import PROBES, conformance, conformance_program, differs

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cl_train.commands.convert import main
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import (
     MEMORY_FORMATS,

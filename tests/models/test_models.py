@@ -10,7 +10,8 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from cl_train.config.schema import Config, ConfigError, DataConfig
+from cl_train.config.schema import Config, DataConfig
+from cl_train.errors import ConfigError
 from cl_train.models import sources
 from cl_train.models.sources import build_model, model_names, replace_classifier
 from cl_train.training import build

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cl_train.commands import audit, convert
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.models.convert_file import NotConverted, convert_file
 from cl_train.models.sources import load_weights_file
 from cl_train.system import checkpoints

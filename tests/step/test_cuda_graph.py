@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from cl_train.config.schema import FUSED_OPTIMIZERS, ConfigError
+from cl_train.config.schema import FUSED_OPTIMIZERS
 from cl_train.config.validation import load
 from cl_train.data.device import Batch
+from cl_train.errors import ConfigError
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.train_step import StepParts, StepResult, train_step

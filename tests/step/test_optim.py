@@ -19,10 +19,10 @@ from cl_train import convert
 from cl_train.config.schema import (
     FUSED_OPTIMIZERS,
     OPTIMIZERS,
-    ConfigError,
     OptimConfig,
     ScheduleConfig,
 )
+from cl_train.errors import ConfigError
 from cl_train.step import train_step
 from cl_train.step.optim import (
     FusedUpdatesInMemoryOrder,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cl_train.commands.train import main
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.sweeps import job as job_module
 from cl_train.sweeps import launch as sweep_module
 from cl_train.sweeps import slots as slots_module

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.sweeps.dashboard import DASHBOARD
 from cl_train.sweeps.report import (
     Report,

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from cl_train.config.command_line import check_command_line, group_choices
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import Config
 from cl_train.config.validation import flatten
+from cl_train.errors import ConfigError
 from cl_train.sweeps.report import compare_folders
 from cl_train.sweeps.runs import read_run
 from cl_train.sweeps.verdict import compare_pair, compare_runs

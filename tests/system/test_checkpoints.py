@@ -19,7 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.system import checkpoints
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, snapshot, write
 from tests.processes import LIMIT_S

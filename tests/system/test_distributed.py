@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from cl_train.config.command_line import check_command_line
-from cl_train.config.schema import AugmentConfig, ConfigError, DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.build import build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.data.loader import DataSettings
+from cl_train.errors import ConfigError
 from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed
 from cl_train.system.distributed import Dist, RankFault, processes, watch_ranks

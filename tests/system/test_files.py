@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.system import files
 from cl_train.system.files import (
     AppendFile,

@@ -10,7 +10,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import Config
+from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 from cl_train.training import batch_size
 from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import Config, ConfigError, OptimConfig
+from cl_train.config.schema import Config, OptimConfig
 from cl_train.data.device import DeviceFormat
+from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision

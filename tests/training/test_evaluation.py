@@ -16,8 +16,9 @@ import torchvision
 from torch import nn
 from torchvision.datasets import ImageFolder
 
-from cl_train.config.schema import ConfigError, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.data.device import Batch, DeviceFormat
+from cl_train.errors import ConfigError
 from cl_train.models import sources
 from cl_train.models.sources import build_model, log_preprocessing, published_preprocessing
 from cl_train.step.precision import BY_NAME

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
-from cl_train.errors import BadImageError
+from cl_train.errors import BadImageError, ConfigError
 from cl_train.training.evaluation import mean_average_precision
 from cl_train.training.state import TrainingFault
 from tests.conftest import Run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import ConfigError
+from cl_train.errors import ConfigError
 from cl_train.step.precision import EMA
 from cl_train.system.checkpoints import CheckpointError, load, snapshot, write
 from cl_train.training.state import TrainState, check_compatible, collect, restore

@@ -12,9 +12,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.config.schema import Config, ConfigError
+from cl_train.config.schema import Config
 from cl_train.config.validation import load
 from cl_train.data.device import Batch
+from cl_train.errors import ConfigError
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import BY_NAME
 from cl_train.system.distributed import Dist, gather_objects, processes
