@@ -71,6 +71,10 @@ class ImageData:
         if settings.training:
             self.train_loader = self._loader(source.train, size_schedule(cfg), training=True)
         self.workers, self.label_shape = self.train_loader.workers, self.train_loader.label_shape
+        if self.val_loader.label_shape != self.label_shape:
+            raise ConfigError(
+                "data.dataset: the labels of one split are vectors, those of the other are not"
+            )
         self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
         if settings.training and self.batch_count() == 0:
             raise ConfigError(

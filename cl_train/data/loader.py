@@ -200,6 +200,16 @@ class HostLoader:
         iteration. Raises BadImageError, WorkerError; RuntimeError: another iteration has begun.
         """
         iteration = self._iteration = object()
+        try:
+            for batch in self._batches(epoch, first_batch):
+                yield batch
+                if self._iteration is not iteration:
+                    raise RuntimeError("another iteration over this loader has begun")
+        finally:  # left early, the workers would go on with what is prepared in advance
+            if self._iteration is iteration and self._pool is not None:
+                self._pool.skip()
+
+    def _batches(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
         image_size = self.sizes.image_size_at(epoch)
         samples = self._samples_of(epoch)
         count = self.batch_count()
@@ -224,8 +234,6 @@ class HostLoader:
             # No copy, unless `good` is a list of rows.
             images = images[good].to(memory_format=torch.channels_last)
             yield RawBatch(images, targets[good], number, epoch)
-            if self._iteration is not iteration:
-                raise RuntimeError("another iteration over this loader has begun")
 
     def start(self) -> tuple[Workers, Slots]:
         """Starts the workers, unless they run."""

@@ -37,7 +37,7 @@ class _Batches(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         form, dist, stream = self.form, self.settings.dist, iter(self.dataset)
-        good, bad = list[Any](), list[tuple[str, str]]()
+        good = list[Any]()
         for number in itertools.count():
             index = (number * workers + worker) * dist.world_size + dist.rank
             pixels = torch.empty(form.size, form.size, 3, dtype=form.dtype)
@@ -49,11 +49,13 @@ class _Batches(IterableDataset[Any]):
             except StopIteration:
                 break
             except Exception as error:
-                bad.append((f"{form.name(number)} in worker {worker}", reason_of(error)))
+                # At once: a stream that only raises fills no batch.
+                yield [], [(f"{form.name(number)} in worker {worker}", reason_of(error))]
             if len(good) == self.settings.batch_size:
-                yield default_collate(good), bad
-                good, bad = [], []
-        yield default_collate(good) if good and not form.transform.training else [], bad
+                yield default_collate(good), []
+                good = []
+        if good and not form.transform.training:
+            yield default_collate(good), []
 
 
 class StreamLoader:
@@ -138,6 +140,7 @@ class StreamLoader:
         if self.workers:
             options["multiprocessing_context"] = "fork"
             options["timeout"] = self._settings.data.worker_timeout_s
+            options["prefetch_factor"] = max(1, self._settings.data.prefetch // self.workers)
             options["worker_init_fn"] = lambda worker: ignore_parents_signals()
         before = multiprocessing.active_children()
         with warnings.catch_warnings():

@@ -132,15 +132,14 @@ def _index(shards: dict[str, list[str]], manifest: Path, workers: int | None) ->
         _split({path: contents[path] for path in shards[name]}) for name in ("train", "val")
     )
     labels = np.unique(train.labels)
-    if manifest.is_file():
-        classes = _read_manifest(manifest, contents)
-    else:
-        classes = tuple(map(str, range(labels.max() + 1)))
-    if shards["train"] != shards["val"] and len(labels) != len(classes):
+    names = _read_manifest(manifest, contents) if manifest.is_file() else None
+    count = labels.max() + 1 if names is None else len(names)
+    if shards["train"] != shards["val"] and len(labels) != count:
         raise ConfigError(
-            f"the training images have {len(labels)} of the labels 0 to {len(classes) - 1}; each"
-            " class needs an image"
+            f"the training images have {len(labels)} of the labels 0 to {count - 1}; each class"
+            " needs an image"
         )
+    classes = tuple(map(str, range(count))) if names is None else names
     if max(labels.max(), val.labels.max()) >= len(classes):
         raise ConfigError(f"there are labels above {len(classes) - 1}, the last class")
     fingerprint = digest(classes, (train, val), ("names", "labels", "sizes"))
@@ -181,7 +180,7 @@ def _label(text: bytes, extension: str, what: str) -> int:
         label = json.loads(text)["label"] if extension == "json" else int(text)
     except (ValueError, KeyError, TypeError):
         label = None
-    if not isinstance(label, int) or label < 0:
+    if not isinstance(label, int) or not 0 <= label < 10**6:
         raise ConfigError(f"{what}: {text[:40]!r} is not a label: expected a number from 0")
     return label
 

@@ -95,9 +95,13 @@ class Workers:
         self._unfinished -= 1
         return result
 
+    def skip(self) -> None:
+        """The submitted tasks need not be done."""
+        self._round += 1
+
     def drain(self) -> None:
         """Skips the submitted tasks and waits until no worker writes for one of them."""
-        self._round += 1
+        self.skip()
         while self._unfinished:
             self.result()
 
@@ -106,7 +110,7 @@ class Workers:
         if os.getpid() != self._owner or not self.is_running:
             return  # in a fork: the processes are not its children
         self.is_running = False
-        self._round += 1
+        self.skip()
         for _ in self.processes:
             self._tasks.put(None)
         deadline = time.monotonic() + _CLOSE_S

@@ -73,16 +73,19 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
         return
     tasks = environment["SLURM_STEP_NUM_TASKS"]
     job, step = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
-    per_node = re.match(r"\d*", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))  # 2(x3),1
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)  # 2(x3),1: on nodes 2, 2, 2, 1
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    per_node = [count for count, repeats in runs for _ in range(int(repeats or 1))]
+    node = min(int(environment.get("SLURM_NODEID", "0")), len(per_node) - 1)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)  # gpu[003-007,010] of gpu[003-007,010],other1
-    assert per_node is not None and first is not None
+    assert first is not None
     first_node = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])  # gpu003
     environment.update(
         RANK=environment.get("SLURM_PROCID", ""),
         LOCAL_RANK=environment.get("SLURM_LOCALID", ""),
         WORLD_SIZE=tasks,
-        LOCAL_WORLD_SIZE=per_node[0],
+        LOCAL_WORLD_SIZE=per_node[node],
         MASTER_ADDR=environment.get("MASTER_ADDR") or first_node,
         MASTER_PORT=environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
     )

@@ -264,7 +264,9 @@ def announce_work(data: Data, plan: Plan, state: TrainState) -> None:
     cfg, parameters = plan.cfg, list(state.model.parameters())
     total = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    images = f"{data.train_images:,} training and {data.val_images:,} validation images"
+    images = f"{data.val_images:,} validation images"
+    if not cfg.evaluate_only:
+        images = f"{data.train_images:,} training and {images}"
     size = f"{data.num_classes} classes, {cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
     frozen = f", of which {trained:,} train" if cfg.freeze else ""
     log.info("%s: %s of %s%s", cfg.data.name, images, size, frozen)

@@ -104,7 +104,7 @@ def wrong_shards():
     members = sound_shards()["im-train-0001.tar"]
     (image, (name, _)), rest = members[:2], members[2:]
     yield relabelled(str, lambda label: b"%d" % (int(label) + 1)), "each class needs an image"
-    for label in (b"1.0", b'"1"', b"[1]", b"-1"):
+    for label in (b"1.0", b'"1"', b"[1]", b"-1", b"4000000000"):
         for wrong in ((name, label), (name.replace("cls", "json"), b'{"label": %s}' % label)):
             yield sound_shards() | {"im-train-0001.tar": [image, wrong, *rest]}, "is not a label"
 

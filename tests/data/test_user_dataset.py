@@ -242,6 +242,34 @@ def test_a_stream_of_another_length_than_its_own(monkeypatch, caplog, workers):
         epoch_of(data)
 
 
+class LostStream(wrong.Stream):
+    """Its storage is lost after the first sample: each further one raises."""
+
+    def __iter__(self):
+        self.taken = 0
+        return self
+
+    def __next__(self):
+        self.taken += 1
+        if self.taken == 1:
+            return wrong.good()
+        raise OSError("the storage was lost")
+
+
+@WORKERS
+def test_a_stream_that_only_raises_ends_with_the_reason(monkeypatch, workers):
+    data = wrong_data(monkeypatch, LostStream, workers=workers)
+    with pytest.raises(BadImageError, match="the storage was lost"):
+        epoch_of(data)
+
+
+def test_both_splits_have_labels_of_one_kind(monkeypatch):
+    vector = (wrong.good()[0], torch.tensor([0.0, 1.0, 0.0]))
+    vectors = {index: vector for index in range(12)}
+    with pytest.raises(ConfigError, match="labels of one split are vectors"):
+        wrong_data(monkeypatch, lambda: wrong.Samples(vectors))
+
+
 def test_a_stream_repeats_no_images(monkeypatch):
     with pytest.raises(ConfigError, match=r"augment\.repeats does not work"):
         wrong_data(monkeypatch, wrong.Stream, augment=AugmentConfig(repeats=2))

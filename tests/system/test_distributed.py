@@ -85,6 +85,7 @@ def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
     found = adopted()
     assert read_launch(found) == Launch(rank=3, local_rank=1, world_size=4)
     assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("2", "gpu004")
+    assert adopted(SLURM_STEP_TASKS_PER_NODE="3,1")["LOCAL_WORLD_SIZE"] == "1"
     assert 20000 <= int(found["MASTER_PORT"]) < 30000
     ports = {adopted(SLURM_STEP_ID=str(step))["MASTER_PORT"] for step in range(9)}
     assert len(ports) == 9, "steps of one job run beside each other"
