@@ -2,7 +2,6 @@
 
 import fnmatch
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,20 +123,18 @@ def _convert_tensors(
     strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     views = {name: _view(tensor) for name, tensor in strided.items()}
     selected_views = {views[name] for name in selected & views.keys()}
-    viewed_bytes = Counter[int]()  # by storage
-    for view, tensor in {views[name]: tensor for name, tensor in strided.items()}.items():
-        viewed_bytes[view[0]] += tensor.nbytes
+    overlapping = _overlapping(set(views.values()))
     converted: dict[Any, torch.Tensor] = {}  # by view
 
     for name, tensor in strided.items():
-        view, storage = views[name], tensor.untyped_storage()
+        view = views[name]
         if tensor.dim() not in CHANNELS_LAST_BY_DIM:
             continue
         if view not in selected_views:
             report.left[name] = "not selected"
             continue
         if view not in converted:
-            if viewed_bytes[view[0]] > storage.nbytes():
+            if view in overlapping:
                 report.left[name] = "expanded, or shares its memory with a tensor of another shape"
                 continue
             converted[view] = to_memory_format(tensor.detach(), memory_format)
@@ -155,6 +152,29 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same elements of the same memory."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _overlapping(views: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+    """The views whose bytes, from the first to the last, overlap another's or their own."""
+    overlapping, extents = set[Any](), []
+    for view in views:
+        storage, offset, dtype, shape, stride = view
+        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if shape.numel() > elements:  # expanded
+            overlapping.add(view)
+        if shape.numel() > 0:
+            start = offset * dtype.itemsize
+            extents.append((storage, start, start + elements * dtype.itemsize, view))
+    extents.sort(key=lambda extent: extent[:3])
+
+    furthest: tuple[Any, ...] = (0, 0, 0, None)  # of the extents seen so far
+    for extent in extents:
+        is_other_storage = extent[0] != furthest[0]
+        if not is_other_storage and extent[1] < furthest[2]:
+            overlapping |= {furthest[3], extent[3]}
+        if is_other_storage or extent[2] > furthest[2]:
+            furthest = extent
+    return overlapping
 
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -161,6 +161,21 @@ def test_conversion_keeps_ties_and_aliases_and_leaves_memory_shared_in_two_shape
     assert "shares its memory" in str(report)
 
 
+def test_overlapping_parts_of_a_larger_memory_stay_tied() -> None:
+    flat = torch.randn(1000)
+    model = nn.ModuleDict({name: nn.Conv2d(3, 16, 3, bias=False) for name in "abcd"})
+    model["a"].weight = nn.Parameter(flat[:288].view(32, 1, 3, 3))
+    model["b"].weight = nn.Parameter(flat[:144].view(16, 1, 3, 3))
+    model["c"].weight = nn.Parameter(flat[288:504].view(8, 3, 3, 3))  # follows them: apart
+    model["d"].weight = nn.Parameter(flat[600:603].view(1, 3, 1, 1).expand(8, 3, 3, 3))
+    report = convert(model)
+    assert {*report.left} == {"a.weight", "b.weight", "d.weight"}
+    assert report.changed == ["c.weight"] and model["c"].weight.stride() == (27, 1, 9, 3)
+    assert torch.equal(model["c"].weight, flat[288:504].view(8, 3, 3, 3))
+    assert model["a"].weight.data_ptr() == model["b"].weight.data_ptr() == flat.data_ptr()
+    assert "shares its memory" in str(report)
+
+
 def test_select_by_pattern_and_predicate() -> None:
     model = torchvision.models.resnet18()
     names = set(convert(model, "select", ["layer1", "*downsample*"]).changed)

@@ -126,3 +126,19 @@ def test_the_command_counts_differences(tmp_path: Path, capsys: pytest.CaptureFi
             main(["operators=true", wrong])
     with pytest.raises(ConfigError):
         main(["against=fake"])
+
+
+def test_an_operator_that_fails_has_a_row_of_its_own_but_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("torch.nn.functional.elu", failing)
+    words = ["operators=true", "precision=fp32", "select=F.elu(x),F.relu(x)"]
+    assert main([*words, "against=fake,decompose"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 of 2 outputs and gradients differ" in printed and "F.elu" not in printed
+    assert main(words) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "F." in line]
+    assert len(rows) == 3 and "RuntimeError: planted" in rows[0]
