@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.validation import optional_module
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import (
+    CHANNELS_LAST_BY_DIM,
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
-    to_memory_format,
+    images_in,
 )
 from cl_train.memory_format.model_call import output_tensors
 from cl_train.models import sources as models
@@ -34,13 +36,15 @@ from cl_train.models.files import (
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import output_file
 
-_TOLERANCE = 1e-4  # of the largest output: another order of sums
+# Of the largest output: another order of sums; of a half precision 2e-2
+_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named
 PROGRAMS = (".pt2", ".onnx")
 _SUFFIXES = (".pth", ".pt", ".safetensors", *PROGRAMS)
 
 
 class NotConverted(Exception):
-    """The file has other values or outputs than the original, and was removed."""
+    """Nothing to convert, or the file has other values or outputs; it was removed."""
 
 
 def load_model(
@@ -110,6 +114,10 @@ def convert_file(
         optional_module(module, f"out={target}")
     with output_file(target, overwrite=overwrite) as file:
         saved = _read(source, **reading)
+        dimensions = {tensor.dim() for tensor in saved.tensors.values()}
+        if saved.program is not None and not dimensions & CHANNELS_LAST_BY_DIM.keys():
+            what = f"{saved.kind} without a tensor of 4 or 5 dimensions"
+            raise NotConverted(f"{what}; if it is frozen, convert it before that")
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         saved = saved.with_card(memory_format=MEMORY_FORMAT_NAMES[memory_format])
         proof, is_proved = _convert(saved, file, memory_format, input)
@@ -170,25 +178,25 @@ def _convert(
     """Write the file, read it back and compare; returns what is equal, and whether all is."""
     size = saved.card.image_size or 224
     shape = shape or (2, 3, size, size)
-    images = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     other_format = torch.channels_last
     if memory_format == torch.channels_last:
         other_format = torch.contiguous_format
     original = _runnable(saved, shape[-1])
+    inputs = _noise(original, saved.program, shape)
     references, reason = list[torch.Tensor](), _needed_model(saved)
     if original is not None:
         saved = replace(saved, versions=saved.versions or module_versions(original.state_dict()))
         try:
-            references, reason = _outputs(original, images, other_format), ""
+            references, reason = _outputs(original, inputs, other_format), ""
         except ConfigError as error:
             reason = str(error)
 
     proof = ""
-    converted: Callable[[torch.Tensor], Any] | None
+    converted: Callable[..., Any] | None
     if file.suffix in PROGRAMS:
         if original is None:
             raise ConfigError(f"out=*{file.suffix}: {reason}")
-        converted = _written_program(saved, original, images, memory_format, file)
+        converted = _written_program(saved, original, inputs, memory_format, file)
     else:
         if saved.kind == "TorchScript":
             convert(saved.program, memory_format=memory_format)
@@ -206,40 +214,56 @@ def _convert(
         return f"{proof}outputs not compared: {reason}", False
 
     try:
-        outputs = _outputs(converted, images, memory_format)
+        outputs = _outputs(converted, inputs, memory_format)
     except ConfigError as error:
         raise NotConverted(str(error)) from error
     difference = max(
         ((ours - reference).abs().max() / reference.abs().max().clamp_min(1e-30)).item()
         for reference, ours in zip(references, outputs, strict=True)
     )
-    if not difference <= _TOLERANCE:
+    if not difference <= _TOLERANCES.get(references[0].dtype.to_real(), 2e-2):
         what = f"the outputs differ by {difference:.1e} of the largest, or are not finite"
         raise NotConverted(what)
     return f"{proof}outputs of both formats are within {difference:.1e} of the largest", True
 
 
+def _noise(model: nn.Module | None, program: Any, shape: Sequence[int]) -> Inputs:
+    """Random images in the dtype of the model; for a program values like its example."""
+    weights = model.parameters() if model is not None else ()
+    dtype = next((w.dtype for w in weights if w.is_floating_point()), torch.float32)
+    images: Inputs = ((torch.empty(*shape, dtype=dtype),), {})
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+    example = getattr(program, "example_inputs", None) or images
+    return tree_map_only(torch.Tensor, noise, example)
+
+
 def _written_program(
     saved: SavedModel,
     model: nn.Module,
-    images: torch.Tensor,
+    inputs: Inputs,
     memory_format: torch.memory_format,
     file: Path,
-) -> Callable[[torch.Tensor], Any]:
+) -> Callable[..., Any]:
     """Export `model`, unless it is a program; returns what is read back from the file."""
     is_onnx = file.suffix == ".onnx"
     if is_onnx:  # it has no strides
         memory_format = torch.contiguous_format
     # A model that fails does so here: torch.export would print a traceback before its error.
-    _outputs(model, images, memory_format)
-    images = to_memory_format(images, memory_format)
+    _outputs(model, inputs, memory_format)
+    arguments, named = images_in(memory_format, inputs)
     # The number of images of the example, if the model takes no other.
     any_batch = ({0: torch.export.Dim.AUTO},)
     explained = failure_explained("torch cannot export the model", "write a .pth file")
     with explained, torch.no_grad(), warnings.catch_warnings(action="ignore"):
         program = saved.program if saved.kind == "exported program" else None
         if program is None:
-            program = torch.export.export(model, (images,), dynamic_shapes=any_batch)
+            program = torch.export.export(model, arguments, named, dynamic_shapes=any_batch)
         if not is_onnx:
             convert(program, memory_format=memory_format)
             torch.export.save(program, file, extra_files=saved.card.to_texts())
@@ -251,18 +275,25 @@ def _written_program(
         exported.save(file, external_data=False)
     runtime = optional_module("onnxruntime", "out=*.onnx")
     session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    return lambda images: [
-        torch.from_numpy(array) for array in session.run(None, {"images": images.numpy()})
-    ]
+    names = [value.name for value in session.get_inputs()]
+
+    def run(*arguments: Any, **named: Any) -> list[torch.Tensor]:
+        tensors = tree_leaves((arguments, named))
+        arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(array) for array in session.run(None, arrays)]
+
+    return run
 
 
 def _outputs(
-    model: Callable[[torch.Tensor], Any], images: torch.Tensor, memory_format: torch.memory_format
+    model: Callable[..., Any], inputs: Inputs, memory_format: torch.memory_format
 ) -> list[torch.Tensor]:
     """The outputs of `model` in `memory_format`. Raises ConfigError: the model fails."""
     name = MEMORY_FORMAT_NAMES[memory_format]
-    what = f"the {name} model fails on {list(images.shape)}"
+    shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    what = f"the {name} model fails on {str(shapes)[1:-1]}"
     if isinstance(model, nn.Module):
         convert(model, memory_format=memory_format)
     with torch.no_grad(), failure_explained(what, "input=N,C,H,W sets the shape"):
-        return output_tensors(model(to_memory_format(images, memory_format)))
+        arguments, named = images_in(memory_format, inputs)
+        return output_tensors(model(*arguments, **named))

@@ -26,6 +26,7 @@ from cl_train.system.failures import explain_failure
 
 log = logging.getLogger(__name__)
 
+_NETWORK = ("httpx", "huggingface_hub", "requests")  # modules of errors that are no OSError
 # Settings of `data`.
 _TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), ("mean", "std"))
 
@@ -97,7 +98,8 @@ def build_model(
     except ConfigError:
         raise
     except Exception as error:  # of the user's own code, of an image size that cannot be divided
-        if published is not None:
+        is_network = isinstance(error, OSError) or type(error).__module__.startswith(_NETWORK)
+        if published is not None and is_network:
             reason = str(error).partition("\n")[0] or type(error).__name__
             what = f"weights={published} of {name} cannot be loaded: {reason}"
             cache = "the cache of Hugging Face (HF_HOME)"
@@ -168,7 +170,7 @@ def set_drop_path(model: nn.Module, rate: float) -> None:
     """Give every block the same stochastic depth `rate`, as DeiT III has it. Where the rate rises
     from 0, timm builds the first block without. Raises ConfigError: the model has none.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     kinds = [
         m for m in modules.values() if isinstance(m, StochasticDepth) or hasattr(m, "drop_prob")
     ]

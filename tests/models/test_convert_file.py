@@ -381,6 +381,14 @@ viewing = after_convolution(lambda x: x.view(x.shape[0], -1))
 named = after_convolution(lambda x: {"a": x})
 
 
+def lines(num_classes: int) -> nn.Module:
+    return nn.Conv1d(3, num_classes, 3)
+
+
+def rows(num_classes: int) -> nn.Module:
+    return nn.Linear(8, num_classes)
+
+
 def bias_before_head(num_classes: int) -> nn.Module:
     """The last bias is not the classifier's."""
     return nn.Sequential(
@@ -392,6 +400,8 @@ OWN: list[tuple[str, dict[str, Any], str]] = [  # a function of this module
     ("bias_before_head", {}, ""),
     ("with_extra_state", {}, ""),
     ("named", {}, ""),
+    ("lines", {"input": (2, 3, 8)}, ""),
+    ("rows", {"input": (2, 8)}, ""),
     ("viewing", {"model": None}, "model=NAME"),
     ("viewing", {}, r"not converted: .*\.reshape"),
     ("layout_dependent", {}, r"not converted: .* differ by 5.0e-01"),
@@ -411,6 +421,54 @@ def test_what_is_not_proved_is_said(
         done, is_proved = f"not converted: {error}", False
     assert is_proved == (not problem) and re.search(problem, done), done
     assert (tmp_path / "out.pt").exists() == (not problem.startswith("not converted"))
+
+
+class Scaled(nn.Module):
+    """Images [N,3,8,8] in the dtype of its weights, and a scale by image [N,1]."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, dtype=dtype)
+
+    def forward(self, images: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.conv(images).mean((2, 3)) * scale
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suffix"),
+    [
+        (torch.float64, ".pt2"),
+        (torch.bfloat16, ".pt2"),
+        pytest.param(torch.float32, ".onnx", marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_is_compared_on_noise_like_its_own_example(
+    dtype: torch.dtype, suffix: str, tmp_path: Path
+) -> None:
+    example = torch.ones(2, 3, 8, 8, dtype=dtype), torch.ones(2, 1, dtype=dtype)
+    program = torch.export.export(Scaled(dtype).eval(), example)
+    torch.export.save(program, tmp_path / "in.pt2")
+    assert convert_file(tmp_path / "in.pt2", tmp_path / f"out{suffix}", trust=True)[1]
+
+
+def test_a_scripted_model_is_compared_in_its_dtype_unless_it_is_frozen(tmp_path: Path) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval().double())
+    scripted.save(str(tmp_path / "in.pt"))
+    torch.jit.freeze(scripted).save(str(tmp_path / "frozen.pt"))
+    words: dict[str, Any] = {"input": (2, 3, 8, 8), "trust": True}
+    assert convert_file(tmp_path / "in.pt", tmp_path / "out.pt", **words)[1]
+    with pytest.raises(NotConverted, match="frozen"):
+        convert_file(tmp_path / "frozen.pt", tmp_path / "none.pt", **words)
+    assert not (tmp_path / "none.pt").exists()
+
+
+@pytest.mark.parametrize(("made", "shape"), [("lines", (2, 3, 8)), ("rows", (2, 8))])
+def test_a_model_of_other_inputs_than_images_is_exported(
+    made: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.save(globals()[made](5).state_dict(), tmp_path / "in.pt")
+    target, model = tmp_path / "out.pt2", f"{__name__}:{made}"
+    assert convert_file(tmp_path / "in.pt", target, model=model, input=shape)[1]
 
 
 X = torch.randn(IMAGES)

@@ -125,6 +125,11 @@ def test_drop_path_reaches_each_source_of_models(monkeypatch: pytest.MonkeyPatch
             build_model(name, num_classes=3, drop_path=0.25)
 
 
+def test_a_model_that_cannot_be_built_is_not_taken_for_missing_weights() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be built with drop_path=0\.25.*TypeError"):
+        build_model("resnet50", num_classes=3, weights="DEFAULT", drop_path=0.25)
+
+
 def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: object, **__: object) -> None:
         raise URLError("Name or service not known")
@@ -132,6 +137,13 @@ def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torchvision.models, "get_model", offline)
     with pytest.raises(ConfigError, match=r"resnet18-f37072fd.pth .*give weights=FILE"):
         build_model("resnet18", num_classes=3, weights="DEFAULT", image_size=32)
+
+
+def test_a_drop_path_that_two_places_share_is_set_at_both() -> None:
+    shared = torchvision.ops.StochasticDepth(0.0, "row")
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    sources.set_drop_path(model, 0.25)
+    assert [model[index][0].p for index in (0, 1)] == [0.25, 0.25]
 
 
 def test_deit3_drops_every_path_alike_and_scales_its_layers() -> None:
