@@ -1,7 +1,8 @@
 """The dtype of each part of a step, fp32 master weights, and their moving average."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +14,6 @@ from torch import nn
 from cl_train.config.schema import PRECISIONS
 from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
-from cl_train.system.machine import timed_s
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,26 @@ def _fast_formats(device: torch.device) -> list[str]:
 
 @cache
 def bf16_is_faster_on_cpu() -> bool:
-    """Times a matrix product in fp32 and bf16, 20 ms, once per process: the names of a CPU's
+    """Times a matrix product in fp32 and bf16, 40 ms, once per process: the names of a CPU's
     instructions do not tell. With AMX bf16 was four times as fast as fp32; the same generation of
     CPUs with AVX512-BF16 alone needed twice the time, and others emulate bf16.
     """
-    cpu = torch.device("cpu")
+    matrices = [torch.ones(512, 512, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the time of one thread excludes what other processes take
+    try:
+        rounds = [[thread_s(matrix.matmul, matrix) for matrix in matrices] for _ in range(8)]
+    finally:
+        torch.set_num_threads(threads)
+    fp32_s, bf16_s = map(min, zip(*rounds, strict=True))
+    return bf16_s < 0.8 * fp32_s
 
-    def fastest_s(dtype: torch.dtype) -> float:
-        matrix = torch.ones(512, 512, dtype=dtype)
-        return min(timed_s(lambda: matrix @ matrix, cpu) for _ in range(5))
 
-    return fastest_s(torch.bfloat16) < 0.8 * fastest_s(torch.float32)
+def thread_s(work: Callable[..., object], *arguments: object) -> float:
+    """Seconds that this thread computes in one call of `work`."""
+    started_at = time.thread_time()
+    work(*arguments)
+    return time.thread_time() - started_at
 
 
 @contextmanager

@@ -35,10 +35,10 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
 def test_auto_is_bf16_on_a_cpu_only_where_a_matrix_product_is_faster_in_it(
     bf16_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planted_s(work: Callable[[], torch.Tensor], device: torch.device) -> float:
-        return bf16_s if work().dtype == torch.bfloat16 else 1.0
+    def planted_s(work: object, matrix: torch.Tensor) -> float:
+        return bf16_s if matrix.dtype == torch.bfloat16 else 1.0
 
-    monkeypatch.setattr(precision_module, "timed_s", planted_s)
+    monkeypatch.setattr(precision_module, "thread_s", planted_s)
     uncached = precision_module.bf16_is_faster_on_cpu.__wrapped__
     monkeypatch.setattr(precision_module, "bf16_is_faster_on_cpu", uncached)
     assert resolve_precision("auto", CPU).name == expected
