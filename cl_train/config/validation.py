@@ -220,7 +220,7 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # of the user's code
         what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        problem = f"cannot import '{module_name}' from here ({what})"
+        problem = f"cannot import '{module_name}' from {Path.cwd()} or PYTHONPATH ({what})"
         raise ConfigError(f"{setting}={name}: {problem}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -87,9 +87,8 @@ def read_pairs(
     names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     sweep = read_sweep(folder) if (folder / "sweep.json").is_file() else None
     if not sweep and len(names) < 2:
-        raise ConfigError(
-            f"{folder}: neither a sweep (sweep.json) nor a folder of two or more runs"
-        )
+        what = "neither a sweep (sweep.json) nor a folder of two or more runs"
+        raise ConfigError(f"{folder}: {what if folder.exists() else 'no such folder'}")
     jobs = sweep.jobs if sweep else [Job(n, name, [name]) for n, name in enumerate(names)]
     read = read_job if sweep else read_run
     runs, failed = [], []

@@ -43,9 +43,12 @@ def read_torch_file(path: Path) -> Any:
     """
     try:
         with path.open("rb") as file, warnings.catch_warnings():
-            is_archive = file.read(4) == b"PK\x03\x04"
-            if is_archive and zipfile.ZipFile(file).testzip():
-                raise ValueError("wrong checksum")
+            head = file.read(4)
+            if head == b"PK\x03\x04":
+                if zipfile.ZipFile(file).testzip():
+                    raise ValueError("wrong checksum")
+            elif not head.startswith(b"\x80"):  # the first byte of a pickle
+                raise ValueError("it begins with something else")
             file.seek(0)
             warnings.simplefilter("ignore")  # a deprecated format is either read or refused
             # Many checkpoints contain a Namespace, of their arguments.
