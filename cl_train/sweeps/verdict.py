@@ -90,16 +90,20 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1)
         groups.setdefault(equal, {}).setdefault(_value(run, by), []).append(run)
 
     pairs = []
-    alone: dict[str, dict[str, list[Run]]] = {}  # by model and value
+    alone: dict[str, dict[str, list[list[Run]]]] = {}  # by model and value
     for group in groups.values():
         value, *others = sorted(group, key=_baseline_first)
         pairs += [compare_pair(group[value], group[other], by, looks) for other in others]
         if not others:
             model = str(group[value][0].fact("model"))
-            alone.setdefault(model, {}).setdefault(value, group[value])
-    for group in alone.values():
-        value, *others = sorted(group, key=_baseline_first)
-        pairs += [compare_pair(group[value], group[other], by) for other in others]
+            alone.setdefault(model, {}).setdefault(value, []).append(group[value])
+    for sides in alone.values():
+        value, *others = sorted(sides, key=_baseline_first)
+        first, *baselines = sides[value]
+        candidates = [side for other in others for side in sides[other]]
+        pairs += [compare_pair(first, candidate, by) for candidate in candidates]
+        # Every run is named, if there is any other value.
+        pairs += [compare_pair(one, other, by) for one in baselines for other in candidates[:1]]
     return pairs
 
 
@@ -251,6 +255,9 @@ def _obstacles(
         if one.get(key) != other.get(key):
             values = [f"{show(side.get(key)):.200}" for side in (one, other)]
             yield f"{key} differs: {_of_both(values, names)}"
+    for run in (baseline, candidate):
+        if by not in run.settings:
+            yield f"{by} of {run.folder.name} is unknown"
     outcome = _OUTCOME.get(by, "")
     used = [{run.summary.get(outcome) for run in side} - {None} for side in (first, second)]
     ran_with = " and ".join(sorted(map(str, used[0] | used[1])))
@@ -296,6 +303,8 @@ def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
         f"{key} ({show(one)} and {show(two)})" for key, (one, two) in allowed.items() if one != two
     ]:
         yield f"also different, which compare_by={by} allows: {', '.join(different)}"
+    if by == "channels_last" and baseline.settings.get("compile"):
+        yield "compiled: the compiler may use channels_last on the contiguous side too"
     if any("others_pct" not in run.summary for run in runs):
         yield "how busy the machine was is unknown: summary.json has no others_pct"
     busiest = max(run.others_pct for run in runs)
@@ -304,3 +313,5 @@ def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
     commits = {run.summary.get("git.commit") for run in runs} - {None}
     if len(commits) > 1 or any(run.summary.get("git.dirty") for run in runs):
         yield "the runs may have used different code: several commits, or uncommitted changes"
+    if stopped := [run.folder.name for run in runs if run.summary.get("status") == "interrupted"]:
+        yield f"interrupted before the end: {', '.join(stopped)}"

@@ -271,11 +271,32 @@ def test_what_may_have_changed_speed_or_loss_is_noted(tmp_path: Path) -> None:
 
     for of_git in ({"git.commit": "b"}, {"git.commit": "a", "git.dirty": True}):
         assert "different code" in notes(summary=second.summary | of_git)
+    assert "before the end: run1" in notes(summary=second.summary | {"status": "interrupted"})
     assert "seed" in notes(settings=second.settings | {"seed": 1})
     assert "used up to 15 % of the CPU" in notes(summary=second.summary | {"others_pct": 15.0})
     unknown = {name: value for name, value in second.summary.items() if name != "others_pct"}
     assert "busy the machine was is unknown" in notes(summary=unknown)
     assert all("one run per side" in note for note in compare_pair([first], [second]).notes)
+    compiled = [replace(run, settings=run.settings | {"compile": True}) for run in (first, second)]
+    assert compare_pair(compiled[:1], compiled[1:]).notes[0].startswith("compiled: ")
+
+
+def test_a_run_without_the_key_is_not_comparable(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path), run_of(tmp_path, 150.0, turbo=True)]
+    [pair] = compare_runs(runs, by="turbo")
+    assert pair.verdict == "not_comparable"
+    assert pair.notes[0] == "turbo of run0 is unknown"
+
+
+def test_every_run_without_a_partner_is_named(tmp_path: Path) -> None:
+    given = (("false", 8), ("false", 16), ("true", 32), ("true", 64))
+    runs = [run_of(tmp_path, channels_last=value, batch_size=size) for value, size in given]
+    for chosen in (runs, runs[1:], runs[:3]):
+        pairs = compare_runs(chosen)
+        assert {pair.verdict for pair in pairs} == {"not_comparable"}
+        named = {run.folder for pair in pairs for run in pair.runs}
+        assert named == {run.folder for run in chosen}
+    assert compare_runs(runs[:2]) == []
 
 
 @pytest.mark.parametrize(
