@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cl_train.config.command_line import quoted
@@ -28,11 +28,13 @@ _ERROR = re.compile(
 )
 
 
-def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
+def start_job(
+    job: Job, folder: Path, slot: Slot, is_stopped: Callable[[], bool] = lambda: False
+) -> "subprocess.Popen[bytes]":
     """Start the process of a job; it ends when this process is killed. Waits for an earlier process
-    of the job that is still ending.
+    of the job that is still ending, until `is_stopped`.
 
-    Raises ConfigError: the folder is not one of this sweep.
+    Raises ConfigError: the folder is not one of this sweep, or another process still holds it.
     """
     words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
     if job.environment != HERE:
@@ -40,7 +42,7 @@ def start_job(job: Job, folder: Path, slot: Slot) -> "subprocess.Popen[bytes]":
     if any(path.is_symlink() for path in (folder, log, folder / JOB_NAME)):
         raise ConfigError(f"{folder} is, or has, a symbolic link")
     if log.exists():
-        words += _to_continue(job, folder)
+        words += _to_continue(job, folder, is_stopped)
     elif folder.exists():
         raise ConfigError(f"{folder} exists already, and this sweep has not created it")
     folder.mkdir(exist_ok=True)
@@ -75,12 +77,12 @@ def _begin_job() -> None:
     end_with_parent(signal.SIGTERM)
 
 
-def _to_continue(job: Job, folder: Path) -> list[str]:
+def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list[str]:
     """The settings with which a job that was started before goes on from its checkpoint, or begins
     again: without one, or if it is completed, but damaged or disturbed.
     """
     summary = folder / SUMMARY
-    with lock_file(folder / ".lock", waiting_for=job.name):
+    with lock_file(folder / ".lock", waiting_for=job.name, is_stopped=is_stopped):
         is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()
         if is_completed or not any((folder / "checkpoints").glob("*.pt")):
             return ["overwrite=true"]

@@ -193,7 +193,8 @@ class Launcher:
     def _run_job(self, job: Job, slot: Slot) -> None:
         folder, started_s = self._sweep.folder / job.name, time.monotonic()
         try:
-            exit_code = self._wait(job, start_job(job, folder, slot))
+            process = start_job(job, folder, slot, lambda: self._request.stop is not None)
+            exit_code = self._wait(job, process)
             signum = self._request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
             write_json(folder / JOB_NAME, {"exit_code": exit_code, "signal": name})

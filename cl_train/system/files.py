@@ -248,11 +248,17 @@ class AppendFile:
 
 
 @contextmanager
-def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
+def lock_file(
+    path: str | Path,
+    *,
+    waiting_for: str | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
     """Hold a lock on the file `path`, which stays, against other processes.
 
     A POSIX record lock: it ends with the process, and forked children do not inherit it. If it is
-    held, raise LockHeld, or with a `waiting_for` say so on stderr and wait. Raises OSError.
+    held, raise LockHeld, or with a `waiting_for` say so on stderr and wait until `is_stopped`.
+    Raises OSError.
     """
     is_told = False
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -263,7 +269,7 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
                 break
             except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
                 holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
-            if waiting_for is None:
+            if waiting_for is None or is_stopped():
                 what = f"another run writes to {Path(path).parent} ({holder})"
                 elsewhere = "hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER"
                 raise LockHeld(f"{what}: stop it, or choose another {elsewhere}")

@@ -1,12 +1,14 @@
 """Sweeps: what is planned, and runs of a stand-in for train.py."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from cl_train.commands.train import main
-from cl_train.errors import ConfigError
+from cl_train.errors import ConfigError, LockHeld
 from cl_train.sweeps import job as job_module
 from cl_train.sweeps import launch as sweep_module
 from cl_train.sweeps import slots as slots_module
@@ -360,6 +362,25 @@ def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
     assert resume(folder) == 0
     assert capsys.readouterr().err.count("waiting for vgg16_channels_last: locked by") == 1
     assert set(problems(folder).values()) == {None}
+
+
+def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = saved_plan(tmp_path)
+    started = planned.folder / planned.jobs[0].name
+    started.mkdir()
+    (started / LOG_NAME).touch()
+
+    def wait_in_vain(path: Path, *, waiting_for: str, is_stopped: Callable[[], bool]) -> None:
+        assert path == started / ".lock" and not is_stopped()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(is_stopped)
+        raise LockHeld("another run writes to it")
+
+    monkeypatch.setattr(job_module, "lock_file", wait_in_vain)
+    assert resume(planned.folder) == 128 + signal.SIGTERM
+    assert not (stand_in.parent / "calls").exists(), "no job was started"
 
 
 QUICK = ("-m", BOTH, "model=resnet18", "wait_for_quiet_s=0")
