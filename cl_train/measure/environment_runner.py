@@ -72,8 +72,9 @@ class Measured:
         self.model.eval()
         logits, loss = self.logits_and_loss(self.model)
         loss.backward()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norms = [gradient.double().norm().item() for gradient in gradients]
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        # Both environments must return as many norms, also where one leaves out a gradient.
+        norms = [0.0 if grad is None else grad.double().norm().item() for grad in gradients]
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train(self.trains)
         return {"logits": logits.detach().double().flatten().tolist(), "gradient_norms": norms}

@@ -73,6 +73,9 @@ def test_videos_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     before = measured.model.head.weight.clone()
     measured.step()
     assert not torch.equal(before, measured.model.head.weight)
+    measured.model.bottom[0].weight.requires_grad_(False)
+    norms = measured.result()["gradient_norms"]
+    assert len(norms) == len(list(measured.model.parameters())) and norms.count(0.0) == 1
 
 
 def test_a_benchmark_that_is_stopped_keeps_its_pairs(
