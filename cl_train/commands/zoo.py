@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
     done = {row["model"] for row in table["rows"] if "error" not in row}
     missing = [name for name in names if name not in done]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
-    with StopRequest() as request:
+    with StopRequest(notice="the model that runs gets no row") as request:
         for name in missing:
             row = zoo.row_from_child(name, settings, request)
             if request.stop:

@@ -246,6 +246,7 @@ def own_cpu_s() -> float:
 
 # --- signals --------------------------------------------------------------------------------------
 
+_RUN_IS_SAVED = "the run is saved after this step; Ctrl-C again exits without saving"
 _active: "StopRequest | None" = None
 
 
@@ -260,11 +261,12 @@ class StopRequest:
 
     A second stop signal n exits with 128 + n and saves nothing: SIGINT at any time, the others from
     half a second after the first. Without `ends_process` (a notebook) a second SIGINT raises
-    KeyboardInterrupt instead.
+    KeyboardInterrupt instead. `notice` is printed after the first SIGINT.
     """
 
-    def __init__(self, *, ends_process: bool = True) -> None:
+    def __init__(self, *, ends_process: bool = True, notice: str = _RUN_IS_SAVED) -> None:
         self.ends_process = ends_process
+        self._notice = notice
         self._save = False
         self._stopped_at = 0.0
         self.stop: int | None = None  # the signal that requested the stop
@@ -303,8 +305,7 @@ class StopRequest:
         elif self.stop is None:
             self.stop, self._stopped_at = signum, now
             if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                again = "Ctrl-C again exits without saving"
-                os.write(2, f"\nstopping: the run is saved after this step; {again}\n".encode())
+                os.write(2, f"\nstopping: {self._notice}\n".encode())
         elif not self.ends_process:
             if signum == signal.SIGINT:
                 raise KeyboardInterrupt

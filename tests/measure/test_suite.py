@@ -4,6 +4,7 @@ continued, refusals.
 
 import json
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from cl_train.measure.paired import Comparison, LayoutSpeed
 from cl_train.measure.parity import ParityReport
 from cl_train.measure.statistics import Alternation, verdict_of
 from cl_train.measure.suite import run_suite
+from cl_train.measure.timed_step import Workload
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
+from cl_train.step.make import StepSettings
+from cl_train.step.precision import resolve_precision
 from cl_train.system.processes import StopRequest
 from tests.data.image_folders import write_folder
 
@@ -165,6 +169,44 @@ def test_verdicts(more: dict[str, Any], words: str) -> None:
     assert row("a", **more)["verdict"].startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("name", "image_size"),
+    [("resnet18", 64), ("inception_v3", 299), ("maxvit_t", 224), ("timm/mobilevit_xxs", 224)],
+)
+def test_a_model_of_one_image_size_keeps_it(name: str, image_size: int, monkeypatch: Patch) -> None:
+    built = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(zoo.models, "build_model", built)
+    with pytest.raises(InterruptedError):
+        zoo_row(name, ZOO)
+    assert built.call_args.kwargs["image_size"] == image_size
+
+
+def test_a_model_whose_check_does_not_fit_is_measured_all_the_same(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(zoo, "check_parity", Mock(side_effect=ConfigError("too little memory")))
+    entry = zoo_row(SMALL, ZOO)
+    assert entry["parity"] == {"passed": None, "why": "too little memory"}
+    assert entry["converted"] == 2 and entry["audit"]["lost"] == 0
+
+
+def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch: Patch) -> None:
+    """A live exception would keep the models of the first one in memory."""
+    measured: list[bool] = []
+
+    def planted(model: torch.nn.Module, workload: Workload, time_limit_s: float) -> Comparison:
+        assert sys.exception() is None
+        measured.append(workload.settings.cuda_graph)
+        if workload.settings.cuda_graph:
+            raise ConfigError("the step cannot be recorded")
+        return comparison([[100.0] * 8, [50.0] * 8])
+
+    monkeypatch.setattr(zoo, "benchmark_layouts", planted)
+    monkeypatch.setattr(zoo, "CAN_GO_ON_AFTER_FAILURE", True)
+    step = StepSettings(resolve_precision("fp32", torch.device("cpu")))
+    workload = Workload(2, (3, 32, 32), step, torch.device("cuda"))
+    assert zoo._timed(torch.nn.ReLU(), workload, 1.0)["cuda_graph"] is False
+    assert measured == [True, False]
+
+
 def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
     path, with_speed = tmp_path / "zoo.json", replace(ZOO, speed=True)
     rows = row("b", train=SPEED, infer=SPEED), {"model": "a", "error": "out of memory"}
@@ -209,17 +251,21 @@ def test_the_zoo_runs_continues_times_and_refuses(tmp_path: Path, capsys: Output
         main(["model=resnet19"])
 
 
-def test_a_signal_ends_the_zoo_before_its_next_model(tmp_path: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_zoo_before_its_next_model(
+    signum: signal.Signals, tmp_path: Path, monkeypatch: Patch, capfd: Output
+) -> None:
     measured: list[str] = []
 
     def row_from_child(name: str, settings: ZooSettings, request: StopRequest) -> dict[str, Any]:
         measured.append(name)
-        signal.raise_signal(signal.SIGTERM)
-        assert request.stop == signal.SIGTERM
+        signal.raise_signal(signum)
+        assert request.stop == signum
         return {"model": name, "error": "its process was ended"}
 
     monkeypatch.setattr(zoo, "row_from_child", row_from_child)
-    assert main(["model=resnet18,resnet50", "device=cpu", f"out={tmp_path}"]) == 143
+    assert main(["model=resnet18,resnet50", "device=cpu", f"out={tmp_path}"]) == 128 + signum
+    assert "saved" not in capfd.readouterr().err
     assert measured == ["resnet18"] and list(tmp_path.iterdir()) == [], "no row of it is kept"
 
 
