@@ -3,6 +3,7 @@ this plan; how a job ended stands in its own folder, see `read_job`.
 """
 
 import json
+import os
 import re
 import shlex
 from collections import Counter
@@ -110,7 +111,9 @@ class Sweep:
                 named.setdefault("environment", {})[quoted(job.environment)] = None
         code = [f"{key}={','.join(values)}" for key, values in named.items()]
         words = (f"resume_sweep={self.folder}", *words, *code)
-        return f"{train_program()} -m {shlex.join(words)}"
+        threads = os.environ.get("OMP_NUM_THREADS")  # another number makes runs not comparable
+        variable = f"OMP_NUM_THREADS={threads} " if threads else ""
+        return f"{variable}{train_program()} -m {shlex.join(words)}"
 
     def groups(self, jobs: Sequence[Job] | None = None) -> list[list[Job]]:
         """The jobs, or some of them, by group."""

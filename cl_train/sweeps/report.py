@@ -107,7 +107,11 @@ def _to_decide(pair: Pair, by: str, sweep: Sweep | None, all_undecided: bool) ->
     if sweep and pair.is_disturbed:
         noisy = [run for run in pair.runs if run.is_disturbed]
         command = sweep.resume_command("rerun=noisy")
-        return f"on a quieter machine, {_duration(noisy, len(noisy))}: {command}"
+        what = f"on a quieter machine, {_duration(noisy, len(noisy))}: {command}"
+        if by != "channels_last":
+            return what
+        model = pair.runs[0].settings["model"]
+        return f"{what}; on this one: OMP_NUM_THREADS=1 cl-train benchmark model={model}"
     values = [str(runs[0].settings.get(by)) for runs in pair.sides.values()]
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
@@ -127,13 +131,13 @@ def _to_decide(pair: Pair, by: str, sweep: Sweep | None, all_undecided: bool) ->
         config = shlex.quote(f"config={pair.runs[0].folder}")
         words = f"{config} {by}={','.join(values)}{compared} repeats={count}"
         command = f"{train_program()} -m {words}"
-    return f"about {count} repeats decide it, {_duration(pair.runs, more)}: {command}"
+    return f"{_duration(pair.runs, more)} for about {count} repeats: {command}"
 
 
 def _duration(runs: Sequence[Run], count: int) -> str:
     """The time of `count` runs like these."""
     seconds = [run.summary.get("seconds", run.times[1] - run.times[0]) for run in runs]
-    return f"about {timedelta(seconds=round(count * statistics.fmean(seconds)))} (h:mm:ss)"
+    return f"about {timedelta(seconds=round(count * statistics.fmean(seconds)))}"
 
 
 def write_report(report: Report, folder: Path) -> None:
