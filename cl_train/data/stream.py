@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class _Batches(IterableDataset[Any]):
-    """Yields ([images, labels], bad samples with their reasons); in training full batches only."""
+    """Yields ([images, labels], bad samples with their reasons); the last batch may be smaller."""
 
     epoch = 0
 
@@ -54,7 +54,7 @@ class _Batches(IterableDataset[Any]):
             if len(good) == self.settings.batch_size:
                 yield default_collate(good), []
                 good = []
-        if good and not form.transform.training:
+        if good:
             yield default_collate(good), []
 
 
@@ -108,8 +108,8 @@ class StreamLoader:
             if number == before:
                 reasons = "; ".join(self._bad_images.reasons.values())
                 raise WorkerError(
-                    f"data.dataset: no worker gets {self._settings.batch_size} good training"
-                    f" samples, a batch: lower data.workers={self.workers} or batch_size. {reasons}"
+                    f"data.dataset: the workers get fewer than {self._settings.batch_size} good"
+                    f" training samples, a batch. {reasons}"
                 )
             if number < self.batch_count() and not self._has_ended_early:
                 self._has_ended_early = True
@@ -121,12 +121,24 @@ class StreamLoader:
                 )
 
     def _good(self, epoch: int) -> Iterator[list[Tensor]]:
-        """Yields the images and labels that the workers load. Raises BadImageError."""
+        """Yields the images and labels that the workers load; in training their last, smaller
+        batches are joined to full ones. Raises BadImageError.
+        """
+        full = self._settings.batch_size
+        joined: list[Tensor] = []
         for batch, bad in self._loaded(epoch):
             for name, reason in bad:
                 self._bad_images.add(name, reason, skipped=True)
-            if batch:
-                yield [batch[0].permute(0, 3, 1, 2), batch[1]]
+            if not batch:
+                continue
+            if self._is_training and len(batch[1]) < full:
+                pairs = zip(joined or [part[:0] for part in batch], batch, strict=True)
+                joined = [torch.cat(pair) for pair in pairs]
+                if len(joined[1]) < full:
+                    continue
+                batch = [part[:full] for part in joined]
+                joined = [part[full:] for part in joined]
+            yield [batch[0].permute(0, 3, 1, 2), batch[1]]
 
     def _loaded(self, epoch: int) -> Iterator[tuple[list[Tensor], list[tuple[str, str]]]]:
         self._source.epoch = epoch
