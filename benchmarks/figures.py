@@ -91,7 +91,7 @@ def headlines(name: str, found: Record) -> Iterator[tuple[str, str, str]]:
     elif name == "time-to-accuracy":
         for data, program, row in summaries(found):
             if program != "cl_train":
-                what = f"seconds per epoch, resnet18, {data}, the same recipe"
+                what = f"speed of an epoch, resnet18, {data}, the same recipe"
                 ratio = f"{spread(row['theirs_over_ours']['epoch'])}x"
                 yield what, ratio, program.partition(",")[0]
     else:
