@@ -1,8 +1,7 @@
 """The dtype of each part of a step, fp32 master weights, and their moving average."""
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,6 +13,7 @@ from torch import nn
 from cl_train.config.schema import PRECISIONS
 from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
+from cl_train.system.machine import thread_s
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,6 @@ def bf16_is_faster_on_cpu() -> bool:
         torch.set_num_threads(threads)
     fp32_s, bf16_s = map(min, zip(*rounds, strict=True))
     return bf16_s < 0.8 * fp32_s
-
-
-def thread_s(work: Callable[..., object], *arguments: object) -> float:
-    """Seconds that this thread computes in one call of `work`."""
-    started_at = time.thread_time()
-    work(*arguments)
-    return time.thread_time() - started_at
 
 
 @contextmanager

@@ -260,3 +260,10 @@ def timed_s(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call of `work`. The host waits for the device before and after."""
     wait_for(device)
     return step_times_s(work, 1, device)[0]
+
+
+def thread_s(work: Callable[..., object], *arguments: object) -> float:
+    """Seconds that this thread computes in one call of `work`."""
+    started_at = time.thread_time()
+    work(*arguments)
+    return time.thread_time() - started_at
