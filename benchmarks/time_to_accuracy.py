@@ -135,10 +135,15 @@ def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float
     return run | {"others_pct": load.others_pct()}
 
 
+def options_of(program: str) -> list[str]:
+    """The words of its command line; timm gets the precision that train.py chooses by itself."""
+    amp = "--amp --amp-dtype bfloat16" if bf16_is_faster_on_cpu() else ""
+    return PROGRAMS[program][0].replace("{amp}", amp).split()
+
+
 def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
     """The run with this seed, from `work` if it was finished before."""
-    options, epochs_of = PROGRAMS[program]
-    epochs, size = epochs_of[data], IMAGE_SIZE[data]
+    epochs, size = PROGRAMS[program][1][data], IMAGE_SIZE[data]
     folder = work / f"{data}-{epochs}-{program.replace(' ', '_')}-{seed}"
     if (folder / "run.json").exists():
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
@@ -148,9 +153,7 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
     values |= {"seed": seed, "epochs": epochs, "third": math.ceil(epochs / 3)}
     values |= {"script": script, "folder": script.parent, "out": folder / "out"}
     words = ["-c", SEEDED] if program.startswith("torchvision") else []
-    # timm gets the precision that train.py chooses by itself.
-    amp = "--amp --amp-dtype bfloat16" if bf16_is_faster_on_cpu() else ""
-    words += options.replace("{amp}", amp).split()
+    words += options_of(program)
     command = [sys.executable, *(word.format(**values) for word in words)]
     line = LINES[program.partition(",")[0]]
     run |= run_to_end(line, command, folder / "run.log", RUN_LIMIT_S[data])
@@ -191,7 +194,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         "target_top1": TARGET,
         "run_limit_s": RUN_LIMIT_S,
         "commits": {name: head(cwd=folder).stdout.strip() for name, folder in folders.items()},
-        "options": {name: PROGRAMS[name][0].split() for name in scripts},
+        "options": {name: options_of(name) for name in scripts},
     }
     runs: list[dict[str, Any]] = []
     started_at = time.monotonic()
