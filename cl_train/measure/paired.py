@@ -13,8 +13,15 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure.statistics import Alternation, Interval, alternate, verdict_of
+from cl_train.measure.statistics import (
+    LAST_ERROR,
+    Alternation,
+    Interval,
+    alternate,
+    verdict_of,
+)
 from cl_train.measure.timed_step import (
+    MOST_TAKEN,
     LossFunction,
     TakenTime,
     TimedStep,
@@ -62,8 +69,14 @@ class Comparison:
     others_pct: float | None = None  # share of the cores of other processes; None = unknown
     utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
     gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
-    # Because other processes took time from them; None = unknown, or too few would have remained.
+    # Because other processes took time from them; None = unknown, or all were disturbed.
     rounds_left_out: int | None = None
+
+    @property
+    def gflop_per_image(self) -> tuple[float, float] | None:
+        """Of a forward pass, and of a whole step."""
+        used = self.utilisation
+        return None if used is None else (used["gflop_per_image"], used["step_gflop_per_image"])
 
     @property
     def verdict(self) -> str:
@@ -74,6 +87,18 @@ class Comparison:
     def ratio(self) -> Interval:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
+
+    def at_last_look(self) -> "Comparison":
+        """Without more rounds to come: what no earlier look has decided, with `LAST_ERROR`."""
+        blocks = [list(speed.block_ms) for speed in self.speeds]
+        ratios = Alternation(blocks, self.seconds, self.stopped_by, LAST_ERROR).speed_ratios()
+        speeds = tuple(
+            replace(speed, ratio=ratio, verdict=verdict_of(ratio))
+            if speed.verdict == "inconclusive"
+            else speed
+            for speed, ratio in zip(self.speeds, ratios, strict=True)
+        )
+        return replace(self, speeds=speeds)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
@@ -132,8 +157,8 @@ def compare_layouts(
     training's own step.
 
     The time that other processes take is left out (Linux): with one thread it is subtracted, with
-    several the rounds that they disturbed are left out. If they use more than 25 % of the cores,
-    and fewer than four rounds remain, the verdict is "not_comparable".
+    several the rounds that they disturbed are left out, at most half. If they use more than 25 % of
+    the cores, all disturbed rounds are; if fewer than four remain, the verdict is "not_comparable".
 
     Args:
         batch_size: images per step; halved for both layouts when memory runs out.
@@ -185,7 +210,8 @@ def benchmark_layouts(
 ) -> Comparison:
     """As `compare_layouts`, for any workload and layouts; the first is the baseline.
 
-    `until_decided`: as in `alternate`. `earlier`: a comparison of the same that goes on.
+    `until_decided`: as in `alternate`; `Comparison.at_last_look` is for what remains undecided.
+    `earlier`: a comparison of the same that goes on.
     """
     ends: dict[str, Any] = {"target_ci": target_ci, "time_limit_s": time_limit_s}
     ends["until_decided"] = until_decided
@@ -196,7 +222,7 @@ def benchmark_layouts(
         ends["earlier"] = [[ms / 1000 for ms in speed.block_ms] for speed in earlier.speeds]
     while True:
         try:
-            done = _benchmark(model, workload, layouts, ends)
+            done = _benchmark(model, workload, layouts, ends, earlier)
             return replace(done, batch_size_requested=requested)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -210,7 +236,11 @@ def benchmark_layouts(
 
 
 def _benchmark(
-    model: nn.Module, workload: Workload, layouts: Sequence[Layout], ends: Mapping[str, Any]
+    model: nn.Module,
+    workload: Workload,
+    layouts: Sequence[Layout],
+    ends: Mapping[str, Any],
+    earlier: Comparison | None,
 ) -> Comparison:
     """`ends`: arguments of `alternate`. Raises ConfigError: the model fails for another
     reason than memory.
@@ -222,15 +252,19 @@ def _benchmark(
         for step in timed:
             step.warm_up()
         # All eager work comes before the recordings, whose memory it could not use.
-        peaks_gib = [step.peak_memory_gib(timed) for step in timed]
-        gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
+        if earlier is None:
+            peaks_gib = [step.peak_memory_gib(timed) for step in timed]
+            gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
+        else:
+            peaks_gib = [speed.peak_memory_gib for speed in earlier.speeds]
+            gflop_per_image = earlier.gflop_per_image
         for step in timed:
             step.record()
         slowest_s = max(step.block_times_s(1)[0] for step in timed)
         steps = max(1, min(100, round(BLOCK_S / slowest_s)))
 
         load = MachineLoad()
-        done, rounds_left_out = _quiet_rounds(timed, steps, ends)
+        done, rounds_left_out = _quiet_rounds(timed, steps, ends, load)
         others_pct = load.others_pct()
         gpu = gpu_state(workload.device)
 
@@ -274,30 +308,49 @@ def _speeds(
 
 
 def _quiet_rounds(
-    timed: Sequence[TimedStep], steps: int, ends: Mapping[str, Any]
+    timed: Sequence[TimedStep], steps: int, ends: Mapping[str, Any], load: MachineLoad
 ) -> tuple[Alternation, int | None]:
     """Blocks of `steps` steps in turns, and the number of rounds left out, because other processes
-    took time from a block; None: too few would remain, or it is not known, and all are kept.
+    took time from a block; None: all are disturbed, or it is not known, and all are kept.
     """
     taken = TakenTime()
     is_told = timed[0].workload.device.type == "cpu" and taken.is_known
-    is_quiet = [True for blocks in ends["earlier"] for _ in blocks]
+    taken_shares = [0.0 for blocks in ends["earlier"] for _ in blocks]
 
     def block_s(step: TimedStep) -> float:
         block = step.block(steps, taken if is_told else None)
-        is_quiet.append(block.is_quiet)
+        taken_shares.append(block.taken_share)
         return block.seconds
 
-    def quiet_rounds(rounds: int) -> list[int]:
-        size = 2 * len(timed)
-        return [n for n in range(rounds) if all(is_quiet[n * size : (n + 1) * size])]
+    def counting(rounds: int) -> list[int]:
+        blocks = 2 * len(timed)
+        worst = [max(taken_shares[n * blocks : (n + 1) * blocks]) for n in range(rounds)]
+        return rounds_that_count(worst, is_busy=(load.others_pct() or 0.0) >= TOO_BUSY_PCT)
 
     blocks = [partial(block_s, step) for step in timed]
-    done = alternate(blocks, **ends, counting=quiet_rounds if is_told else None)
-    quiet = quiet_rounds(done.rounds)
-    if len(quiet) < min(LEAST_QUIET_ROUNDS, done.rounds):
+    done = alternate(blocks, **ends, counting=counting if is_told else None)
+    kept = counting(done.rounds) if is_told else []
+    if not kept:
         return done, None
-    return done.of_rounds(quiet), done.rounds - len(quiet)
+    return done.of_rounds(kept), done.rounds - len(kept)
+
+
+def rounds_that_count(taken_shares: Sequence[float], *, is_busy: bool) -> list[int]:
+    """The rounds from which other processes took least; `taken_shares`: of each round's time.
+
+    Those that lost at most 2 %, and at least half of all: small losses are noise, which the
+    interval contains, and few rounds make it wider than the noise would. On a busy machine the
+    first alone count, where large losses could differ between the layouts; none if there are less
+    than four.
+    """
+    count = len(taken_shares)
+    quiet = sum(share <= MOST_TAKEN for share in taken_shares)
+    least = min(count, LEAST_QUIET_ROUNDS)
+    if is_busy and quiet < least:
+        return []
+    if not is_busy:
+        quiet = max(quiet, least, (count + 1) // 2)
+    return sorted(sorted(range(count), key=taken_shares.__getitem__)[:quiet])
 
 
 def _gflop_per_image(step: TimedStep) -> tuple[float, float]:

@@ -28,8 +28,11 @@ MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 
 ERROR = 0.05  # of an interval, and of all looks at a growing sweep together
 
-# After which a benchmark that ends with its verdict looks at it, and once more at its end.
+# After which a benchmark that ends with its verdict looks at it: with nearly no error, so that the
+# last look keeps nearly all of it (Haybittle 1971, Peto et al. 1976).
 LOOK_ROUNDS = tuple(4 * 2**power for power in range(7))
+EARLY_ERROR = 0.001
+LAST_ERROR = ERROR - len(LOOK_ROUNDS) * EARLY_ERROR
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ class Alternation:
     blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
     seconds: float
     stopped_by: str  # "target_ci", "verdict" or "time_limit"
-    looks: int = 1  # at the verdict, see `error_of_look`
+    error: float = ERROR  # of the intervals
 
     @property
     def rounds(self) -> int:
@@ -211,7 +214,7 @@ class Alternation:
             logs = list(map(math.log, self.round_ratios(variant)))
             half = math.inf
             if count > 1:
-                t = student_t(count - 1, error_of_look(self.looks))
+                t = student_t(count - 1, self.error)
                 half = t * statistics.stdev(logs) / math.sqrt(count)
             ratios.append(_interval(statistics.fmean(logs), half, count))
         return ratios
@@ -237,11 +240,11 @@ def alternate(
         min_rounds: with less, an interval that is narrow by chance would end it too soon.
         least_rounds: are run also beyond the time limit.
         counting: of a number of rounds, those whose interval counts for the end; None: all.
-        until_decided: end after 4, 8, 16 ... rounds instead if every variant has a verdict; the
-            intervals are wider, see `error_of_look`.
+        until_decided: end after 4, 8, 16 ... rounds instead if every variant has a verdict in an
+            interval with the error `EARLY_ERROR`, which it has also when time runs out.
         earlier: blocks of a measurement that goes on, as `Alternation.blocks`.
     """
-    looks = len(LOOK_ROUNDS) + 1 if until_decided else 1
+    error = EARLY_ERROR if until_decided else ERROR
     times = [list(block) for block in earlier] or [[] for _ in blocks]
     before = len(times[0]) // 2
     order = [*range(len(blocks)), *reversed(range(len(blocks)))]
@@ -250,11 +253,11 @@ def alternate(
         for variant in order:
             times[variant].append(blocks[variant]())
         seconds = time.perf_counter() - started_at
-        done = Alternation(times, seconds, "target_ci", looks)
+        done = Alternation(times, seconds, "target_ci", error)
         counted = done if counting is None else done.of_rounds(counting(done.rounds))
         is_look = counted.rounds >= min_rounds
         if until_decided:
-            is_look = counted.rounds in LOOK_ROUNDS
+            is_look = done.rounds in LOOK_ROUNDS and counted.rounds > 1
         ratios = counted.speed_ratios()[1:] if is_look else []
         if is_look and until_decided and "inconclusive" not in map(verdict_of, ratios):
             return replace(done, stopped_by="verdict")

@@ -129,6 +129,15 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     """
     combinations = combinations_of(settings)
     document = measured(settings, choose_device(settings.device), complete=False, results=[])
+
+    def report(one: Combination) -> None:
+        described = ", ".join(f"{key} {value}" for key, value in one.described.items())
+        print(f"{described}\n{one.to_dict()['text']}", flush=True)
+        measured_ones = (c for c in combinations if c.comparison or c.error)
+        document["results"] = [known.to_dict() for known in measured_ones]
+        if settings.out:
+            write_json(Path(settings.out), document)
+
     shares_time = settings.time_limit_s is not None and len(combinations) > 1
     ends_at = time.perf_counter() + (settings.time_limit_s or 0.0)
     left = combinations
@@ -138,18 +147,16 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
             if settings.time_limit_s is not None:
                 share_s = max(0.0, (ends_at - time.perf_counter()) / (len(left) - place))
             one.visit(settings, share_s, until_decided=shares_time)
-            result = one.to_dict()
-            described = ", ".join(f"{key} {value}" for key, value in one.described.items())
-            print(f"{described}\n{result['text']}", flush=True)
-            measured_ones = (c for c in combinations if c.comparison or c.error)
-            document["results"] = [known.to_dict() for known in measured_ones]
-            if settings.out:
-                write_json(Path(settings.out), document)
+            report(one)
 
         undecided = [one for one in left if shares_time and one.is_undecided]
         share_s = (ends_at - time.perf_counter()) / max(1, len(undecided))
         left = [one for one in undecided if 2 * one.set_up_s < share_s]
 
+    for one in combinations:
+        if shares_time and one.comparison and one.is_undecided:
+            one.comparison = one.comparison.at_last_look()
+            report(one)
     return document | {"complete": True}
 
 

@@ -121,10 +121,10 @@ class TakenTime:
 
 
 class Block(NamedTuple):
-    """The median step of a block, and whether other processes left it alone."""
+    """The median step of a block, and the share of its time that other processes took."""
 
     seconds: float
-    is_quiet: bool
+    taken_share: float
 
 
 class TimedStep:
@@ -268,8 +268,8 @@ class TimedStep:
         core may or may not delay the others. `taken` None: it is not known.
         """
         if taken is None:
-            return Block(median(self.block_times_s(steps)), False)
-        all_s, quiet_s = [], []
+            return Block(median(self.block_times_s(steps)), 1.0)
+        all_s, shares = [], []
         for _ in range(steps):
             taken_before_s = taken.seconds()
             [step_s] = self.block_times_s(1)
@@ -278,9 +278,9 @@ class TimedStep:
                 step_s = max(step_s - taken_s, 0.1 * step_s)
                 taken_s = 0.0
             all_s.append(step_s)
-            if taken_s <= MOST_TAKEN * step_s:
-                quiet_s.append(step_s)
-        return Block(median(quiet_s or all_s), bool(quiet_s))
+            shares.append(taken_s / step_s)
+        quiet_s = [s for s, share in zip(all_s, shares, strict=True) if share <= MOST_TAKEN]
+        return Block(median(quiet_s or all_s), 0.0 if quiet_s else median(shares))
 
     def peak_memory_gib(self, timed: Sequence["TimedStep"]) -> float:
         """Memory of an eager step: the peak less what the others of `timed` hold."""

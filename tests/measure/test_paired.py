@@ -154,13 +154,15 @@ def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch: Patch) -
     durations = itertools.cycle([0.01, 0.01, 0.01, 0.01, 0.51])
     monkeypatch.setattr(timed, "block_times_s", lambda steps: [next(durations)])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert timed.block(10, Disturbed()) == (0.01, True)
+    assert timed.block(10, Disturbed()) == (0.01, 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert timed.block(5, Disturbed()) == (pytest.approx(0.01), True)
+    assert timed.block(5, Disturbed()) == (pytest.approx(0.01), 0.0)
     monkeypatch.setattr(Disturbed, "every", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert timed.block(5, Disturbed()) == (0.01, False), "none is undisturbed"
-    assert timed.block(5, None) == (0.01, False), "nothing is known"
+    monkeypatch.setattr(Disturbed, "calls", 0)
+    block = timed.block(5, Disturbed())
+    assert block == (0.01, pytest.approx(50.0)), "all steps are disturbed"
+    assert timed.block(5, None) == (0.01, 1.0), "nothing is known"
 
 
 def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch: Patch) -> None:
@@ -173,13 +175,30 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     def block(step: TimedStep, steps: int, taken: object) -> timed_step.Block:
         is_disturbed = next(calls) % 16 == 5
         seconds = 0.01 if step.layout is CONTIGUOUS else 0.005
-        return timed_step.Block(seconds * (10 if is_disturbed else 1), not is_disturbed)
+        return timed_step.Block(seconds * (10 if is_disturbed else 1), 0.9 if is_disturbed else 0.0)
 
     monkeypatch.setattr(TimedStep, "block", block)
     done = benchmark_layouts(network(), workload())
     assert (done.verdict, done.rounds, done.rounds_left_out) == ("faster", 8, 3)
     assert done.ratio.ratio == pytest.approx(2.0) and "rounds are left out" in str(done)
     assert done.ratio.ratio == pytest.approx(done.speeds[0].step_ms / done.speeds[1].step_ms)
+
+
+@pytest.mark.parametrize(
+    ("taken_shares", "is_busy", "kept"),
+    [
+        ([0.01, 0.5, 0.0, 0.02, 0.01, 0.3], False, [0, 2, 3, 4]),
+        ([0.06, 0.03, 0.05, 0.01, 0.04, 0.07, 0.08, 0.02, 0.09, 0.1], False, [1, 2, 3, 4, 7]),
+        ([0.06, 0.03, 0.9], False, [0, 1, 2]),
+        ([0.01, 0.5, 0.0, 0.02, 0.01, 0.3, 0.4, 0.5, 0.6], True, [0, 2, 3, 4]),
+        ([0.01, 0.5, 0.0, 0.02, 0.5, 0.3], True, []),
+        ([0.01, 0.0], True, [0, 1]),
+    ],
+)
+def test_small_disturbances_leave_half_of_the_rounds_at_least(
+    taken_shares: list[float], is_busy: bool, kept: list[int]
+) -> None:
+    assert paired.rounds_that_count(taken_shares, is_busy=is_busy) == kept
 
 
 def test_a_comparison_prints_and_becomes_json(monkeypatch: Patch) -> None:

@@ -21,7 +21,7 @@ from cl_train.errors import ConfigError
 from cl_train.measure import suite, zoo
 from cl_train.measure.paired import Comparison, LayoutSpeed
 from cl_train.measure.parity import ParityReport
-from cl_train.measure.statistics import Alternation, verdict_of
+from cl_train.measure.statistics import EARLY_ERROR, Alternation, verdict_of
 from cl_train.measure.suite import run_suite
 from cl_train.measure.timed_step import Workload
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
@@ -77,7 +77,7 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(
 
 def comparison(blocks: list[list[float]]) -> Comparison:
     """The outcome of a benchmark whose blocks took these milliseconds."""
-    done = Alternation(blocks, 15.0, "time_limit", looks=8)
+    done = Alternation(blocks, 15.0, "time_limit", EARLY_ERROR)
     speeds = tuple(
         LayoutSpeed(name, 1.0, 1.0, 0.0, ratio, verdict_of(ratio), tuple(times))
         for name, ratio, times in zip(
@@ -112,6 +112,18 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch: Patch, capsys:
     assert text.endswith("2 of 2 are decided")
     command = "to decide it, cl-train benchmark model=tests.networks:dropout"
     assert command in capsys.readouterr().out
+
+
+def test_what_no_early_look_decides_is_decided_at_the_last_one(monkeypatch: Patch) -> None:
+    """Five rounds: 1.1x, give or take 3 %."""
+    ratios = [1.1 * change for change in (0.97, 1.03, 1.0, 0.98, 1.02) for _ in range(2)]
+    early = comparison([[100.0] * 10, [100.0 / ratio for ratio in ratios]])
+    assert early.verdict == "inconclusive"
+    monkeypatch.setattr(suite, "benchmark_layouts", lambda *args, **ends: early)
+    document = run_suite(settings(model=[SMALL, DROPOUT], time_limit_s=0.0))
+    pairs = [one["pairs"][0] for one in document["results"]]
+    assert [pair["verdict"] for pair in pairs] == ["faster", "faster"]
+    assert pairs[0]["ci95"][0] > 1.05 > early.ratio.low
 
 
 def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(
