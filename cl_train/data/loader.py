@@ -128,9 +128,10 @@ def fill(
     attempts: int,
     task: Task,
     worker: int,
-    begin: Callable[[int], None],
-) -> Done:
-    """Reads the samples of a task into their rows; the next good sample replaces a bad one.
+    begin: Callable[[int], bool],
+) -> Done | None:
+    """Reads the samples of a task into their rows; the next good sample replaces a bad one. None:
+    the task is no longer wanted.
 
     `attempts`: samples that are tried for a row. `times`: [workers, parts of `WorkerTimes`].
     """
@@ -143,7 +144,8 @@ def fill(
         index = int(samples[row])
         for candidate in range(index, index + attempts):
             sample = candidate % len(reader)
-            begin(sample)
+            if not begin(sample):
+                return None
             try:
                 targets[row] = reader.read(images[row], sample, task.epoch, random_index=index)
                 break

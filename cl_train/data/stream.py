@@ -4,12 +4,13 @@ order, and a resumed epoch begins anew.
 
 import itertools
 import logging
+import math
 import multiprocessing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
@@ -25,53 +26,23 @@ from cl_train.errors import ConfigError, WorkerError
 log = logging.getLogger(__name__)
 
 
-class _Batches(IterableDataset[Any]):
-    """Yields ([images, labels], bad samples with their reasons); the last batch may be smaller."""
+class StreamLoader(IterableDataset[Any]):
+    """Has the public members of `HostLoader`; `samples`: of all ranks and workers together.
 
-    epoch = 0
+    The workers iterate over it: they yield (pixels [size, size, 3], label) of a good sample, and
+    (name, reason) of a bad one.
+    """
 
-    def __init__(self, dataset: Any, form: SampleForm, settings: DataSettings) -> None:
-        self.dataset, self.form, self.settings = dataset, form, settings
-
-    def __iter__(self) -> Iterator[tuple[list[Tensor], list[tuple[str, str]]]]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        form, dist, stream = self.form, self.settings.dist, iter(self.dataset)
-        good = list[Any]()
-        for number in itertools.count():
-            index = (number * workers + worker) * dist.world_size + dist.rank
-            pixels = torch.empty(form.size, form.size, 3, dtype=form.dtype)
-            try:
-                with seeded_everywhere(form.transform.seed, self.epoch, index):
-                    sample = next(stream)
-                label = form.write(pixels.permute(2, 0, 1), sample, self.epoch, index)
-                good.append((pixels, label))
-            except StopIteration:
-                break
-            except Exception as error:
-                # At once: a stream that only raises fills no batch.
-                yield [], [(f"{form.name(number)} in worker {worker}", reason_of(error))]
-            if len(good) == self.settings.batch_size:
-                yield default_collate(good), []
-                good = []
-        if good:
-            yield default_collate(good), []
-
-
-class StreamLoader:
-    """Has the public members of `HostLoader`; `samples`: of all ranks and workers together."""
+    times = WorkerTimes()  # not measured
 
     def __init__(
         self, dataset: Any, form: SampleForm, settings: DataSettings, bad_images: BadImages
     ) -> None:
         check_first(form, lambda: next(iter(dataset)), settings.data.worker_timeout_s)
         self.samples, self.label_shape = len(dataset), form.label_shape
-        self.workers = settings.workers
-        self.times = np.zeros((1, len(WorkerTimes._fields)))  # not measured
-        self._settings, self._bad_images = settings, bad_images
-        self._is_training = form.transform.training
-        self._source = _Batches(dataset, form, settings)
-        self._has_ended_early = False
+        self.workers, self._is_training = settings.workers, form.transform.training
+        self._dataset, self._form, self._settings = dataset, form, settings
+        self._bad_images, self._epoch, self._has_ended_early = bad_images, 0, False
         if self._is_training and settings.augment.repeats > 1:
             raise ConfigError(
                 "augment.repeats does not work with an IterableDataset: it controls its own order"
@@ -83,89 +54,113 @@ class StreamLoader:
         return self._settings.batch_count(self.samples, training=self._is_training)
 
     def start(self) -> None:
-        """Nothing to do: the workers begin and end with their epoch."""
+        """Does nothing: the workers begin and end with their epoch."""
 
-    close = start
+    def close(self) -> None:
+        """Does nothing, for the same reason."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        form, dist, stream = self._form, self._settings.dist, iter(self._dataset)
+        for number in itertools.count():
+            index = (number * workers + worker) * dist.world_size + dist.rank
+            pixels = torch.empty(form.size, form.size, 3, dtype=form.dtype)
+            try:
+                with seeded_everywhere(form.transform.seed, self._epoch, index):
+                    sample = next(stream)
+                label = form.write(pixels.permute(2, 0, 1), sample, self._epoch, index)
+            except StopIteration:
+                return
+            except Exception as error:
+                yield f"{form.name(number)} in worker {worker}", reason_of(error)
+            else:
+                yield pixels, label
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields the samples; in training full batches, `batch_count()` in an epoch, of a stream
         that begins again when it ends early. Raises as `HostLoader`.
         """
-        if not self._is_training:
-            seen = 0
-            for number, (images, targets) in enumerate(self._good(epoch)):
-                yield RawBatch(images, targets, number, epoch)
-                seen += len(targets)
-                if seen > self.samples:  # perhaps endless; the evaluation counts the samples
-                    return
-            return
-        number = first_batch
-        while number < self.batch_count():
-            before = number
-            for images, targets in itertools.islice(self._good(epoch), self.batch_count() - before):
-                yield RawBatch(images, targets, number, epoch)
+        end = self.batch_count() if self._is_training else math.inf
+        number, seen = first_batch, 0
+        while number < end:
+            begin = number
+            for images, targets in self._read(epoch):
+                yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
                 number += 1
-            if number == before:
+                seen += len(targets)
+                # Of more samples than its length, an evaluation needs no more to fail.
+                if number == end or seen > self.samples:
+                    return
+            if not self._is_training:
+                return
+            if number == begin:
                 reasons = "; ".join(self._bad_images.reasons.values())
                 raise WorkerError(
                     f"data.dataset: the workers get fewer than {self._settings.batch_size} good"
                     f" training samples, a batch. {reasons}"
                 )
-            if number < self.batch_count() and not self._has_ended_early:
+            if not self._has_ended_early:
                 self._has_ended_early = True
                 log.warning(
-                    "data.dataset ended after %d of %d batches and begins again: some samples are"
-                    " seen twice in the epoch",
-                    number,
-                    self.batch_count(),
+                    f"data.dataset ended after {number} of {end} batches and begins again: some"
+                    " samples are seen twice in the epoch"
                 )
 
-    def _good(self, epoch: int) -> Iterator[list[Tensor]]:
-        """Yields the images and labels that the workers load; in training their last, smaller
-        batches are joined to full ones. Raises BadImageError.
+    def _read(self, epoch: int) -> Iterator[list[Tensor]]:
+        """Yields the stream once, images [N, size, size, 3] and labels; in training the smaller
+        batches of the workers are joined to full ones. Raises BadImageError.
         """
-        full = self._settings.batch_size
-        joined: list[Tensor] = []
-        for batch, bad in self._loaded(epoch):
-            for name, reason in bad:
-                self._bad_images.add(name, reason, skipped=True)
-            if not batch:
-                continue
-            if self._is_training and len(batch[1]) < full:
-                pairs = zip(joined or [part[:0] for part in batch], batch, strict=True)
-                joined = [torch.cat(pair) for pair in pairs]
-                if len(joined[1]) < full:
+        full, rest = self._settings.batch_size, list[Any]()
+        with closing(self._loaded(epoch)) as loaded:
+            for batch, bad in loaded:
+                for name, reason in bad:
+                    self._bad_images.add(name, reason, skipped=True)
+                if batch and (len(batch[1]) == full or not self._is_training):
+                    yield batch
                     continue
-                batch = [part[:full] for part in joined]
-                joined = [part[full:] for part in joined]
-            yield [batch[0].permute(0, 3, 1, 2), batch[1]]
+                rest += zip(*batch, strict=True)
+                if len(rest) >= full:
+                    yield default_collate(rest[:full])
+                    rest = rest[full:]
 
-    def _loaded(self, epoch: int) -> Iterator[tuple[list[Tensor], list[tuple[str, str]]]]:
-        self._source.epoch = epoch
-        if hasattr(self._source.dataset, "set_epoch"):
-            self._source.dataset.set_epoch(epoch)
-        options: dict[str, Any] = {
-            "num_workers": self.workers,
-            "pin_memory": self._settings.dist.device.type == "cuda",
-            "generator": torch.Generator(),  # the training's own numbers stay as they are
-        }
-        if self.workers:
-            options["multiprocessing_context"] = "fork"
-            options["timeout"] = self._settings.data.worker_timeout_s
-            options["prefetch_factor"] = max(1, self._settings.data.prefetch // self.workers)
-            options["worker_init_fn"] = lambda worker: ignore_parents_signals()
+    def _loaded(self, epoch: int) -> Generator[Any, None, None]:
+        """Yields what `_collate` returns. Raises WorkerError: a worker died or hangs."""
+        self._epoch = epoch
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        cfg, count = self._settings.data, self.workers
         before = multiprocessing.active_children()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more workers than cores, and of their fork
-            loaded = iter(DataLoader(self._source, batch_size=None, **options))
+            loader = DataLoader(
+                self,
+                self._settings.batch_size,
+                num_workers=count,
+                collate_fn=_collate,
+                pin_memory=self._settings.dist.device.type == "cuda",
+                generator=torch.Generator(),  # the training's own numbers stay as they are
+                timeout=cfg.worker_timeout_s if count else 0,
+                multiprocessing_context="fork" if count else None,
+                prefetch_factor=max(1, cfg.prefetch // count) if count else None,
+                worker_init_fn=lambda worker: ignore_parents_signals(),
+            )
+            loaded = iter(loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
         problem = ""
         try:
             yield from loaded
-        except RuntimeError as error:  # a worker died or hangs
+        except (RuntimeError, GeneratorExit) as error:  # a worker died or hangs, or `_read` ends
             problem = " ".join(str(error).split())
         del loaded  # torch ends its workers
         for worker in workers:
             worker.kill()  # one that hangs: it ignores SIGTERM, and the program would wait for it
         if problem:
             raise WorkerError(f"data.dataset: {problem}")
+
+
+def _collate(samples: list[tuple[Any, Any]]) -> tuple[list[Tensor], list[tuple[str, str]]]:
+    """Returns images and labels of the good samples, or nothing, and the bad ones."""
+    good = [sample for sample in samples if isinstance(sample[0], Tensor)]
+    bad = [sample for sample in samples if isinstance(sample[0], str)]
+    return default_collate(good) if good else [], bad

@@ -149,7 +149,7 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
     It is read in a worker: the workers must not share a file that the dataset opens when it reads.
     """
 
-    def first(task: None, worker: int, begin: Callable[[int], None]) -> tuple[Any, ...]:
+    def first(task: None, worker: int, begin: Callable[[int], bool]) -> tuple[Any, ...]:
         begin(0)
         try:
             with seeded_everywhere(form.transform.seed, 0, 0):

@@ -5,13 +5,13 @@ send the results through one pipe. The sentinel of a process tells that it died,
 no worker begins a sample that they hang. Both messages name the sample that was begun last.
 """
 
+import gc
 import math
 import mmap
 import multiprocessing
 import multiprocessing.util
 import os
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from cl_train.errors import WorkerError
-from cl_train.system.processes import end_with_parent
+from cl_train.system.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_parent, handles_signals
 
 _POLL_S = 1.0
 _CLOSE_S = 2.0
-_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
 _BEGUN, _SAMPLE = range(2)  # columns of the workers' progress
 
-Work = Callable[[Any, int, Callable[[int], None]], Any]
+Work = Callable[[Any, int, Callable[[int], bool]], Any]
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -42,16 +42,13 @@ def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-class _Abandoned(Exception):
-    """Nobody waits for the result of the task."""
-
-
 class Workers:
     """Runs tasks in `count` processes, or for 0 in the caller.
 
     `work(task, worker, begin)` runs in forks: it is not pickled, but tasks and results are. It
-    calls `begin(sample)` before it reads a sample. When no worker has begun another one for
-    `timeout_s`, `result` raises. Raises WorkerError: the system starts no more processes.
+    calls `begin(sample)` before it reads a sample, and returns None if that is false: the task was
+    skipped. When no worker has begun another sample for `timeout_s`, `result` raises. Raises
+    WorkerError: the system starts no more processes.
     """
 
     def __init__(
@@ -61,9 +58,8 @@ class Workers:
         self._work, self._timeout_s, self._name_of = work, timeout_s, name_of
         self._progress = shared((max(1, count), 2), torch.int64).numpy()
         self._round = shared((1,), torch.int64).numpy()  # of the tasks that are still wanted
-        self._tasks = fork.SimpleQueue()
+        self._tasks, self._sending = fork.SimpleQueue(), fork.Lock()
         self._results, self._results_end = fork.Pipe(duplex=False)
-        self._sending = fork.Lock()
         self._unfinished = 0  # tasks whose results were not returned
         self._selector = DefaultSelector()  # of the results, and of the ends of the workers
         self._selector.register(self._results, EVENT_READ)
@@ -121,19 +117,19 @@ class Workers:
             resource.close()
 
     def _start(self, count: int) -> None:
-        fork = multiprocessing.get_context("fork")
         # The kernel's signal follows the end of the thread that forked, not of its process.
-        by_kernel = threading.current_thread() is threading.main_thread()
+        by_kernel = handles_signals()
+        fork = multiprocessing.get_context("fork")
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
         try:
-            for worker in range(count):
-                process = fork.Process(target=self._run, args=(worker, by_kernel), daemon=True)
-                with warnings.catch_warnings():
-                    # of a fork of a threaded process, whose locks no worker takes
-                    warnings.simplefilter("ignore")
+            with warnings.catch_warnings():
+                # of a fork of a threaded process, whose locks no worker takes
+                warnings.simplefilter("ignore")
+                for worker in range(count):
+                    process = fork.Process(target=self._run, args=(worker, by_kernel), daemon=True)
                     process.start()
-                self.processes.append(process)
-                self._selector.register(process.sentinel, EVENT_READ, data=process)
+                    self.processes.append(process)
+                    self._selector.register(process.sentinel, EVENT_READ, data=worker)
         except OSError as error:
             self.close()
             raise WorkerError(
@@ -146,6 +142,7 @@ class Workers:
 
     def _run(self, worker: int, by_kernel: bool) -> None:
         """In the worker: does tasks until the loader closes or its process ends."""
+        gc.freeze()  # garbage of the parent may have a destructor that waits for its threads
         end_with_parent(by_kernel=by_kernel)
         ignore_parents_signals()
         torch.set_num_threads(1)
@@ -158,52 +155,50 @@ class Workers:
         task_round, task = message
         progress = self._progress[worker]
 
-        def begin(sample: int) -> None:
-            if self._round[0] != task_round:
-                raise _Abandoned
-            progress[_SAMPLE] = sample
-            progress[_BEGUN] += 1
+        def begin(sample: int) -> bool:
+            is_wanted = bool(self._round[0] == task_round)
+            if is_wanted:
+                progress[_SAMPLE] = sample
+                progress[_BEGUN] += 1
+            return is_wanted
 
         try:
             return self._work(task, worker, begin)
-        except _Abandoned:
-            return None
         except Exception as error:  # a bug, or lack of memory; its own type may not be picklable
             return WorkerError(f"a loader worker failed: {type(error).__name__}: {error}")
 
     def _receive(self) -> Any:
         """Waits for a result. Raises WorkerError: a worker died, or all hang."""
-        quiet_s = 0.0
+        quiet_s, begun = 0.0, -1
         poll_s = min(_POLL_S, self._timeout_s)
-        while quiet_s < self._timeout_s:
-            begun = int(self._progress[:, _BEGUN].sum())
+        while not (ready := self._selector.select(poll_s)):
             # The host waits. Polls are counted, not seconds: a program that was suspended goes on.
-            ready = [key.data for key, _ in self._selector.select(poll_s)]
-            if dead := [process for process in ready if process is not None]:
-                raise WorkerError(self._death_of(dead[0]))
-            if ready:
-                return self._results.recv()
-            is_quiet = self._progress[:, _BEGUN].sum() == begun
-            quiet_s = quiet_s + poll_s if is_quiet else 0.0
-        raise WorkerError(
-            f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun:"
-            f" {'; '.join(map(self._last_sample_of, self.processes))}. If the storage is slow,"
-            " raise data.worker_timeout_s."
-        )
+            begun_before, begun = begun, int(self._progress[:, _BEGUN].sum())
+            quiet_s = quiet_s + poll_s if begun == begun_before else 0.0
+            if quiet_s >= self._timeout_s:
+                last = "; ".join(map(self._last_sample, range(len(self.processes))))
+                raise WorkerError(
+                    f"no loader worker finished an image for {self._timeout_s:g} s. Last images"
+                    f" begun: {last}. If the storage is slow, raise data.worker_timeout_s."
+                )
+        dead = [key.data for key, _ in ready if key.data is not None]
+        if dead:
+            raise WorkerError(self._death_of(dead[0]))
+        return self._results.recv()
 
-    def _death_of(self, process: BaseProcess) -> str:
-        process.join(_CLOSE_S)
-        code = process.exitcode or 0
+    def _death_of(self, worker: int) -> str:
+        self.processes[worker].join(_CLOSE_S)
+        code = self.processes[worker].exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         hint = ""
         if code == -signal.SIGKILL:
             hint = " Out of memory? Lower data.workers or data.prefetch."
-        last = self._last_sample_of(process)
-        return f"a loader worker {how}; the last image it began: {last}.{hint}"
+        return f"a loader worker {how}; the last image it began: {self._last_sample(worker)}.{hint}"
 
-    def _last_sample_of(self, process: BaseProcess) -> str:
-        begun, sample = self._progress[self.processes.index(process)].tolist()
-        return f"{self._name_of(sample) if begun else 'none yet'} (pid {process.pid})"
+    def _last_sample(self, worker: int) -> str:
+        begun, sample = self._progress[worker].tolist()
+        name = self._name_of(sample) if begun else "none yet"
+        return f"{name} (pid {self.processes[worker].pid})"
 
 
 def ignore_parents_signals() -> None:
