@@ -124,7 +124,7 @@ class ImageData:
     @property
     def times(self) -> WorkerTimes:
         """Seconds that the workers have spent on the training images."""
-        return WorkerTimes(*self.train_loader.times.sum(0).tolist())
+        return self.train_loader.times
 
     def train(
         self, epoch: int, form: DeviceFormat, first_batch: int = 0

@@ -39,6 +39,7 @@ from cl_train.system.processes import cores_of_process
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 32
 _MIN_ROWS = 8  # per task: smaller ones cost more in messages than the even distribution gains
+_MAX_TASKS = 512  # submitted at once: their pipe and that of their results hold about 900
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
@@ -161,8 +162,7 @@ class HostLoader:
 
     `order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and bad
     samples are replaced by the following ones. None: each sample once, without bad ones.
-    `samples`: of all ranks; `times`: as `WorkerTimes`, of each worker. Raises ConfigError: lack of
-    memory.
+    `samples`: of all ranks. Raises ConfigError: lack of memory.
     """
 
     def __init__(
@@ -177,9 +177,10 @@ class HostLoader:
         self._settings, self._bad_images, self._order_of = settings, bad_images, order_of
         self.samples, self.label_shape = len(reader), reader.label_shape
         self.workers = settings.workers
-        self.times = shared((max(1, self.workers), len(WorkerTimes._fields)), torch.float64).numpy()
+        self._times = shared((max(1, self.workers), len(WorkerTimes())), torch.float64).numpy()
 
-        self._tasks_per_batch = max(1, min(self.batch_size // _MIN_ROWS, self.workers))
+        most_tasks = _MAX_TASKS // (settings.data.prefetch + COPIES_UNDER_WAY + 1)
+        self._tasks_per_batch = max(1, min(self.batch_size // _MIN_ROWS, self.workers, most_tasks))
         copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
         busy = -(-self.workers // self._tasks_per_batch)  # batches that give each worker a task
         prepared = max(settings.data.prefetch + COPIES_UNDER_WAY - copied, busy)
@@ -194,6 +195,11 @@ class HostLoader:
 
     def batch_count(self) -> int:
         return self._settings.batch_count(self.samples, training=self._order_of is not None)
+
+    @property
+    def times(self) -> WorkerTimes:
+        """The sum over the workers."""
+        return WorkerTimes(*self._times.sum(0).tolist())
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
@@ -245,7 +251,7 @@ class HostLoader:
             largest = self.sizes.image_sizes[-1]
             slots = Slots.of(self.reader, self._slot_count, self.batch_size, largest)
             attempts = 1 if self._order_of is None else _SUBSTITUTES
-            work = partial(fill, slots, self.reader, self.times, attempts)
+            work = partial(fill, slots, self.reader, self._times, attempts)
             timeout_s = self._settings.data.worker_timeout_s
             self._pool = Workers(work, self.workers, timeout_s, self.reader.name)
             self._slots = slots
