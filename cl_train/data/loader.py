@@ -12,6 +12,7 @@ the GPU: 6 slots. Without such copies 2 more are filled in advance instead.
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -191,6 +192,8 @@ class HostLoader:
         self._slots: Slots | None = None
         self._pool: Workers | None = None
         self._iteration = object()
+        self._beginning = threading.Lock()
+        self._thread: threading.Thread | None = None  # whose iteration has not ended
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
@@ -205,8 +208,17 @@ class HostLoader:
         """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
 
         Each is valid until the next is requested, on CUDA until the third. Ends an earlier
-        iteration. Raises BadImageError, WorkerError; RuntimeError: another iteration has begun.
+        iteration of the same thread. Raises BadImageError, WorkerError; RuntimeError: another
+        iteration has begun, or another thread has not ended its own.
         """
+        with self._beginning:
+            thread, other = threading.current_thread(), self._thread
+            if other is not None and other is not thread and other.is_alive():
+                raise RuntimeError(
+                    f"{other.name} iterates over this loader: end that iteration, or use a loader"
+                    " per thread"
+                )
+            self._thread = thread
         iteration = self._iteration = object()
         try:
             for batch in self._batches(epoch, first_batch):
@@ -214,8 +226,10 @@ class HostLoader:
                 if self._iteration is not iteration:
                     raise RuntimeError("another iteration over this loader has begun")
         finally:  # left early, the workers would go on with what is prepared in advance
-            if self._iteration is iteration and self._pool is not None:
-                self._pool.skip()
+            if self._iteration is iteration:
+                self._thread = None
+                if self._pool is not None:
+                    self._pool.skip()
 
     def _batches(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
         image_size = self.sizes.image_size_at(epoch)

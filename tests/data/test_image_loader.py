@@ -3,6 +3,7 @@ channels_last_collate.
 """
 
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -113,6 +114,16 @@ def test_a_loader_that_is_no_longer_used_ends_its_workers(root):
     assert worker.is_alive()
     del batches
     wait_until(lambda: not worker.is_alive())
+
+
+def test_a_second_thread_is_refused_until_the_iteration_of_the_first_has_ended(root):
+    batches = loader(root)
+    first = iter(batches)
+    next(first)
+    with ThreadPoolExecutor(1) as thread:
+        error = thread.submit(next, iter(batches)).exception()
+        assert isinstance(error, RuntimeError) and "iterates over this loader" in str(error)
+        assert len(list(first)) == len(thread.submit(list, batches).result()) - 1 == 4
 
 
 Pair = namedtuple("Pair", "image label")
