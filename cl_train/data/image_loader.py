@@ -17,7 +17,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
-from cl_train.data.build import Data, ImageData, build_data
+from cl_train.data.build import ImageData, build_data
 from cl_train.data.device import DeviceFormat, Normalise, to_device
 from cl_train.data.images import EXTENSIONS
 from cl_train.data.loader import DataSettings
@@ -31,8 +31,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
     could not be read so far.
     """
 
-    def __init__(self, data: Data, split: str, normalise: Normalise | None) -> None:
-        assert isinstance(data, ImageData)
+    def __init__(self, data: ImageData, split: str, normalise: Normalise | None) -> None:
         self.classes, self.bad_images, self._normalise = data.classes, data.bad_images, normalise
         self._loader = data.train_loader if split == "train" else data.val_loader
         self._epoch = self._first_batch = 0
@@ -100,8 +99,7 @@ def image_loader(
         device: where batches go; None = uint8 batches stay on the host, not normalised.
         dtype, memory_format, mean, std: of batches on a device: (x / 255 - mean) / std.
         rank, world_size: None = those of `torch.distributed` if it is initialised, else 0 and 1.
-        skip_bad_images: replace (val: leave out) images that cannot be read instead of raising; see
-            `bad_images`.
+        skip_bad_images: replace unreadable images, in val leave them out; see `bad_images`.
         val_fraction, extensions: as the settings `data.val_fraction` and `data.extensions`.
 
     Returns:
@@ -109,17 +107,10 @@ def image_loader(
         and workers that `close()`, or the end of a `with` block, ends.
 
     Raises:
-        ConfigError: a wrong type or range, no such folder, no classes, or too few images for a
-            batch.
+        ConfigError: a wrong type or range, no such folder, no classes, or less than a batch.
         BadImageError, WorkerError: while iterating; the message names the image.
     """
-    if split not in ("train", "val") or not isinstance(batch_size, int):
-        raise ValueError(
-            f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole"
-            " number"
-        )
-    settings: dict[str, Any] = {
-        "name": "folder",
+    settings = {
         "root": str(root),
         "image_size": image_size,
         "workers": workers,
@@ -128,17 +119,30 @@ def image_loader(
         "val_fraction": val_fraction,
         "extensions": list(extensions),
         "on_bad_image": "skip" if skip_bad_images else "error",
-        "max_bad_images": 2**31,
     }
-    cfg = load({"batch_size": batch_size, "seed": seed, "data": settings})
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
+    data = _folder_data(settings, split, batch_size, seed, dist)
     normalise = None
     if device is not None:
         normalise = Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
+    return ImageLoader(data, split, normalise)
+
+
+def _folder_data(
+    settings: dict[str, Any], split: str, batch_size: int, seed: int, dist: Dist
+) -> ImageData:
+    if split not in ("train", "val") or not isinstance(batch_size, int):
+        raise ValueError(
+            f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole"
+            " number"
+        )
+    settings = {"name": "folder", "max_bad_images": 2**31, **settings}
+    cfg = load({"batch_size": batch_size, "seed": seed, "data": settings})
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
     is_training = split == "train"
     data = build_data(DataSettings(cfg.data, augment, batch_size, seed, dist, training=is_training))
-    return ImageLoader(data, split, normalise)
+    assert isinstance(data, ImageData)
+    return data
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:
