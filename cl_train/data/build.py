@@ -17,8 +17,7 @@ from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
 from cl_train.data.images import ImageSource, Indices, Split, read_folder, read_images
-from cl_train.data.loader import DataSettings, HostLoader, Reader
-from cl_train.data.loader_report import BadImages, WorkerTimes
+from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
 from cl_train.data.sample import read_imagenette, read_sample
 from cl_train.data.stream import StreamLoader

@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.decode import BadImage
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import Indices
-from cl_train.data.loader_report import BadImages, WorkerTimes
 from cl_train.data.order import SizeSchedule, order_of_rank
 from cl_train.data.transforms import ImageReader
 from cl_train.data.user_dataset import DatasetReader
@@ -75,6 +74,47 @@ class DataSettings:
         if training:
             return samples // (self.batch_size * self.dist.world_size)
         return -(-len(range(self.dist.rank, samples, self.dist.world_size)) // self.batch_size)
+
+
+class WorkerTimes(NamedTuple):
+    """Seconds that workers spent on each part of loading."""
+
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    resize_s: float = 0.0
+    images: float = 0
+    dataset_s: float = 0.0  # in the user's Dataset
+
+
+@dataclass
+class BadImages:
+    """The bad samples of both splits: `reasons` by name, each once.
+
+    `skipped` counts how often one was replaced or left out.
+    """
+
+    skip: bool
+    limit: int
+    reasons: dict[str, str] = field(default_factory=dict)
+    skipped: int = 0
+
+    def add(self, name: str, reason: str, *, skipped: bool) -> None:
+        """Notes a sample; `skipped`: it was read for its own row, not in the place of another.
+
+        Raises BadImageError.
+        """
+        self.skipped += skipped
+        self.reasons[name] = reason
+        if not self.skip:
+            raise BadImageError(
+                f"'{name}' cannot be decoded: {reason}. Repair or remove it, or use"
+                " data.on_bad_image=skip"
+            )
+        if len(self.reasons) > self.limit:
+            raise BadImageError(
+                f"{len(self.reasons)} images cannot be decoded, more than"
+                f" data.max_bad_images={self.limit}; the last one: '{name}': {reason}"
+            )
 
 
 @dataclass(frozen=True)

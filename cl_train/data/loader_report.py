@@ -1,51 +1,8 @@
-"""What the loader reports: bad images, and where the time goes."""
+"""What a run says of its data: bad images, and where the time goes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from cl_train.errors import BadImageError
-
-
-class WorkerTimes(NamedTuple):
-    """Seconds that workers spent on each part of loading."""
-
-    read_s: float = 0.0
-    decode_s: float = 0.0
-    resize_s: float = 0.0
-    images: float = 0
-    dataset_s: float = 0.0  # in the user's Dataset
-
-
-@dataclass
-class BadImages:
-    """The bad samples of both splits: `reasons` by name, each once.
-
-    `skipped` counts how often one was replaced or left out.
-    """
-
-    skip: bool
-    limit: int
-    reasons: dict[str, str] = field(default_factory=dict)
-    skipped: int = 0
-
-    def add(self, name: str, reason: str, *, skipped: bool) -> None:
-        """Notes a sample; `skipped`: it was read for its own row, not in the place of another.
-
-        Raises BadImageError.
-        """
-        self.skipped += skipped
-        self.reasons[name] = reason
-        if not self.skip:
-            raise BadImageError(
-                f"'{name}' cannot be decoded: {reason}. Repair or remove it, or use"
-                " data.on_bad_image=skip"
-            )
-        if len(self.reasons) > self.limit:
-            raise BadImageError(
-                f"{len(self.reasons)} images cannot be decoded, more than"
-                f" data.max_bad_images={self.limit}; the last one: '{name}': {reason}"
-            )
+from cl_train.data.loader import WorkerTimes
 
 
 def first_reasons(reasons: Mapping[str, str]) -> str:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from cl_train.data.device import RawBatch
-from cl_train.data.loader import DataSettings
-from cl_train.data.loader_report import BadImages, WorkerTimes
+from cl_train.data.loader import BadImages, DataSettings, WorkerTimes
 from cl_train.data.transforms import seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
 from cl_train.data.workers import ignore_parents_signals

@@ -12,7 +12,8 @@ import torch
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
-from cl_train.data.loader_report import WorkerTimes, bottleneck_advice
+from cl_train.data.loader import WorkerTimes
+from cl_train.data.loader_report import bottleneck_advice
 from cl_train.errors import BadImageError, ConfigError
 from tests.data.image_folders import (
     CPU,
