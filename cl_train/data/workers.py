@@ -30,8 +30,6 @@ _CLOSE_S = 2.0
 _PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
 _BEGUN, _SAMPLE = range(2)  # columns of the workers' progress
 
-Work = Callable[[Any, int, Callable[[int], bool]], Any]
-
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns zeros in memory that later forks share.
@@ -52,7 +50,11 @@ class Workers:
     """
 
     def __init__(
-        self, work: Work, count: int, timeout_s: float, name_of: Callable[[int], str]
+        self,
+        work: Callable[[Any, int, Callable[[int], bool]], Any],
+        count: int,
+        timeout_s: float,
+        name_of: Callable[[int], str],
     ) -> None:
         fork = multiprocessing.get_context("fork")
         self._work, self._timeout_s, self._name_of = work, timeout_s, name_of
