@@ -117,24 +117,16 @@ class BadImages:
             )
 
 
-@dataclass(frozen=True)
 class Slots:
     """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC,
     `targets` [slots, rows] and perhaps classes, and `samples`, int64 [slots, rows]: their indices.
     """
 
-    pixels: Tensor
-    targets: Tensor
-    samples: Indices
-
-    @classmethod
-    def of(cls, reader: Reader, slots: int, rows: int, image_size: int) -> "Slots":
+    def __init__(self, reader: Reader, slots: int, rows: int, image_size: int) -> None:
         label_type = torch.float32 if reader.label_shape else torch.int64
-        return cls(
-            shared((slots, rows * image_size**2 * 3), reader.dtype),
-            shared((slots, rows, *reader.label_shape), label_type),
-            shared((slots, rows), torch.int64).numpy(),
-        )
+        self.pixels = shared((slots, rows * image_size**2 * 3), reader.dtype)
+        self.targets = shared((slots, rows, *reader.label_shape), label_type)
+        self.samples: Indices = shared((slots, rows), torch.int64).numpy()
 
     def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
         """Returns batch `number`: images [rows that fit, 3, image_size, image_size], targets."""
@@ -303,7 +295,7 @@ class HostLoader:
             self.close()  # after a failure: new workers, in new memory
         if self._pool is None or self._slots is None:
             largest = self.sizes.image_sizes[-1]
-            slots = Slots.of(self.reader, self._slot_count, self.batch_size, largest)
+            slots = Slots(self.reader, self._slot_count, self.batch_size, largest)
             attempts = 1 if self._order_of is None else _SUBSTITUTES
             work = partial(fill, slots, self.reader, self._times, attempts)
             timeout_s = self._settings.data.worker_timeout_s

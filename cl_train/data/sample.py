@@ -135,11 +135,15 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
     Raises ConfigError: `folder` holds something else.
     """
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"
-    if marker.is_file() and marker.read_text() == version:
+
+    def is_made() -> bool:
+        return marker.is_file() and marker.read_text() == version
+
+    if is_made():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(folder.parent / f".{folder.name}.lock", waiting_for="the sample data"):
-        if marker.is_file() and marker.read_text() == version:  # another process was faster
+        if is_made():  # by another process
             return folder
         if folder.exists() and not marker.is_file():
             raise ConfigError(f"'{folder}' is not the sample data: move it away")

@@ -72,7 +72,7 @@ def test_on_a_device_batches_are_normalised(root, memory_format):
 
 def test_bad_images_are_named(tmp_path):
     root = write_folder(tmp_path, train=4, val=4)
-    broken = root / "train" / "class_0" / "0000.jpg"
+    broken = root / "train/class_0/0000.jpg"
     broken.write_bytes(b"")
     with pytest.raises(BadImageError, match=r"0000\.jpg"):
         list(loader(root))
@@ -80,7 +80,7 @@ def test_bad_images_are_named(tmp_path):
     assert [len(targets) for _, targets in tolerant] == [4]
     assert list(tolerant.bad_images.reasons) == [str(broken)]
     # a class without a good image is accepted too
-    (root / "train" / "class_0" / "0002.jpg").write_bytes(b"")
+    (root / "train/class_0/0002.jpg").write_bytes(b"")
     assert [targets.tolist() for _, targets in tolerant] == [[1, 1, 1, 1]]
     assert tolerant.bad_images.skipped == 1 + 2
 

@@ -37,9 +37,9 @@ def names(split):
 
 def test_classes_labels_and_nested_images(tmp_path):
     root = write_folder(tmp_path, train=6, val=4, classes=3)
-    (root / "train" / "class_1" / "deep" / "er").mkdir(parents=True)
-    (root / "train" / "class_1" / "deep" / "er" / "x.PNG").write_bytes(b"1")
-    (root / "train" / "class_1" / "notes.txt").write_text("not an image")
+    (root / "train/class_1/deep/er").mkdir(parents=True)
+    (root / "train/class_1/deep/er/x.PNG").write_bytes(b"1")
+    (root / "train/class_1/notes.txt").write_text("not an image")
     (root / "test").mkdir()  # val is preferred
     source = read_folder(root)
     assert source.classes == ("class_0", "class_1", "class_2") and len(source.val) == 4
@@ -48,7 +48,7 @@ def test_classes_labels_and_nested_images(tmp_path):
     assert found[0] == "class_0/0000.jpg" and found[4] == "class_1/deep/er/x.PNG"
     both = read_folder(root, DataConfig(val_split="train"))
     assert names(both.val) == names(both.train) == names(source.train)
-    (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
+    (root / "train/class_0/new.jpg").write_bytes(b"1")
     assert read_folder(root).fingerprint != source.fingerprint
     for before, name in pairwise(("val", "valid", "validation", "test")):
         (root / before).rename(root / name)
@@ -58,7 +58,7 @@ def test_classes_labels_and_nested_images(tmp_path):
 
 def test_names_that_are_no_utf8_and_names_with_spaces(tmp_path):
     root = write_folder(tmp_path / "my data=1", train=2, val=2)
-    with open(os.fsencode(root / "train" / "class_0") + b"/caf\xe9 1.jpg", "wb") as file:
+    with open(os.fsencode(root / "train/class_0") + b"/caf\xe9 1.jpg", "wb") as file:
         file.write(jpeg())
     data = folder_data(root, batch_size=3)
     assert sum(len(host.targets) for host in data.train_loader.batches(0)) == 3
@@ -156,7 +156,7 @@ def test_too_little_memory(tmp_path, monkeypatch):
 def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
     write_folder(tmp_path / "made", train=30, val=0, classes=3)
     root = tmp_path / "data"
-    (tmp_path / "made" / "train").rename(root / below if below and not root.mkdir() else root)
+    (tmp_path / "made/train").rename(root / below if below and not root.mkdir() else root)
     source = read_folder(root, DataConfig(val_fraction=0.2))
     train, val = set(names(source.train)), set(names(source.val))
     assert len(train) == 24 and len(val) == 6 and not train & val
@@ -169,7 +169,7 @@ def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
 def test_ignored_files_are_counted_and_named_once(tmp_path):
     root = write_folder(tmp_path, train=4, val=4)
     for name in ("a.webp", "b.WEBP", "notes.txt", ".hidden"):
-        (root / "train" / "class_0" / name).write_bytes(b"1")
+        (root / "train/class_0" / name).write_bytes(b"1")
     (note,) = read_folder(root).notes
     assert "3 files" in note and "2 .webp" in note and "1 .txt" in note and "class_0" in note
     assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in note
@@ -189,7 +189,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(images, "_CACHED_FROM", 1)
     root = write_folder(tmp_path / "data", train=6, val=4)
-    (root / "train" / "class_0" / "notes.txt").write_text("")
+    (root / "train/class_0/notes.txt").write_text("")
     for path, _, _ in os.walk(root):
         os.utime(path, (time.time() - 100, time.time() - 100))
     return root
@@ -213,12 +213,12 @@ def test_the_stored_list_is_the_list_of_this_layout(root, listings):
 
 
 CHANGES = {
-    "added": lambda root: (root / "train" / "class_0" / "new.jpg").write_bytes(b"1"),
-    "removed": lambda root: (root / "val" / "class_0" / "0000.jpg").unlink(),
+    "added": lambda root: (root / "train/class_0/new.jpg").write_bytes(b"1"),
+    "removed": lambda root: (root / "val/class_0/0000.jpg").unlink(),
     "class": lambda root: [
         shutil.copytree(root / s / "class_0", root / s / "class_9") for s in ("train", "val")
     ],
-    "nested": lambda root: (root / "train" / "class_0" / "deep").mkdir(),
+    "nested": lambda root: (root / "train/class_0/deep").mkdir(),
 }
 
 
@@ -253,8 +253,8 @@ def test_a_broken_list_is_replaced(root, listings):
 
 @pytest.mark.parametrize(("seconds", "lists"), [(-1, 0), (1, 1)])
 def test_a_folder_that_changes_while_it_is_listed_is_not_stored(root, monkeypatch, seconds, lists):
-    (root / "train" / "class_0" / "new.jpg").write_bytes(b"1")
-    now_ns = (root / "train" / "class_0").stat().st_mtime_ns + seconds * 10**9
+    (root / "train/class_0/new.jpg").write_bytes(b"1")
+    now_ns = (root / "train/class_0").stat().st_mtime_ns + seconds * 10**9
     monkeypatch.setattr(images, "time", SimpleNamespace(time_ns=lambda: now_ns))
     read_folder(root)
     assert len(stored()) == lists

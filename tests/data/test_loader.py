@@ -209,8 +209,8 @@ def test_odd_sizes_a_folder_with_an_images_name_and_other_extensions_are_read(tm
             (root / split / "class_0" / f"{height}x{width}.jpg").write_bytes(
                 encoded(noise(height, width))
             )
-    (root / "train" / "class_1" / "folder.jpg").mkdir()
-    (root / "train" / "class_1" / "folder.jpg" / "inner.jpg").write_bytes(jpeg())
+    (root / "train/class_1/folder.jpg").mkdir()
+    (root / "train/class_1/folder.jpg/inner.jpg").write_bytes(jpeg())
     data = folder_data(root, batch_size=9)
     assert train_batches(data)[0][0].shape == (9, 3, 32, 32) and val_count(data) == 8
     (root / "val/class_0/picture.TIF").write_bytes(encoded(noise(9, 9), "TIFF"))
@@ -222,7 +222,7 @@ def test_odd_sizes_a_folder_with_an_images_name_and_other_extensions_are_read(tm
 
 def test_an_error_names_the_file_and_what_to_do(tmp_path):
     root = write_folder(tmp_path, train=8, val=2)
-    os.mkfifo(root / "train" / "class_1" / "odd.jpg")
+    os.mkfifo(root / "train/class_1/odd.jpg")
     data = folder_data(root, batch_size=9, workers=2)
     words = r"odd\.jpg' cannot be decoded: .*FIFO.*on_bad_image=skip"
     with closing(data), pytest.raises(BadImageError, match=words):
@@ -231,8 +231,8 @@ def test_an_error_names_the_file_and_what_to_do(tmp_path):
 
 def test_skip_counts_and_substitutes_the_same_image_with_its_label_for_any_workers(tmp_path):
     root = write_folder(tmp_path / "one", train=12, val=11)
-    (root / "train" / "class_0" / "0006.jpg").write_bytes(b"broken")
-    (root / "val" / "class_0" / "0004.jpg").write_bytes(TRUNCATED)
+    (root / "train/class_0/0006.jpg").write_bytes(b"broken")
+    (root / "val/class_0/0004.jpg").write_bytes(TRUNCATED)
     reference = train_batches(folder_data(root, on_bad_image="skip"))
     assert sorted(torch.cat([targets for _, targets in reference]).tolist()) == [0] * 6 + [1] * 6
     for workers in (0, 3):
@@ -245,12 +245,12 @@ def test_skip_counts_and_substitutes_the_same_image_with_its_label_for_any_worke
 
 def test_the_limit_counts_each_bad_image_once_however_many_epochs(tmp_path):
     root = write_folder(tmp_path, train=12, val=4)
-    (root / "train" / "class_0" / "0000.jpg").write_bytes(b"")
+    (root / "train/class_0/0000.jpg").write_bytes(b"")
     data = folder_data(root, on_bad_image="skip", max_bad_images=1)
     for epoch in range(5):
         train_batches(data, epoch)
     assert data.bad_images.skipped >= 4
-    (root / "train" / "class_0" / "0002.jpg").write_bytes(TRUNCATED)
+    (root / "train/class_0/0002.jpg").write_bytes(TRUNCATED)
     words = r"2 images cannot be decoded, more than data\.max_bad_images=1"
     with pytest.raises(BadImageError, match=words):
         for epoch in range(3):

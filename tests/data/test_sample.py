@@ -55,8 +55,8 @@ def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
 
 def test_an_unfinished_or_older_sample_is_made_again_but_no_folder_of_somebody_else(tmp_path):
     folder = tmp_path / "sample"
-    (tmp_path / ".sample.writing" / "train").mkdir(parents=True)
-    (folder / "train" / "old").mkdir(parents=True)
+    (tmp_path / ".sample.writing/train").mkdir(parents=True)
+    (folder / "train/old").mkdir(parents=True)
     (folder / "VERSION").write_text("0\n")
     made = [(ensure_sample(folder, SMALL) / "VERSION").stat().st_mtime_ns for _ in range(2)]
     assert read_folder(folder).classes == tuple(sorted(PATTERNS)) and made[0] == made[1]

@@ -51,18 +51,19 @@ class SlotsWithoutData:
         return self.memory[number % len(self.memory)]
 
 
+def loader_of(batch_size, **data):
+    settings = DataSettings(DataConfig(**data), AugmentConfig(), batch_size, 0, Dist(0, 1, CUDA))
+    bad_images, sizes = BadImages(skip=False, limit=0), SizeSchedule(((0, SIZE),))
+    return HostLoader(
+        Reader(), sizes, settings, bad_images, order_of=lambda epoch: np.arange(4 * BATCHES)
+    )
+
+
 def errors_of_an_epoch(monkeypatch, workers, copies_under_way):
     monkeypatch.setattr(HostLoader, "_pin", lambda self, slots: None)
     monkeypatch.setattr(loader_module, "Workers", InstantWorkers)
     monkeypatch.setattr(loader_module, "COPIES_UNDER_WAY", copies_under_way)
-    cfg = DataConfig(workers=workers, prefetch=1)
-    loader = HostLoader(
-        Reader(),
-        SizeSchedule(((0, SIZE),)),
-        DataSettings(cfg, AugmentConfig(), batch_size=4, seed=0, dist=Dist(0, 1, CUDA)),
-        BadImages(skip=False, limit=0),
-        order_of=lambda epoch: np.arange(4 * BATCHES),
-    )
+    loader = loader_of(batch_size=4, workers=workers, prefetch=1)
     tasks = loader._tasks
     loader.start()
     with fake_cuda() as device:
@@ -84,6 +85,13 @@ def errors_of_an_epoch(monkeypatch, workers, copies_under_way):
 @pytest.mark.parametrize("workers", [0, 1, 5])
 def test_batches_that_are_being_copied_keep_their_slots(monkeypatch, workers):
     assert errors_of_an_epoch(monkeypatch, workers, loader_module.COPIES_UNDER_WAY) == set()
+
+
+def test_the_tasks_that_are_submitted_at_once_fit_into_their_pipe():
+    """Else the loader would wait for workers that wait until it takes their results."""
+    for prefetch, workers in ((3, 32), (64, 32), (64, 256)):
+        loader = loader_of(batch_size=2048, prefetch=prefetch, workers=workers)
+        assert workers <= (loader._ahead + 1) * loader._tasks_per_batch <= 512
 
 
 @pytest.mark.parametrize("copies_under_way", [0, 1])

@@ -22,6 +22,9 @@ from tests.data import user_datasets as wrong
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, count_silence_from, same, val_count
 from tests.processes import LIMIT_S, wait_until
 
+SLOW = pytest.mark.slow
+WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW)])
+
 
 def own_data(name, **settings):
     return image_folders.data_of(
@@ -37,7 +40,7 @@ def epoch_of(data, epoch=0, first_batch=0):
         ]
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", ["Tensors", "uint8", "Pictures", "Arrays"])
 def test_batches_depend_on_seed_epoch_and_index_alone(name):
     def states():
@@ -73,7 +76,7 @@ def test_validation_is_complete_and_equal_in_every_epoch_and_only_uint8_is_norma
     assert raw.min() < 0 and ready.min() >= 0 and ready.max() < 3
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@WORKERS
 def test_a_stream_is_divided_and_begins_anew_when_it_is_resumed(caplog, workers):
     with caplog.at_level("WARNING"):
         data = own_data("Numbers", workers=workers)
@@ -101,7 +104,7 @@ def test_a_name_without_a_function_is_refused(name, reason):
         own_data(name)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", ["Tensors", "Pictures"])
 def test_a_stopped_and_resumed_run_is_bit_identical(train, tmp_path, name):
     words = (
@@ -118,9 +121,7 @@ def test_a_stopped_and_resumed_run_is_bit_identical(train, tmp_path, name):
         assert torch.equal(done.checkpoint()["model"][key], value), key
 
 
-SLOW = pytest.mark.slow
 KINDS = pytest.mark.parametrize("kind", [wrong.Samples, wrong.Stream])
-WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW)])
 INT64 = next(sample for sample, words in wrong.BAD_SAMPLES if words == "torch.int64")
 
 
@@ -203,7 +204,7 @@ def test_a_sample_that_ends_or_stops_its_worker_is_named_within_the_timeout(monk
     assert "sample 6 of the train dataset" in str(caught.value)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("case", ["exit", "sleep"])
 def test_a_stream_that_ends_or_stops_its_worker_ends_the_run(monkeypatch, case):
     samples = {6: {**wrong.FATAL, **wrong.HANGS}[case]}
