@@ -122,7 +122,7 @@ class ImageData:
 
     @property
     def times(self) -> WorkerTimes:
-        """Seconds that the workers have spent on the training images."""
+        """Of the training images."""
         return self.train_loader.times
 
     def train(

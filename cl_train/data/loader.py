@@ -39,7 +39,7 @@ from cl_train.system.processes import cores_of_process
 Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 32
 _MIN_ROWS = 8  # per task: smaller ones cost more in messages than the even distribution gains
-_MAX_TASKS = 512  # submitted at once: their pipe and that of their results hold about 900
+_MAX_TASKS = 512  # submitted at once: their pipe holds about 900
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
@@ -223,9 +223,8 @@ class HostLoader:
 
         self._slots: Slots | None = None
         self._pool: Workers | None = None
-        self._iteration = object()
+        self._iteration: tuple[threading.Thread, object] | None = None  # that has not ended
         self._beginning = threading.Lock()
-        self._thread: threading.Thread | None = None  # whose iteration has not ended
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
@@ -233,7 +232,7 @@ class HostLoader:
 
     @property
     def times(self) -> WorkerTimes:
-        """The sum over the workers."""
+        """Of all workers together."""
         return WorkerTimes(*self._times.sum(0).tolist())
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
@@ -243,15 +242,16 @@ class HostLoader:
         iteration of the same thread. Raises BadImageError, WorkerError; RuntimeError: another
         iteration has begun, or another thread has not ended its own.
         """
+        thread = threading.current_thread()
+        iteration = thread, object()
         with self._beginning:
-            thread, other = threading.current_thread(), self._thread
-            if other is not None and other is not thread and other.is_alive():
+            other = self._iteration[0] if self._iteration else thread
+            if other is not thread and other.is_alive():
                 raise RuntimeError(
                     f"{other.name} iterates over this loader: end that iteration, or use a loader"
                     " per thread"
                 )
-            self._thread = thread
-        iteration = self._iteration = object()
+            self._iteration = iteration
         try:
             for batch in self._batches(epoch, first_batch):
                 yield batch
@@ -259,7 +259,7 @@ class HostLoader:
                     raise RuntimeError("another iteration over this loader has begun")
         finally:  # left early, the workers would go on with what is prepared in advance
             if self._iteration is iteration:
-                self._thread = None
+                self._iteration = None
                 if self._pool is not None:
                     self._pool.skip()
 

@@ -39,9 +39,12 @@ class StreamLoader(IterableDataset[Any]):
     ) -> None:
         check_first(form, lambda: next(iter(dataset)), settings.data.worker_timeout_s)
         self.samples, self.label_shape = len(dataset), form.label_shape
-        self.workers, self._is_training = settings.workers, form.transform.training
-        self._dataset, self._form, self._settings = dataset, form, settings
-        self._bad_images, self._epoch, self._has_ended_early = bad_images, 0, False
+        self.workers = settings.workers
+        self._dataset, self._form = dataset, form
+        self._settings, self._bad_images = settings, bad_images
+        self._is_training = form.transform.training
+        self._has_ended_early = False
+        self._epoch = 0
         if self._is_training and settings.augment.repeats > 1:
             raise ConfigError(
                 "augment.repeats does not work with an IterableDataset: it controls its own order"
@@ -56,7 +59,7 @@ class StreamLoader(IterableDataset[Any]):
         """Does nothing: the workers begin and end with their epoch."""
 
     def close(self) -> None:
-        """Does nothing, for the same reason."""
+        """Does nothing."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         info = get_worker_info()
@@ -81,15 +84,15 @@ class StreamLoader(IterableDataset[Any]):
         that begins again when it ends early. Raises as `HostLoader`.
         """
         end = self.batch_count() if self._is_training else math.inf
-        number, seen = first_batch, 0
+        number = first_batch
+        seen = 0
         while number < end:
             begin = number
             for images, targets in self._read(epoch):
                 yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
                 number += 1
                 seen += len(targets)
-                # Of more samples than its length, an evaluation needs no more to fail.
-                if number == end or seen > self.samples:
+                if number == end or seen > self.samples:  # of which an evaluation fails
                     return
             if not self._is_training:
                 return
@@ -110,7 +113,8 @@ class StreamLoader(IterableDataset[Any]):
         """Yields the stream once, images [N, size, size, 3] and labels; in training the smaller
         batches of the workers are joined to full ones. Raises BadImageError.
         """
-        full, rest = self._settings.batch_size, list[Any]()
+        full = self._settings.batch_size
+        rest = list[Any]()  # samples of smaller batches
         with closing(self._loaded(epoch)) as loaded:
             for batch, bad in loaded:
                 for name, reason in bad:
@@ -128,7 +132,8 @@ class StreamLoader(IterableDataset[Any]):
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        cfg, count = self._settings.data, self.workers
+        cfg = self._settings.data
+        count = self.workers
         before = multiprocessing.active_children()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more workers than cores, and of their fork

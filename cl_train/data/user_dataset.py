@@ -151,12 +151,13 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
 
     def first(task: None, worker: int, begin: Callable[[int], bool]) -> tuple[Any, ...]:
         begin(0)
+        problem = ""
         try:
             with seeded_everywhere(form.transform.seed, 0, 0):
                 form.take_from(read())
         except Exception as error:
-            return form.dtype, form.label_shape, reason_of(error)
-        return form.dtype, form.label_shape, ""
+            problem = reason_of(error)
+        return form.dtype, form.label_shape, problem
 
     try:
         with closing(Workers(first, 1, timeout_s, form.name)) as workers:

@@ -44,8 +44,8 @@ class Workers:
     """Runs tasks in `count` processes, or for 0 in the caller.
 
     `work(task, worker, begin)` runs in forks: it is not pickled, but tasks and results are. It
-    calls `begin(sample)` before it reads a sample, and returns None if that is false: the task was
-    skipped. When no worker has begun another sample for `timeout_s`, `result` raises. Raises
+    calls `begin(sample)` before it reads a sample; if that is false, the task is skipped, and it
+    returns None. When no worker has begun another sample for `timeout_s`, `result` raises. Raises
     WorkerError: the system starts no more processes.
     """
 
@@ -60,8 +60,9 @@ class Workers:
         self._work, self._timeout_s, self._name_of = work, timeout_s, name_of
         self._progress = shared((max(1, count), 2), torch.int64).numpy()
         self._round = shared((1,), torch.int64).numpy()  # of the tasks that are still wanted
-        self._tasks, self._sending = fork.SimpleQueue(), fork.Lock()
+        self._tasks = fork.SimpleQueue()
         self._results, self._results_end = fork.Pipe(duplex=False)
+        self._sending = fork.Lock()
         self._unfinished = 0  # tasks whose results were not returned
         self._selector = DefaultSelector()  # of the results, and of the ends of the workers
         self._selector.register(self._results, EVENT_READ)
@@ -115,7 +116,7 @@ class Workers:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self.processes)
-        for resource in (self._tasks, self._results, self._selector):
+        for resource in (self._tasks, self._results, self._results_end, self._selector):
             resource.close()
 
     def _start(self, count: int) -> None:
@@ -125,8 +126,7 @@ class Workers:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
         try:
             with warnings.catch_warnings():
-                # of a fork of a threaded process, whose locks no worker takes
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # a threaded process forks: no worker takes a lock
                 for worker in range(count):
                     process = fork.Process(target=self._run, args=(worker, by_kernel), daemon=True)
                     process.start()
@@ -139,7 +139,6 @@ class Workers:
                 " files (ulimit -n), or lower data.workers"
             ) from None
         finally:
-            self._results_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _run(self, worker: int, by_kernel: bool) -> None:
@@ -171,7 +170,8 @@ class Workers:
 
     def _receive(self) -> Any:
         """Waits for a result. Raises WorkerError: a worker died, or all hang."""
-        quiet_s, begun = 0.0, -1
+        quiet_s = 0.0
+        begun = -1
         poll_s = min(_POLL_S, self._timeout_s)
         while not (ready := self._selector.select(poll_s)):
             # The host waits. Polls are counted, not seconds: a program that was suspended goes on.
