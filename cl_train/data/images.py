@@ -114,8 +114,7 @@ def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
     the splits, or classes without images.
     """
     cfg = cfg or DataConfig()
-    options = (cfg.val_split, cfg.val_fraction, cfg.extensions, training)
-    key = f"folder {root.resolve()}{options}"
+    key = f"folder {root.resolve()}{(cfg.val_split, cfg.val_fraction, cfg.extensions, training)}"
     try:
         base, val = _split_folders(root, cfg, training)
         splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)

@@ -121,9 +121,9 @@ def test_a_second_thread_is_refused_until_the_iteration_of_the_first_has_ended(r
     first = iter(batches)
     next(first)
     with ThreadPoolExecutor(1) as thread:
-        error = thread.submit(next, iter(batches)).exception()
-        assert isinstance(error, RuntimeError) and "iterates over this loader" in str(error)
-        assert len(list(first)) == len(thread.submit(list, batches).result()) - 1 == 4
+        with pytest.raises(RuntimeError, match="iterates over this loader"):
+            thread.submit(next, iter(batches)).result()
+        assert len(list(first)) == 4 and len(thread.submit(list, batches).result()) == 5
 
 
 Pair = namedtuple("Pair", "image label")
