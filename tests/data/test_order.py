@@ -73,6 +73,4 @@ def test_the_order_by_shards_is_a_permutation_that_stays_near_the_shards():
 def test_sizes_by_epoch(points, sizes):
     schedule = SizeSchedule(tuple((epoch, size) for epoch, size in points))
     assert [schedule.image_size_at(epoch) for epoch in range(len(sizes))] == sizes
-    assert all(schedule.image_size_at(epoch) == size for epoch, size in points), (
-        "given sizes are kept"
-    )
+    assert all(schedule.image_size_at(epoch) == size for epoch, size in points)

@@ -39,9 +39,8 @@ def test_the_same_files_for_any_number_of_processes(tmp_path):
 @pytest.mark.slow
 def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
     context = multiprocessing.get_context("spawn")
-    runs = [
-        context.Process(target=ensure_sample, args=(tmp_path / "sample", SMALL)) for _ in range(2)
-    ]
+    sample = tmp_path / "sample", SMALL
+    runs = [context.Process(target=ensure_sample, args=sample) for _ in range(2)]
     for run in runs:
         run.start()
     for run in runs:

@@ -75,9 +75,7 @@ def test_area_ratio_and_position_have_torchvisions_distribution(height, width):
     }.items():
         assert are_alike(of(ours), of(theirs)), name
     other = boxes(height, width, AugmentConfig(crop_scale_min=0.2))
-    assert not are_alike(ours[:, 2] * ours[:, 3], other[:, 2] * other[:, 3]), (
-        "another distribution is noticed"
-    )
+    assert not are_alike(ours[:, 2] * ours[:, 3], other[:, 2] * other[:, 3])
 
 
 @pytest.mark.parametrize(
