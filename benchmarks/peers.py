@@ -30,12 +30,7 @@ import torch
 
 from cl_train.cli import exit_code
 from cl_train.commands import print_result
-from cl_train.config.schema import (
-    OVERWRITE_HELP,
-    LoaderBenchmarkSettings,
-    OptimConfig,
-    setting,
-)
+from cl_train.config.schema import JsonResult, LoaderBenchmarkSettings, OptimConfig, setting
 from cl_train.config.validation import load, optional_module
 from cl_train.errors import ConfigError
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
@@ -56,7 +51,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class OverheadSettings:
+class OverheadSettings(JsonResult):
     model: str = setting("resnet18", "name of a model")
     batch_size: int = setting(32, "images per step", minimum=1)
     image_size: int = setting(
@@ -64,9 +59,6 @@ class OverheadSettings:
     )
     steps: int = setting(10, "measured steps per block, after as many for warm-up", minimum=2)
     rounds: int = setting(4, "rounds, each of two blocks per side", minimum=1)
-    out: str | None = setting(None, "file for the result as JSON")
-    overwrite: bool = setting(False, OVERWRITE_HELP)
-    json: bool = setting(False, "print the result as JSON")
 
 
 def overhead(settings: OverheadSettings) -> Result:
@@ -132,13 +124,10 @@ def cl_train_step_s(settings: OverheadSettings, device: torch.device) -> float:
 
 
 @dataclass
-class UpdateSettings:
+class UpdateSettings(JsonResult):
     model: list[str] = setting(["resnet18", "resnet50"], "names of models")
     threads: list[int] = setting([1, 2], "numbers of threads", minimum=1)
     time_limit_s: float = setting(180.0, "seconds for all of them", above=0)
-    out: str | None = setting(None, "file for the result as JSON")
-    overwrite: bool = setting(False, OVERWRITE_HELP)
-    json: bool = setting(False, "print the result as JSON")
 
 
 UPDATES = ("sgd", "adamw", "adam", "rmsprop", "ema")

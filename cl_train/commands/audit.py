@@ -21,12 +21,12 @@ from typing import Any
 
 from cl_train.commands import optional_file, print_result
 from cl_train.config import schema
-from cl_train.config.schema import setting
+from cl_train.config.schema import JsonResult, ModelInput, setting
 from cl_train.errors import ConfigError
 
 
 @dataclass
-class AuditSettings:
+class AuditSettings(ModelInput, JsonResult):
     """The model, its input, and what is measured."""
 
     model: str = setting("resnet18", schema.MODEL_HELP)
@@ -38,11 +38,9 @@ class AuditSettings:
     )
     batch_size: int = setting(2, "images per batch", minimum=1)
     image_size: int = setting(224, "sides of the images, pixels", minimum=8, key="data.image_size")
-    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     num_classes: int = setting(1000, "number of classes", minimum=2)
     output_entry: str | None = setting(None, "entry of the output: a key, an attribute, an index")
     precision: str = setting("auto", schema.PRECISION_HELP, choices=schema.PRECISIONS)
-    device: str = setting("auto", "cuda if available, else cpu", choices=schema.DEVICES)
     backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step, and the copies by their bytes")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
@@ -57,9 +55,6 @@ class AuditSettings:
         choices=("fake", "decompose", "compile"),
     )
     max_differences: int | None = setting(None, "against=: exit with 1 if more differ", minimum=0)
-    out: str | None = setting(None, "file for the report as JSON")
-    overwrite: bool = setting(False, schema.OVERWRITE_HELP)
-    json: bool = setting(False, "print the report as JSON")
 
 
 SETTINGS = {"settings": AuditSettings}

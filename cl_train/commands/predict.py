@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config import schema
-from cl_train.config.schema import DataConfig, setting
+from cl_train.config.schema import DataConfig, OnDevice, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_file
 
 
 @dataclass
-class PredictSettings:
+class PredictSettings(OnDevice):
     """The weights, the images and the file to write."""
 
     weights: str = setting("", "run, file, or with model=NAME weights by name", required=True)
@@ -47,7 +47,6 @@ class PredictSettings:
         key="data.extensions",
     )
     batch_size: int = setting(64, "images per batch", minimum=1)
-    device: str = setting("auto", "cuda if available, else cpu", choices=schema.DEVICES)
     precision: str | None = setting(None, "null = as the run, or auto", choices=schema.PRECISIONS)
     channels_last: bool | None = setting(None, "memory format; null = the recorded one")
     evaluate_flip: bool = setting(False, "average the logits of each image and of its mirror image")

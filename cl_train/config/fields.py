@@ -34,9 +34,14 @@ class Setting:
 
 
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
-    """Every leaf setting of a dataclass by its full key."""
+    """Every leaf setting of a dataclass by its full key: required ones first, inherited last."""
     leaves: dict[str, Setting] = {}
-    for item in dataclasses.fields(schema):
+    own = schema.__annotations__
+
+    def place(item: Any) -> tuple[bool, bool]:
+        return not item.metadata.get("required"), item.name not in own
+
+    for item in sorted(dataclasses.fields(schema), key=place):
         hint: Any = item.type
         key = prefix + (item.metadata.get("key") or item.name)
         if dataclasses.is_dataclass(hint):

@@ -225,12 +225,35 @@ class Config:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
 
+# --- other commands; what several of them have is inherited ---------------------------------------
+
+
+@dataclass
+class OnDevice:
+    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
+
+
+@dataclass
+class ModelInput(OnDevice):
+    image_size: int | None = setting(
+        None, "pixels; null = 224, inception_v3: 299, video: 112", minimum=8, key="data.image_size"
+    )
+    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
+
+
+@dataclass
+class JsonResult:
+    out: str | None = setting(None, "file for the result as JSON")
+    overwrite: bool = setting(False, OVERWRITE_HELP)
+    json: bool = setting(False, "print the result as JSON")
+
+
 # Of a benchmark; the last one converts convolutions only.
 LAYOUT_CHOICES = ["contiguous", "channels_last", "channels_last_conv"]
 
 
 @dataclass
-class BenchmarkSettings:
+class BenchmarkSettings(ModelInput, JsonResult):
     """What to measure: every combination of the lists, which are written a,b,c."""
 
     model: list[str] = setting(["resnet50"], MODEL_HELP)
@@ -241,17 +264,12 @@ class BenchmarkSettings:
     batch_size: list[int] = setting([32], "images per step", minimum=1)
     compile: list[bool] = setting([False], "compile the model with torch.compile")
     cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
-    image_size: int | None = setting(
-        None, "pixels; null = 224, inception_v3: 299, video: 112", minimum=8, key="data.image_size"
-    )
-    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     layouts: list[str] = setting(
         LAYOUT_CHOICES[:2],
         "the baseline first; channels_last_conv: convolutions",
         choices=LAYOUT_CHOICES,
     )
     optimizer: str = setting("sgd", "optimizer of the training step", choices=OPTIMIZERS)
-    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     target_ci: float = setting(
         0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0
     )
@@ -265,13 +283,10 @@ class BenchmarkSettings:
         [], "a Python, or variables A=1,B=2: compare each layout here with that environment"
     )
     time: bool = setting(False, "with against=: name the operators whose time differs most")
-    out: str | None = setting(None, "file for the result as JSON")
-    overwrite: bool = setting(False, OVERWRITE_HELP)
-    json: bool = setting(False, "print the result as JSON")
 
 
 @dataclass
-class LoaderBenchmarkSettings:
+class LoaderBenchmarkSettings(JsonResult):
     """The data, and the loaders to compare."""
 
     root: str | None = setting(
@@ -289,25 +304,17 @@ class LoaderBenchmarkSettings:
     gpu_images_per_s: float = setting(
         5400.0, "training speed, images/s, for which cores are computed", above=0
     )
-    out: str | None = setting(None, "file for the result as JSON")
-    overwrite: bool = setting(False, OVERWRITE_HELP)
-    json: bool = setting(False, "print the result as JSON")
 
 
 @dataclass
-class ZooSettings:
+class ZooSettings(ModelInput):
     """Which models, and how they are measured."""
 
     model: list[str] = setting(
         ["tutorial"], "tutorial, torchvision, timm, video, or names and shell patterns"
     )
-    device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     batch_size: int = setting(32, "images per step of the timing", minimum=1)
-    image_size: int | None = setting(
-        None, "pixels; null = 224, inception_v3: 299, video: 112", minimum=8, key="data.image_size"
-    )
-    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
     speed: bool = setting(True, "time both layouts")
     time_limit_s: float = setting(20.0, "seconds for each timing", above=0)
     model_time_limit_s: float = setting(900.0, "timeout per model, seconds", above=0)
