@@ -17,14 +17,14 @@ from pathlib import Path
 
 from cl_train.commands import settings_and_files
 from cl_train.config import schema
-from cl_train.config.schema import setting
-from cl_train.config.validation import setting_fields, suggest
+from cl_train.config.fields import FIELDS, suggest
+from cl_train.config.schema import OnDevice, setting
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_folder
 
 
 @dataclass
-class CompareSettings:
+class CompareSettings(OnDevice):
     """The report, and the check of parity."""
 
     compare_by: str | None = setting(
@@ -35,7 +35,6 @@ class CompareSettings:
     parity: bool = setting(False, "check that both layouts of `model` compute the same")
     model: str | None = setting(None, f"parity=true: {schema.MODEL_HELP}")
     precision: str = setting("fp32", "parity=true: of the step", choices=schema.PRECISIONS)
-    device: str = setting("auto", "cuda if available, else cpu", choices=schema.DEVICES)
     image_size: int | None = setting(
         None, "parity=true: pixels; null = the model's", minimum=8, key="data.image_size"
     )
@@ -49,10 +48,10 @@ MARKERS = ("comparison.json", "sweep.json")  # of folders that hold reports
 
 def main(words: list[str]) -> int:
     settings, names = settings_and_files(CompareSettings, words)
-    folders, keys = [Path(name) for name in names], setting_fields(schema.Config)
+    folders = [Path(name) for name in names]
     by, out = settings.compare_by, Path(settings.out) if settings.out else None
-    if by not in (None, *keys):
-        raise ConfigError(f"compare_by={by}: not a setting{suggest(str(by), keys)}")
+    if by not in (None, *FIELDS):
+        raise ConfigError(f"compare_by={by}: not a setting{suggest(str(by), FIELDS)}")
     if settings.parity and settings.model is None:
         raise ConfigError("parity=true needs model=NAME")
     if not folders and not settings.parity:

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterator
 
 from cl_train.config import schema as defined
-from cl_train.config.fields import setting_fields, suggest
+from cl_train.config.fields import FIELDS, suggest
 from cl_train.config.schema import AugmentConfig, Config, DataConfig
 
 
@@ -39,9 +39,8 @@ def combination_problems(cfg: Config) -> Iterator[str]:
     if cfg.optim.library == "torch" and cfg.optim.name not in defined.OPTIMIZERS:
         of_torch = ", ".join(defined.OPTIMIZERS)
         yield f"optim.name={cfg.optim.name}: only optim=timm has others than {of_torch}"
-    fields = setting_fields(Config)
-    if cfg.compare_by not in fields:
-        yield f"compare_by={cfg.compare_by}: no such setting{suggest(cfg.compare_by, fields)}"
+    if cfg.compare_by not in FIELDS:
+        yield f"compare_by={cfg.compare_by}: no such setting{suggest(cfg.compare_by, FIELDS)}"
     if cfg.optim.nesterov and cfg.optim.momentum == 0:
         yield "optim.nesterov=true needs optim.momentum above 0"
     if cfg.cuda_graph == "true" and (conflict := graph_conflict(cfg)):

@@ -22,12 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.environment import parse_environment
+from cl_train.config.fields import FIELDS
 from cl_train.config.main_amp import settings_of_main_amp
 from cl_train.config.schema import AUTO_REPEATS, CHOSEN_BY_GROUP, SETTINGS_OF_CODE, Config
 from cl_train.config.validation import flatten, load, names_code, show, suggest, train_program
 from cl_train.config.words import CONF_DIR as CONF_DIR
 from cl_train.config.words import (
-    FIELDS,
     GROUPS,
     HYDRA_KEYS,
     TYPED_KEYS,

@@ -7,6 +7,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cl_train.config.schema import Config
+
 # Words of other training programs, and the settings here that mean the same.
 _OF_OTHER_PROGRAMS = {
     "amp": "precision",
@@ -56,6 +58,14 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
         )
         leaves[key] = Setting(hint, list_depth, optional, default, item.metadata)
     return leaves
+
+
+FIELDS = setting_fields(Config)  # of a run
+
+
+def affects(key: str) -> str:
+    """What a setting of a run changes, as in `Limits`; an unknown one may affect the speed."""
+    return str(FIELDS[key].metadata["affects"]) if key in FIELDS else "speed"
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

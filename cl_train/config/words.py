@@ -10,13 +10,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from cl_train.config.schema import CHOSEN_BY_GROUP, Config
-from cl_train.config.validation import setting_fields, show, suggest, train_program
+from cl_train.config.fields import FIELDS, suggest
+from cl_train.config.schema import CHOSEN_BY_GROUP
+from cl_train.config.validation import show, train_program
 from cl_train.errors import ConfigError
 
 GROUPS = ("data", "augment", "optim", "schedule", "experiment")
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
-FIELDS = setting_fields(Config)
 # What can stand before the `=`.
 TYPED_KEYS = [*GROUPS, *(key for key in FIELDS if key not in CHOSEN_BY_GROUP)]
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -21,6 +21,7 @@ from cl_train.config.command_line import (
     quoted,
 )
 from cl_train.config.environment import parse_environment
+from cl_train.config.fields import FIELDS
 from cl_train.config.schema import (
     AUTO_REPEATS,
     HERE,
@@ -30,7 +31,7 @@ from cl_train.config.schema import (
     Config,
     LauncherConfig,
 )
-from cl_train.config.validation import from_mapping, setting_fields, train_program
+from cl_train.config.validation import from_mapping, train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.statistics import MIN_WINDOWS
 from cl_train.system.files import safe_name, write_json
@@ -228,7 +229,7 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
         advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues"
         raise ConfigError(f"{folder / taken[0]} exists already: {advice} a sweep")
     keys = set(map(_setting_of, varied))
-    if keys and cfg.compare_by not in keys and keys <= setting_fields(Config).keys():
+    if keys and cfg.compare_by not in keys and keys <= FIELDS.keys():
         advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
         same = f"all jobs have the same {cfg.compare_by}, so nothing is compared"
         print(f"warning: {same}; use {advice}", flush=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from cl_train.config.schema import LAYOUT_NAMES, Config
-from cl_train.config.validation import setting_fields, show
+from cl_train.config.fields import affects
+from cl_train.config.schema import LAYOUT_NAMES
+from cl_train.config.validation import show
 from cl_train.measure.statistics import (
     MIN_WINDOWS,
     Interval,
@@ -22,7 +23,6 @@ from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
 MAX_GAP_H = 12.0  # between the end of one run and the start of the other: the machine may change
 
-_FIELDS = setting_fields(Config)
 # Fields of the summary that must be equal, like the settings with affects="speed".
 _FACTS = ("precision", "device", "device_name", "world_size")
 _CUDA = ("environment.cuda", "environment.cudnn")
@@ -209,20 +209,15 @@ def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:
     return statistics.fmean(gaps) if gaps else None
 
 
-def _affects(key: str) -> str:
-    """As in `schema.setting`; an unknown setting may affect the speed."""
-    return str(_FIELDS[key].metadata["affects"]) if key in _FIELDS else "speed"
-
-
 def _differing(runs: Sequence[Run]) -> list[str]:
     """The settings with an effect on speed or loss that the runs do not have in common."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings if _affects(key) != "nothing")
+    keys = dict.fromkeys(key for run in runs for key in run.settings if affects(key) != "nothing")
     return [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
 
 
 def _held_equal(run: Run, by: str) -> dict[str, Any]:
     """Everything that must be equal for speeds to be compared."""
-    settings = {key: value for key, value in run.settings.items() if _affects(key) == "speed"}
+    settings = {key: value for key, value in run.settings.items() if affects(key) == "speed"}
     facts = {
         key: value
         for key, value in run.summary.items()
@@ -296,7 +291,7 @@ def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
     """Notes that do not prevent a verdict but help to interpret it."""
     baseline, candidate, runs = first[0], second[0], [*first, *second]
     changed = [key for key in _differing([baseline, candidate]) if key != by]
-    if of_loss := [key for key in changed if _affects(key) == "loss"]:
+    if of_loss := [key for key in changed if affects(key) == "loss"]:
         yield f"the loss gap is not caused by {by} only; also different: {', '.join(of_loss)}"
     allowed = {key: (baseline.fact(key), candidate.fact(key)) for key in _DEPENDENT.get(by, ())}
     if different := [

@@ -11,8 +11,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from cl_train.config.fields import affects
 from cl_train.config.schema import CheckpointConfig, Config
-from cl_train.config.validation import flatten, setting_fields, show
+from cl_train.config.validation import flatten, show
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError
@@ -273,9 +274,7 @@ def check_compatible(
 
 def has_effect(key: str) -> bool:
     """Whether a change of this setting or fact may change the speed or the loss of a run."""
-    setting = setting_fields(Config).get(key)
-    is_neutral = setting is not None and setting.metadata["affects"] == "nothing"
-    return not is_neutral and key not in ("weights", "max_steps", "data.root")
+    return affects(key) != "nothing" and key not in ("weights", "max_steps", "data.root")
 
 
 @dataclass
