@@ -6,7 +6,6 @@ Each trains a small network with two seeds, compared by the seed, with repeats=a
 one runs beside a process that keeps one core busy.
 """
 
-import json
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import torch
 from cl_train.cli import exit_code
 from cl_train.config.schema import setting
 from cl_train.config.validation import settings_from_arguments
-from cl_train.system.files import write_json
+from cl_train.system.files import read_json, write_json
 from cl_train.system.machine import measured
 
 TRAIN = """-m cl_train train -m seed=0,1 compare_by=seed repeats=auto max_repeats=6 max_reruns=1
@@ -53,8 +52,8 @@ def sweep(folder: Path) -> dict[str, Any]:
     started_at = time.monotonic()
     command = [sys.executable, *TRAIN.split(), f"hydra.sweep.dir={folder}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL)
-    (pair,) = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["pairs"]
-    summaries = [json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))]
+    (pair,) = read_json(folder / "comparison.json")["pairs"]
+    summaries = [read_json(path) for path in sorted(folder.glob("*/summary.json"))]
     outcome = {name: pair[name] for name in ("verdict", "ratio", "ci95", "n", "notes")}
     return {
         **outcome,

@@ -8,7 +8,6 @@ records.
 """
 
 import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any
 from benchmarks import operators_page
 from cl_train.measure.charts import Bar, write_chart
 from cl_train.measure.statistics import Interval
+from cl_train.system.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -36,7 +36,7 @@ Row = dict[str, str]  # a cell per column
 def record(name: str) -> Record | None:
     """The record results/NAME-cpu.json; None: not measured yet."""
     path = RESULTS / f"{name}-cpu.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def provenance(found: Record) -> str:

@@ -8,7 +8,6 @@ the same torch, `confirm` runs a program of torch alone for each difference of a
 in it whether the program shows the same.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from cl_train.memory_format.operators import AGAINST, conformance_program, differs
-from cl_train.system.files import write_json
+from cl_train.system.files import read_json, write_json
 from cl_train.system.tables import markdown_table
 
 _HEAD = """# What each operator does with channels_last
@@ -98,7 +97,7 @@ def differences(documents: list[dict[str, Any]]) -> str:
 
 def confirm(file: Path) -> None:
     """Note for each difference in the file whether its program of torch alone shows the same."""
-    document = json.loads(file.read_text(encoding="utf-8"))
+    document = read_json(file)
     assert document["torch"] == torch.__version__, f"{file} is of torch {document['torch']}"
     device, dtype = torch.device(document["device"]), getattr(torch, document["dtype"])
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +125,7 @@ def main(out: str, *files: str) -> None:
         for file in files:
             confirm(Path(file))
         return
-    documents = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sorted(files)]
+    documents = [read_json(Path(file)) for file in sorted(files)]
     Path(out).write_text(_HEAD + formats(documents) + differences(documents), encoding="utf-8")
 
 

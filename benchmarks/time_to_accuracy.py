@@ -32,7 +32,7 @@ from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
 from cl_train.errors import ConfigError
 from cl_train.step.precision import bf16_is_faster_on_cpu
-from cl_train.system.files import write_json
+from cl_train.system.files import read_json, write_json
 from cl_train.system.machine import measured
 from cl_train.system.processes import MachineLoad
 
@@ -146,7 +146,7 @@ def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -
     epochs, size = PROGRAMS[program][1][data], IMAGE_SIZE[data]
     folder = work / f"{data}-{epochs}-{program.replace(' ', '_')}-{seed}"
     if (folder / "run.json").exists():
-        return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
+        return read_json(folder / "run.json")
     folder.mkdir(parents=True, exist_ok=True)
     run: dict[str, Any] = {"data": data, "program": program, "seed": seed, "epochs": epochs}
     values = {"data": work / data, "size": size, "resize": round(size * 256 / 224)}

@@ -6,7 +6,6 @@ faster. The cost: a second lossy compression, and small crops are enlarged from 
 that training images are less sharp.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import simplejpeg
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
 from cl_train.data.images import EXTENSIONS, listed, unreadable
 from cl_train.errors import ConfigError
-from cl_train.system.files import lock_file, output_folder, replacing, write_json
+from cl_train.system.files import lock_file, output_folder, read_json, replacing, write_json
 from cl_train.system.processes import map_in_processes
 
 CLASSES, IMAGES = 1000, {"train": 1_281_167, "val": 50_000}
@@ -46,7 +45,7 @@ def resumable_folder(
         output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)),
         lock_file(out / _LOCK, waiting_for=str(out)),
     ):
-        known = json.loads(record.read_text()) if record.is_file() else settings
+        known = read_json(record) if record.is_file() else settings
         changed = [f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key]]
         if changed:
             what = f"out={out} was started with {', '.join(changed)}"

@@ -4,7 +4,6 @@ The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one file for all 
 """
 
 import hashlib
-import json
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from cl_train.memory_format.layout import (
 )
 from cl_train.step.make import LEARNING_RATE
 from cl_train.system.failures import failure_explained
-from cl_train.system.files import cache_folder, write_json
+from cl_train.system.files import cache_folder, read_json, write_json
 from cl_train.system.machine import (
     available_bytes,
     describe_environment,
@@ -242,7 +241,7 @@ def _cache_file(model: nn.Module, workload: Workload) -> Path:
 
 def _read(path: Path) -> Choice | None:
     try:
-        plain = dict(json.loads(path.read_text(encoding="utf-8")))
+        plain = read_json(path)
         layout = Layout(MEMORY_FORMATS[plain["memory_format"]], plain["conversion"])
         reason = f"{plain['reason']} (measured before: {path})"
         return Choice(layout, reason, float(plain["seconds"]), cached=True)

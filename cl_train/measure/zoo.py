@@ -2,7 +2,6 @@
 command continues.
 """
 
-import json
 import multiprocessing
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import cast_model, resolve_precision
 from cl_train.system.failures import explain_failure
-from cl_train.system.files import write_json, write_text
+from cl_train.system.files import read_json, write_json, write_text
 from cl_train.system.processes import StopRequest
 from cl_train.system.tables import markdown_table
 
@@ -178,7 +177,7 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
     if not path.exists():
         return table
     try:
-        earlier = dict(json.loads(path.read_text(encoding="utf-8")))
+        earlier = read_json(path)
         torch_then, rows = earlier["environment"]["torch"], earlier["rows"]
     except (OSError, ValueError, KeyError, TypeError):
         earlier, torch_then = {}, None

@@ -1,6 +1,5 @@
 """The process of one job of a sweep, and how it ended: `job.json` in its folder."""
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from cl_train.errors import ConfigError
 from cl_train.sweeps.plan import Job
 from cl_train.sweeps.runs import Run, read_run
 from cl_train.sweeps.slots import Slot
-from cl_train.system.files import lock_file
+from cl_train.system.files import lock_file, read_json
 from cl_train.system.processes import SAVE_SIGNAL, end_with_parent
 from cl_train.system.run_folder import CONFIG, SUMMARY
 
@@ -123,7 +122,7 @@ def problem_of(folder: Path) -> str | None:
 def _how_it_ended(folder: Path) -> str | None:
     """Tells in words how a job failed, from `job.json` and the log; None after exit code 0."""
     try:
-        ended = json.loads((folder / JOB_NAME).read_text(encoding="utf-8"))
+        ended = read_json(folder / JOB_NAME)
         exit_code, signal_name = ended["exit_code"], ended["signal"]
     except FileNotFoundError:
         return "runs, or was killed"

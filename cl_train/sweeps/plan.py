@@ -2,7 +2,6 @@
 this plan; how a job ended stands in its own folder, see `read_job`.
 """
 
-import json
 import os
 import re
 import shlex
@@ -34,7 +33,7 @@ from cl_train.config.schema import (
 from cl_train.config.validation import from_mapping, train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.statistics import MIN_WINDOWS
-from cl_train.system.files import safe_name, write_json
+from cl_train.system.files import read_json, safe_name, write_json
 
 _OF_JOBS = ("nproc", "environment")  # settings of multirun in which its jobs may differ
 
@@ -158,7 +157,7 @@ def read_sweep(folder: Path) -> Sweep:
     if not path.is_file():
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         jobs = [Job(**values) for values in document["jobs"]]
         options = Options.of(from_mapping(Config, document.get("options", {})))
         looks = int(document.get("looks", 1))

@@ -54,6 +54,14 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises OSError; ValueError: it is damaged, or holds no object."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
 def retry(write: Callable[[], None]) -> None:
     """Call `write` until it succeeds; after `RETRY_S` it raises the last OSError."""
     deadline = None
