@@ -12,11 +12,9 @@ probable classes. Exit codes: 0 written; 1 an image cannot be read, or outputs a
 wrong usage or unreadable weights.
 """
 
-import csv
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from cl_train.config.schema import DataConfig, OnDevice, setting
 from cl_train.config.validation import settings_from_arguments
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_file
+from cl_train.system.tables import write_csv
 
 
 @dataclass
@@ -176,11 +175,10 @@ def _classified(
 
 
 def _write_table(file: Path, files: list[str], rows: list[Any], names: list[str]) -> None:
-    top = range(1, len(rows[0][1]) + 1)
-    columns = [f"{what}{rank}" for rank in top for what in ("class", "probability")]
-    with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
-        writer = csv.writer(opened)
-        writer.writerow(["file", "label", *columns])
-        for name, (label, classes, shares) in zip(files, rows, strict=True):
-            best = [(names[c], f"{share:.6f}") for c, share in zip(classes, shares, strict=True)]
-            writer.writerow([name, names[label] if label >= 0 else "", *chain(*best)])
+    table = []
+    for name, (label, classes, shares) in zip(files, rows, strict=True):
+        row = {"file": name, "label": names[label] if label >= 0 else ""}
+        for rank, (best, share) in enumerate(zip(classes, shares, strict=True), start=1):
+            row |= {f"class{rank}": names[best], f"probability{rank}": f"{share:.6f}"}
+        table.append(row)
+    write_csv(file, table)

@@ -2,7 +2,6 @@
 one sentence.
 """
 
-import csv
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.runs import Run, read_run
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
 from cl_train.system.files import write_json, write_text
-from cl_train.system.tables import markdown_table
+from cl_train.system.tables import markdown_table, write_csv
 
 EXPLANATION = (
     "images/s: the median of a run's windows after warm-up, and of the runs. Ratio: speed of the"
@@ -151,7 +150,7 @@ def write_report(report: Report, folder: Path) -> None:
         "failed": report.failed,
     }
     write_json(folder / "comparison.json", document, indent=2)
-    _write_csv(rows, folder / "comparison.csv")
+    write_csv(folder / "comparison.csv", _flat(rows), [] if rows else ["verdict"])
 
     labels = _labels(report.pairs)
     bars = []
@@ -170,18 +169,15 @@ def write_report(report: Report, folder: Path) -> None:
     write_dashboard(report.pairs, labels, text, folder)
 
 
-def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def _flat(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of comparison.csv: a number, or a text, in each cell."""
     flat = []
     for row in rows:
         low, high = row["ci95"] or (None, None)
         others = {name: value for name, value in row.items() if name != "ci95"}
         notes = " | ".join(row["notes"])
         flat.append(others | {"ci95_low": low, "ci95_high": high, "notes": notes})
-    names = dict.fromkeys(name for row in flat for name in row)  # settings in common differ
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(names) or ["verdict"])
-        writer.writeheader()
-        writer.writerows(flat)
+    return flat
 
 
 def _row(pair: Pair) -> dict[str, Any]:

@@ -1,6 +1,18 @@
-"""Rows of records as a table of text."""
+"""Rows of records as a table of text, or as a CSV file."""
 
+import csv
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]], header: Sequence[str] = ()) -> None:
+    """Write `rows`, below the names of the columns: `header`, and what else any of them has."""
+    names = dict.fromkeys([*header, *(name for row in rows for name in row)])
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.DictWriter(file, list(names))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:

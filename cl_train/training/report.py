@@ -1,7 +1,6 @@
 """`report=true`: what an evaluation got wrong, as tables and as a page that needs no network."""
 
 import base64
-import csv
 import io
 import json
 import logging
@@ -19,6 +18,7 @@ from cl_train.data.decode import BadImage
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.files import write_text
 from cl_train.system.run_folder import finite_or_null
+from cl_train.system.tables import write_csv
 
 log = logging.getLogger(__name__)
 
@@ -45,22 +45,15 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     try:
         folder.mkdir(exist_ok=True)
-        _write_csv(folder / "per_class.csv", per_class(labelled, counts, names), ["class"])
+        write_csv(folder / "per_class.csv", per_class(labelled, counts, names), ["class"])
         header = ["true", "predicted", "images"]
-        _write_csv(folder / "confusions.csv", confusions(counts, names), header)
+        write_csv(folder / "confusions.csv", confusions(counts, names), header)
         content = json.dumps(finite_or_null(page_data(rows, counts, data, names)))
         write_text(folder / "index.html", page.replace("DATA", content.replace("<", r"\u003c")))
     except (OSError, BadImage) as error:
         log.warning("the evaluation's report cannot be written: %s", error)
         return
     log.info("report: %s", folder / "index.html")
-
-
-def _write_csv(path: Path, table: Sequence[dict[str, Any]], header: Sequence[str]) -> None:
-    with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.DictWriter(file, table[0] if table else header)
-        writer.writeheader()
-        writer.writerows(table)
 
 
 def per_class(rows: Rows, counts: Counts, names: Sequence[str]) -> list[dict[str, Any]]:
