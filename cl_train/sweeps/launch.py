@@ -223,8 +223,10 @@ class Launcher:
         """The exit code of a job, -n after signal n; after a stop signal it has `GRACE_S`."""
         kill_at_s = math.inf
         while True:
+            # Soon: a scheduler may have signalled the job, too, and a second signal half a second
+            # after the first one would end it without saving.
             with suppress(subprocess.TimeoutExpired):
-                return process.wait(timeout=0.5)
+                return process.wait(timeout=0.2)
             if self._request.stop and kill_at_s == math.inf:
                 kill_at_s = time.monotonic() + GRACE_S
                 is_ctrl_c = self._request.stop == signal.SIGINT
