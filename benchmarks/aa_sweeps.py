@@ -30,8 +30,8 @@ TRAIN = """-m cl_train train -m seed=0,1 compare_by=seed repeats=auto max_repeat
 
 @dataclass
 class Settings:
-    sweeps: int = setting(30, "number of sweeps", minimum=1)
-    time_limit_s: float = setting(1800.0, "begin no sweep that would end later", above=0)
+    sweeps: int = setting(30, "number of sweeps", ">= 1")
+    time_limit_s: float = setting(1800.0, "begin no sweep that would end later", "> 0")
     work: str = setting("outputs/aa_sweeps", "folder for the sweeps")
     out: str | None = setting(None, "JSON file to write")
 

@@ -85,8 +85,8 @@ class Settings:
     torchvision_references: str | None = setting(None, "torchvision's references/classification")
     data: list[str] = setting(["digits", "sample"], "data sets", choices=("digits", "sample"))
     same_recipe: bool = setting(False, "the others with the recipe of train.py only")
-    seeds: int = setting(5, "runs of each program on each data set", minimum=1)
-    time_limit_s: float | None = setting(None, "begin no seed that would end later", above=0)
+    seeds: int = setting(5, "runs of each program on each data set", ">= 1")
+    time_limit_s: float | None = setting(None, "begin no seed that would end later", "> 0")
     work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
     out: str | None = setting(None, "JSON file to write")
 

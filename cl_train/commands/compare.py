@@ -36,9 +36,9 @@ class CompareSettings(OnDevice):
     model: str | None = setting(None, f"parity=true: {schema.MODEL_HELP}")
     precision: str = setting("fp32", "parity=true: of the step", choices=schema.PRECISIONS)
     image_size: int | None = setting(
-        None, "parity=true: pixels; null = the model's", minimum=8, key="data.image_size"
+        None, "parity=true: pixels; null = the model's", ">= 8", key="data.image_size"
     )
-    seed: int = setting(0, "parity=true: seed of the weights", minimum=0)
+    seed: int = setting(0, "parity=true: seed of the weights", ">= 0")
 
 
 USAGE = "[FOLDER ...] [key=value ...]"

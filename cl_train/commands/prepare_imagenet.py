@@ -31,7 +31,7 @@ class _Output:
 @dataclass
 class _Folder:
     root: str = setting("", "folder of train/<class>/* and val/*", key="data.root", required=True)
-    workers: int | None = setting(None, "processes; null = cores", minimum=1, key="data.workers")
+    workers: int | None = setting(None, "processes; null = cores", ">= 1", key="data.workers")
 
 
 @dataclass
@@ -55,17 +55,17 @@ class Verify(_Folder):
 class Resize(_Output, _Folder):
     """Copy a folder with smaller images, which load faster."""
 
-    max_side: int | None = setting(None, "longest side, pixels; 400 without short_side", minimum=8)
-    short_side: int | None = setting(None, "shortest side, pixels", minimum=8)
-    quality: int = setting(90, "JPEG quality of the copies", minimum=1, maximum=100)
+    max_side: int | None = setting(None, "longest side, pixels; 400 without short_side", ">= 8")
+    short_side: int | None = setting(None, "shortest side, pixels", ">= 8")
+    quality: int = setting(90, "JPEG quality of the copies", "1 to 100")
 
 
 @dataclass
 class Shards(_Output, _Folder):
     """Copy any folder of images into tar shards for data=shards and WebDataset."""
 
-    images_per_shard: int = setting(1000, "images in each shard", minimum=1)
-    seed: int = setting(0, "seed of the assignment of images to shards", minimum=0)
+    images_per_shard: int = setting(1000, "images in each shard", ">= 1")
+    seed: int = setting(0, "seed of the assignment of images to shards", ">= 0")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -32,7 +33,15 @@ class Setting:
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
     default: Any
-    metadata: Mapping[str, Any]  # see `groups.Limits`
+    metadata: Mapping[str, Any]  # see `groups.setting`
+
+    @property
+    def bounds(self) -> list[tuple[str, float]]:
+        """Sign and limit of each, such as (">=", 1.0)."""
+        low, is_range, high = self.metadata["bounds"].partition(" to ")
+        text = f">= {low} <= {high}" if is_range else low
+        assert re.fullmatch(r"((>=|>|<=) \S+ ?)*", text), f"bounds {text}"
+        return [(sign, float(limit)) for sign, limit in re.findall(r"(>=|>|<=) (\S+)", text)]
 
 
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
@@ -64,7 +73,7 @@ FIELDS = setting_fields(Config)  # of a run
 
 
 def affects(key: str) -> str:
-    """What a setting of a run changes, as in `Limits`; an unknown one may affect the speed."""
+    """What a setting of a run changes, as in `Details`; an unknown one may affect the speed."""
     return str(FIELDS[key].metadata["affects"]) if key in FIELDS else "speed"
 
 

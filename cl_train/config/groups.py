@@ -29,14 +29,11 @@ _OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix", "three_
 POLICIES = ("none", *_OPERATIONS, "timm")
 
 
-class Limits(TypedDict, total=False):
-    """What `setting` takes besides the default and the help text; what is left out is None."""
+class Details(TypedDict, total=False):
+    """What `setting` takes by name; what is left out is None."""
 
-    minimum: float  # inclusive
-    above: float  # exclusive
-    maximum: float  # inclusive
     choices: Collection[str]  # the allowed values of a setting of type str
-    words: Mapping[str, int]  # names for numbers outside the range, such as batch_size=auto
+    words: Mapping[str, int]  # names for numbers outside the bounds, such as batch_size=auto
     # "speed": runs with different values are not comparable; "loss": only their losses are not;
     # "nothing": both are.
     affects: Literal["speed", "loss", "nothing"]
@@ -44,9 +41,10 @@ class Limits(TypedDict, total=False):
     key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
 
 
-def setting(default: Any, help: str, **limits: Unpack[Limits]) -> Any:
-    """A dataclass field with its help text and its range."""
-    metadata = dict.fromkeys(Limits.__annotations__) | {"affects": "speed", "help": help} | limits
+def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details]) -> Any:
+    """A dataclass field. bounds: of a number, as in --help: `>= 1`, `> 0 <= 1`, `0 to 1`."""
+    metadata: dict[str, Any] = dict.fromkeys(Details.__annotations__) | {"affects": "speed"}
+    metadata |= {"help": help, "bounds": bounds, **details}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -74,25 +72,22 @@ class DataConfig:
         None, "folder of the validation images; null = val, valid, validation or test"
     )
     val_fraction: float | None = setting(
-        None, "share of the training images used for validation", above=0, maximum=0.9
+        None, "share of the training images used for validation", "> 0 <= 0.9"
     )
     extensions: list[str] = setting(
         [".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff"
     )
     image_size: int = setting(
-        224, "training crop, pixels; sample sets 48, imagenette 128", minimum=8, maximum=4096
+        224, "training crop, pixels; sample sets 48, imagenette 128", "8 to 4096"
     )
     size_schedule: list[list[int]] = setting(
         [], "growing images: [[epoch,size],...]; linear in between, rounded to 32"
     )
     val_size: int | None = setting(
-        None, "side of the validation crop; null = image_size", minimum=8, maximum=4096
+        None, "side of the validation crop; null = image_size", "8 to 4096"
     )
     val_resize: int | None = setting(
-        None,
-        "validation: short side before the crop; null = val_size * 8/7",
-        minimum=8,
-        maximum=8192,
+        None, "validation: short side before the crop; null = val_size * 8/7", "8 to 8192"
     )
     interpolation: str = setting(
         "bilinear", "of the resize in training, antialiased", choices=("bilinear", "bicubic")
@@ -101,22 +96,20 @@ class DataConfig:
         "bilinear", "of the validation's resize", choices=("bilinear", "bicubic")
     )
     workers: int | None = setting(
-        None, "loader workers; null = cores / ranks, at most 32", minimum=0, maximum=256
+        None, "loader workers; null = cores / ranks, at most 32", "0 to 256"
     )
     decoder: str = setting(
         "simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow")
     )
-    prefetch: int = setting(
-        3, "batches prepared in advance by all workers together", minimum=1, maximum=64
-    )
+    prefetch: int = setting(3, "batches prepared in advance by all workers together", "1 to 64")
     worker_timeout_s: float = setting(
-        60.0, "stop if no worker finishes an image for this many seconds", above=0
+        60.0, "stop if no worker finishes an image for this many seconds", "> 0"
     )
     on_bad_image: str = neutral_setting(
         "error", "when an image cannot be decoded", choices=("error", "skip")
     )
     max_bad_images: int = neutral_setting(
-        100, "on_bad_image=skip: stop after more than this many", minimum=0
+        100, "on_bad_image=skip: stop after more than this many", ">= 0"
     )
     mean: list[float] = setting(
         [0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale"
@@ -125,10 +118,8 @@ class DataConfig:
         [0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale"
     )
     download: bool = setting(False, "data=imagenette: fetch the archive when it is missing")
-    synthetic_images: int = setting(1280, "data=synthetic: images per epoch", minimum=1)
-    synthetic_classes: int = setting(
-        1000, "data=synthetic: number of classes", minimum=2, maximum=10**6
-    )
+    synthetic_images: int = setting(1280, "data=synthetic: images per epoch", ">= 1")
+    synthetic_classes: int = setting(1000, "data=synthetic: number of classes", "2 to 1000000")
 
 
 @dataclass(frozen=True)
@@ -136,25 +127,23 @@ class AugmentConfig:
     """Augmentation of the training images; augment=imagenet has ImageNet's."""
 
     crop_scale_min: float = setting(
-        0.35, "smallest area of the crop / area of the image", above=0, maximum=1
+        0.35, "smallest area of the crop / area of the image", "> 0 <= 1"
     )
-    crop_scale_max: float = setting(
-        1.0, "largest area of the crop / area of the image", above=0, maximum=1
-    )
-    crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", above=0)
-    crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", above=0)
-    flip: float = setting(0.0, "probability of a horizontal flip", minimum=0, maximum=1)
+    crop_scale_max: float = setting(1.0, "largest area of the crop / area of the image", "> 0 <= 1")
+    crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", "> 0")
+    crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", "> 0")
+    flip: float = setting(0.0, "probability of a horizontal flip", "0 to 1")
     policy: str = setting("none", "operations on each image", choices=POLICIES)
     timm_policy: str = setting(
         "rand-m7-mstd0.5-inc1", "policy=timm: timm's name of an automatic policy (--aa)"
     )
-    randaugment_ops: int = setting(2, "RandAugment: operations per image", minimum=1, maximum=14)
-    randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", minimum=0, maximum=30)
-    erase: float = setting(0.0, "probability of random erasing", minimum=0, maximum=1)
-    mixup: float = setting(0.0, "alpha of MixUp; 0 = off", minimum=0)
-    cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", minimum=0)
+    randaugment_ops: int = setting(2, "RandAugment: operations per image", "1 to 14")
+    randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", "0 to 30")
+    erase: float = setting(0.0, "probability of random erasing", "0 to 1")
+    mixup: float = setting(0.0, "alpha of MixUp; 0 = off", ">= 0")
+    cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", ">= 0")
     repeats: int = setting(
-        1, "repeated augmentation: copies of an image per batch; same epoch length", minimum=1
+        1, "repeated augmentation: copies of an image per batch; same epoch length", ">= 1"
     )
 
 
@@ -167,37 +156,37 @@ class OptimConfig:
         "sgd", "optim=timm: the name of the optimizer, such as lamb, lion, muon, nadamw, rmsproptf"
     )
     lr: float = loss_setting(
-        0.1, "learning rate for a global batch of `reference_batch_size`", above=0
+        0.1, "learning rate for a global batch of `reference_batch_size`", "> 0"
     )
     reference_batch_size: int = loss_setting(
-        256, "lr is scaled by global batch size / this; 0 = not scaled", minimum=0
+        256, "lr is scaled by global batch size / this; 0 = not scaled", ">= 0"
     )
     momentum: float = loss_setting(
-        0.9, "SGD, RMSprop and timm's optimizers with momentum", minimum=0, maximum=1
+        0.9, "SGD, RMSprop and timm's optimizers with momentum", "0 to 1"
     )
     nesterov: bool = setting(False, "SGD: use Nesterov momentum")
-    weight_decay: float = loss_setting(1e-4, "weight decay", minimum=0)
+    weight_decay: float = loss_setting(1e-4, "weight decay", ">= 0")
     decay_norm_and_bias: bool = setting(
         True, "false: no weight decay on vectors: normalisation layers, biases, ..."
     )
     beta1: float | None = loss_setting(
-        None, "decay of the first moment; null = default", minimum=0, maximum=0.999999
+        None, "decay of the first moment; null = default", "0 to 0.999999"
     )
     beta2: float | None = loss_setting(
-        None, "decay of the second moment; null = default", minimum=0, maximum=0.999999
+        None, "decay of the second moment; null = default", "0 to 0.999999"
     )
-    alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", minimum=0, maximum=1)
+    alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", "0 to 1")
     eps: float | None = loss_setting(
-        None, "added to the denominator; null = the optimizer's default", above=0
+        None, "added to the denominator; null = the optimizer's default", "> 0"
     )
     layer_decay: float = loss_setting(
-        1.0, "fine-tuning: lr of a layer / lr of the layer after it", above=0, maximum=1
+        1.0, "fine-tuning: lr of a layer / lr of the layer after it", "> 0 <= 1"
     )
     head_lr_ratio: float = loss_setting(
-        1.0, "fine-tuning: learning rate of the classifier / lr", above=0
+        1.0, "fine-tuning: learning rate of the classifier / lr", "> 0"
     )
     clip_norm: float | None = setting(
-        None, "clip gradients to this norm, after unscaling; null = off", above=0
+        None, "clip gradients to this norm, after unscaling; null = off", "> 0"
     )
 
 
@@ -209,10 +198,10 @@ class ScheduleConfig:
         "cosine", "curve after the warm-up", choices=("cosine", "step", "linear", "constant")
     )
     warmup_epochs: float = loss_setting(
-        0.0, "length of the linear warm-up in epochs (fractions allowed)", minimum=0
+        0.0, "length of the linear warm-up in epochs (fractions allowed)", ">= 0"
     )
     warmup_start: float = loss_setting(
-        0.01, "learning rate at the start of the warm-up / lr", minimum=0, maximum=1
+        0.01, "learning rate at the start of the warm-up / lr", "0 to 1"
     )
     warmup_prefix: bool = loss_setting(
         True, "cosine, linear: begin after the warm-up; false = at step 0, as in timm"
@@ -221,14 +210,14 @@ class ScheduleConfig:
         False, "change the learning rate between epochs only, as torchvision and timm do"
     )
     step_epochs: float = loss_setting(
-        30.0, "schedule=step: multiply by gamma every this many epochs", above=0
+        30.0, "schedule=step: multiply by gamma every this many epochs", "> 0"
     )
     milestones: list[float] = loss_setting(
-        [], "schedule=step: the epochs to multiply at, instead of every step_epochs", above=0
+        [], "schedule=step: the epochs to multiply at, instead of every step_epochs", "> 0"
     )
-    gamma: float = loss_setting(0.1, "schedule=step: the factor", above=0, maximum=1)
+    gamma: float = loss_setting(0.1, "schedule=step: the factor", "> 0 <= 1")
     final_lr_ratio: float = loss_setting(
-        0.0, "cosine and linear: final learning rate / lr", minimum=0, maximum=1
+        0.0, "cosine and linear: final learning rate / lr", "0 to 1"
     )
 
 
@@ -236,25 +225,21 @@ class ScheduleConfig:
 class AmpConfig:
     """Dynamic loss scaling (fp16 and fp16_o2 only)."""
 
-    init_scale: float = loss_setting(65536.0, "initial loss scale", above=0, maximum=2.0**64)
+    init_scale: float = loss_setting(65536.0, "initial loss scale", f"> 0 <= {2.0**64}")
     growth_interval: int = loss_setting(
-        2000, "steps without overflow before the scale doubles", minimum=1, maximum=10**9
+        2000, "steps without overflow before the scale doubles", "1 to 1000000000"
     )
-    min_scale: float = loss_setting(
-        1.0, "stop the run when the loss scale falls below this", above=0
-    )
+    min_scale: float = loss_setting(1.0, "stop the run when the loss scale falls below this", "> 0")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, and when besides the end, SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
 
-    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", minimum=0)
-    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", minimum=0)
-    every_minutes: float = setting(0.0, "save every this many minutes; 0 = off", minimum=0)
-    keep: int = neutral_setting(
-        2, "number of newest checkpoints to keep, besides the best", minimum=1
-    )
+    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", ">= 0")
+    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", ">= 0")
+    every_minutes: float = setting(0.0, "save every this many minutes; 0 = off", ">= 0")
+    keep: int = neutral_setting(2, "number of newest checkpoints to keep, besides the best", ">= 1")
     save_best: bool = setting(True, "keep the checkpoint with the best top-1")
     background: bool = setting(True, "write to disk in another thread")
 

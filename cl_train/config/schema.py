@@ -76,12 +76,12 @@ class Config:
         None, "which entry of weights=FILE holds the weights: average = the EMA of a run"
     )
     batch_size: int = setting(
-        32, "images per device and micro-step; auto = the fastest", minimum=1, words=_AUTO
+        32, "images per device and micro-step; auto = the fastest", ">= 1", words=_AUTO
     )
-    epochs: int = loss_setting(5, "passes over the training images", minimum=1, maximum=10**6)
-    max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", minimum=1)
+    epochs: int = loss_setting(5, "passes over the training images", "1 to 1000000")
+    max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", ">= 1")
     seed: int = loss_setting(
-        0, "seed of weights, image order, augmentation, dropout", minimum=0, maximum=2**32 - 1
+        0, "seed of weights, image order, augmentation, dropout", "0 to 4294967295"
     )
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     compile: bool = setting(False, "compile the model with torch.compile")
@@ -94,9 +94,9 @@ class Config:
         "full", "what channels_last converts: all, convolutions, or `select`", choices=CONVERSIONS
     )
     select: list[str] = setting([], "conversion=select: names of modules (shell patterns)")
-    accumulate_steps: int = setting(1, "micro-steps per optimizer step", minimum=1)
+    accumulate_steps: int = setting(1, "micro-steps per optimizer step", ">= 1")
     global_batch_size: int | None = setting(
-        None, "images of a step of all processes; sets accumulate_steps", minimum=1
+        None, "images of a step of all processes; sets accumulate_steps", ">= 1"
     )
     freeze: list[str] = setting(
         [], "parts that are not trained, such as layer1*; backbone = all but the classifier"
@@ -105,29 +105,27 @@ class Config:
         "cross_entropy", "cross_entropy, bce or your package.module:function(logits, targets)"
     )
     bce_threshold: float | None = loss_setting(
-        None, "loss=bce: targets above it are 1, others 0", minimum=0, maximum=1
+        None, "loss=bce: targets above it are 1, others 0", "0 to 1"
     )
-    label_smoothing: float = setting(0.0, "label smoothing of the loss", minimum=0, maximum=0.999)
+    label_smoothing: float = setting(0.0, "label smoothing of the loss", "0 to 0.999")
     drop_path: float | None = setting(
-        None, "stochastic depth; null = the model's default", minimum=0, maximum=0.999
+        None, "stochastic depth; null = the model's default", "0 to 0.999"
     )
     drop_path_constant: bool = setting(
         False, "drop_path in every block; false = rising from 0 to it with the depth"
     )
     layer_scale: float | None = loss_setting(
-        None, "initial value of layer scale; null = the model's default", above=0, maximum=1
+        None, "initial value of layer scale; null = the model's default", "> 0 <= 1"
     )
-    ema_decay: float = setting(
-        0.0, "decay of the moving average of the weights; 0 = off", minimum=0, maximum=1
-    )
-    ema_every: int = setting(1, "optimizer steps between updates of the EMA", minimum=1)
+    ema_decay: float = setting(0.0, "decay of the moving average of the weights; 0 = off", "0 to 1")
+    ema_every: int = setting(1, "optimizer steps between updates of the EMA", ">= 1")
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
     ddp_static_graph: bool = setting(
         False, "tell DDP that every step uses the same parameters in the same order"
     )
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = neutral_setting(
-        1, "epochs between evaluations; 0 = only at the end, -1 = never", minimum=-1
+        1, "epochs between evaluations; 0 = only at the end, -1 = never", ">= -1"
     )
     evaluate_flip: bool = loss_setting(
         False, "evaluation averages the logits of each image and of its mirror image"
@@ -141,7 +139,7 @@ class Config:
         "of the EMA, such as average.top1; null = top1, of several labels mean_average_precision",
     )
     patience: int | None = loss_setting(
-        None, "stop after this many evaluations in a row without a gain", minimum=1
+        None, "stop after this many evaluations in a row without a gain", ">= 1"
     )
     evaluate_only: bool = setting(
         False, "evaluate `resume`, with the settings of its run, or `weights`"
@@ -154,10 +152,10 @@ class Config:
         None, "start from the settings of a run folder or a YAML file"
     )
     log_every: int = neutral_setting(
-        10, "optimizer steps per window: one console line and one record", minimum=1
+        10, "optimizer steps per window: one console line and one record", ">= 1"
     )
     warmup_steps: int = neutral_setting(
-        10, "first steps left out of the speed; not schedule.warmup_epochs", minimum=0
+        10, "first steps left out of the speed; not schedule.warmup_epochs", ">= 0"
     )
     overwrite: bool = neutral_setting(
         False, "delete the records and checkpoints of an earlier run in the run folder"
@@ -175,34 +173,34 @@ class Config:
         "stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip")
     )
     max_nonfinite: int = neutral_setting(
-        10, "on_nonfinite=skip: stop after more than this many", minimum=0
+        10, "on_nonfinite=skip: stop after more than this many", ">= 0"
     )
     rank_timeout_s: float = neutral_setting(
-        600.0, "end the run if a rank is silent for this many seconds", above=0, maximum=10**7
+        600.0, "end the run if a rank is silent for this many seconds", "> 0 <= 10000000"
     )
 
     nproc: int = neutral_setting(
-        1, "multirun: processes per job; above 1 each job runs under torchrun", minimum=1
+        1, "multirun: processes per job; above 1 each job runs under torchrun", ">= 1"
     )
     environment: str = setting(HERE, "multirun: a Python, or variables A=1, that the jobs run in")
     repeats: int = neutral_setting(
         1,
         "multirun: runs of each setting, interleaved A B B A; auto = until every pair is decided",
-        minimum=1,
+        ">= 1",
         words={"auto": AUTO_REPEATS},
     )
-    max_repeats: int = neutral_setting(12, "multirun: the most that repeats=auto runs", minimum=2)
+    max_repeats: int = neutral_setting(12, "multirun: the most that repeats=auto runs", ">= 2")
     max_reruns: int = neutral_setting(
-        2, "multirun: how often a run that other processes disturbed is run again", minimum=0
+        2, "multirun: how often a run that other processes disturbed is run again", ">= 0"
     )
     wait_for_quiet_s: float | None = neutral_setting(
         None,
         "multirun: before each run, wait so long for other processes to end; null = as long as a "
         "run takes, at most 600",
-        minimum=0,
+        ">= 0",
     )
     time_limit_s: float | None = neutral_setting(
-        None, "multirun: add no repeat and no rerun that would end later than this", above=0
+        None, "multirun: add no repeat and no rerun that would end later than this", "> 0"
     )
     resume_sweep: str | None = neutral_setting(
         None, "multirun: run what is missing in this folder of a sweep; repeats=N adds repeats"
@@ -236,9 +234,9 @@ class OnDevice:
 @dataclass
 class ModelInput(OnDevice):
     image_size: int | None = setting(
-        None, "pixels; null = 224, inception_v3: 299, video: 112", minimum=8, key="data.image_size"
+        None, "pixels; null = 224, inception_v3: 299, video: 112", ">= 8", key="data.image_size"
     )
-    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", minimum=0)
+    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", ">= 0")
 
 
 @dataclass
@@ -261,7 +259,7 @@ class BenchmarkSettings(ModelInput, JsonResult):
         ["train"], "train (forward, backward, optimizer) or infer", choices=("train", "infer")
     )
     precision: list[str] = setting(["auto"], PRECISION_HELP, choices=PRECISIONS)
-    batch_size: list[int] = setting([32], "images per step", minimum=1)
+    batch_size: list[int] = setting([32], "images per step", ">= 1")
     compile: list[bool] = setting([False], "compile the model with torch.compile")
     cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
     layouts: list[str] = setting(
@@ -271,12 +269,12 @@ class BenchmarkSettings(ModelInput, JsonResult):
     )
     optimizer: str = setting("sgd", "optimizer of the training step", choices=OPTIMIZERS)
     target_ci: float = setting(
-        0.02, "stop when the 95 % interval of the ratio is at most this wide", above=0
+        0.02, "stop when the 95 % interval of the ratio is at most this wide", "> 0"
     )
     time_limit_s: float | None = setting(
         None,
         "seconds for all combinations, undecided ones last; null = 60 each, without warm-up",
-        minimum=0,
+        ">= 0",
     )
     parity: bool = setting(True, "first check that the layouts compute the same")
     against: list[str] = setting(
@@ -292,17 +290,17 @@ class LoaderBenchmarkSettings(JsonResult):
     root: str | None = setting(
         None, "folder of train/<class>/* and val/<class>/*; null = the sample", key="data.root"
     )
-    image_size: int = setting(224, "side of the crops, pixels", minimum=8, key="data.image_size")
+    image_size: int = setting(224, "side of the crops, pixels", ">= 8", key="data.image_size")
     workers: list[int] = setting(
-        [], "numbers to try; empty = 1, 2, 4, ... cores", minimum=1, key="data.workers"
+        [], "numbers to try; empty = 1, 2, 4, ... cores", ">= 1", key="data.workers"
     )
-    batch_size: int = setting(64, "images per batch", minimum=1)
+    batch_size: int = setting(64, "images per batch", ">= 1")
     images: int = setting(
-        2048, "images per pipeline and round, at most one epoch (fairest: all of it)", minimum=1
+        2048, "images per pipeline and round, at most one epoch (fairest: all of it)", ">= 1"
     )
-    rounds: int = setting(3, "interleaved rounds A B B A, after one warm-up", minimum=1)
+    rounds: int = setting(3, "interleaved rounds A B B A, after one warm-up", ">= 1")
     gpu_images_per_s: float = setting(
-        5400.0, "training speed, images/s, for which cores are computed", above=0
+        5400.0, "training speed, images/s, for which cores are computed", "> 0"
     )
 
 
@@ -314,8 +312,8 @@ class ZooSettings(ModelInput):
         ["tutorial"], "tutorial, torchvision, timm, video, or names and shell patterns"
     )
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
-    batch_size: int = setting(32, "images per step of the timing", minimum=1)
+    batch_size: int = setting(32, "images per step of the timing", ">= 1")
     speed: bool = setting(True, "time both layouts")
-    time_limit_s: float = setting(20.0, "seconds for each timing", above=0)
-    model_time_limit_s: float = setting(900.0, "timeout per model, seconds", above=0)
+    time_limit_s: float = setting(20.0, "seconds for each timing", "> 0")
+    model_time_limit_s: float = setting(900.0, "timeout per model, seconds", "> 0")
     out: str = setting("results", "folder for the tables")

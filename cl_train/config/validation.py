@@ -24,11 +24,7 @@ from cl_train.config.schema import CHOSEN_BY_GROUP, Config
 from cl_train.errors import ConfigError
 
 T = TypeVar("T")
-_LIMITS = (
-    ("minimum", ">=", operator.ge),
-    ("above", ">", operator.gt),
-    ("maximum", "<=", operator.le),
-)
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 _LARGEST = 2.0**62  # of numbers without a maximum: whole ones fit into an int64 of torch
 
 
@@ -88,15 +84,15 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     Raises ValueError, OverflowError: it is of another type or out of range.
     """
     kind = setting.base_type
-    limits = setting.metadata
+    choices, words = setting.metadata["choices"], setting.metadata["words"]
     if value is None and setting.optional:
         return None
     if list_depth:
         items = value if isinstance(value, list | tuple) else [value]
         return [_converted(item, setting, list_depth - 1) for item in items]
-    if isinstance(value, str) and value in (limits["words"] or ()):
-        return limits["words"][value]
-    if isinstance(value, bool) and limits["choices"]:  # YAML reads channels_last=true as a boolean
+    if isinstance(value, str) and value in (words or ()):
+        return words[value]
+    if isinstance(value, bool) and choices:  # YAML reads channels_last=true as a boolean
         value = show(value)
     if kind is bool and value in (0, 1):
         return bool(value)
@@ -105,11 +101,11 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
         raise ValueError
     converted = kind(value)
     if isinstance(converted, str):
-        is_allowed = converted in (limits["choices"] or (converted,))
+        is_allowed = converted in (choices or (converted,))
     else:
-        is_allowed = abs(converted) <= max(_LARGEST, limits["maximum"] or 0)
-        for name, _, is_within in _LIMITS:
-            is_allowed &= limits[name] is None or is_within(converted, limits[name])
+        largest = max([_LARGEST, *(limit for _, limit in setting.bounds)])
+        is_allowed = abs(converted) <= largest
+        is_allowed &= all(_COMPARE[sign](converted, limit) for sign, limit in setting.bounds)
     if not is_allowed:
         raise ValueError
     return converted
@@ -117,16 +113,13 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
 
 def kind_of(setting: Setting) -> str:
     """The allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
-    limits = setting.metadata
+    details = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
     kind = "list of " * setting.list_depth
-    kind += "|".join(limits["choices"] or ()) or names[setting.base_type]
-    if limits["minimum"] is not None and limits["maximum"] is not None:
-        kind += f" {limits['minimum']:.10g} to {limits['maximum']:.10g}"
-    else:
-        given = [(sign, limits[name]) for name, sign, _ in _LIMITS if limits[name] is not None]
-        kind += "".join(f" {sign} {limit:.10g}" for sign, limit in given)
-    return " or ".join([kind, *(limits["words"] or {})])
+    kind += "|".join(details["choices"] or ()) or names[setting.base_type]
+    if details["bounds"]:
+        kind += f" {details['bounds']}"
+    return " or ".join([kind, *(details["words"] or {})])
 
 
 def show(value: Any) -> str:

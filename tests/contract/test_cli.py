@@ -32,8 +32,8 @@ class Example:
 
     root: str | None = setting(None, "folder of images", key="data.root")
     models: list[str] = setting(["resnet18"], "models")
-    sizes: list[int] = setting([224], "sizes", minimum=8)
-    time_limit_s: float = setting(1.5, "seconds", above=0)
+    sizes: list[int] = setting([224], "sizes", ">= 8")
+    time_limit_s: float = setting(1.5, "seconds", "> 0")
     deep: bool = setting(False, "decode")
     json: bool = setting(False, "print JSON")
     out: str | None = setting(None, "file")

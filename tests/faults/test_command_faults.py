@@ -15,7 +15,7 @@ import pytest
 
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config
-from cl_train.config.validation import Setting, setting_fields
+from cl_train.config.validation import Setting, setting_fields, show
 from cl_train.errors import ConfigError
 from cl_train.sweeps.job import problem_of
 from cl_train.sweeps.plan import read_sweep
@@ -41,9 +41,9 @@ def wrong_values(item: Setting) -> Iterator[str]:
         return
     if base in (int, float):
         yield from ("many", "[1,2]", "nan", "inf", "''", "true", "{a:1}")
-        for name, outside in (("minimum", -1), ("above", 0), ("maximum", 1)):
-            if (limit := metadata[name]) is not None:
-                yield str(limit + outside * max(1, abs(limit)))
+        outside = {">=": -1, ">": 0, "<=": 1}
+        for sign, limit in item.bounds:
+            yield show(limit + outside[sign] * max(1, abs(limit)))
     if base is int:
         yield "1.5"
     if base is bool:
