@@ -11,7 +11,7 @@ from cl_train.config.schema import AugmentConfig, Config, DataConfig
 
 def combination_problems(cfg: Config) -> Iterator[str]:
     """One line per problem."""
-    has_class_folders = defined.DATA_SETS[cfg.data.name].has_class_folders
+    has_class_folders = cfg.data.name in defined.WITH_CLASS_FOLDERS
     needs = [  # a setting, whether it has an effect, and what the user would have to write for it
         ("label_smoothing", cfg.loss in defined.LOSSES, "loss=cross_entropy"),
         ("patience", cfg.evaluate_every > 0, "evaluate_every=1"),
@@ -49,7 +49,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
 
 def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Iterator[str]:
     val_size = data.val_size or data.image_size
-    if data.root is None and (content := defined.DATA_SETS[data.name].root):
+    if data.root is None and (content := defined.DATA_SETS[data.name]):
         yield f"data={data.name} needs data.root=FOLDER with {content}"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"

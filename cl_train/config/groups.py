@@ -3,28 +3,20 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 _CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
-_SHARDS = "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files"
-
-
-class DataSet(NamedTuple):
-    """`root`: what data.root must hold; None = it may be left out. Its reader: `data/build.py`."""
-
-    root: str | None = None
-    has_class_folders: bool = True
-
-
+# What data.root must hold; None: it may be left out. The readers are in data/build.py.
 DATA_SETS = {
-    "sample": DataSet(),
-    "imagenet": DataSet(_CLASSES),
-    "folder": DataSet(_CLASSES),
-    "shards": DataSet(_SHARDS, has_class_folders=False),
-    "dataset": DataSet(has_class_folders=False),
-    "imagenette": DataSet(),
-    "synthetic": DataSet(has_class_folders=False),  # no images
+    "sample": None,
+    "imagenet": _CLASSES,
+    "folder": _CLASSES,
+    "shards": "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files",
+    "dataset": None,
+    "imagenette": None,
+    "synthetic": None,  # no images
 }
+WITH_CLASS_FOLDERS = ("sample", "imagenet", "folder", "imagenette")
 _OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment")
 POLICIES = ("none", *_OPERATIONS, "timm")
 
