@@ -22,7 +22,7 @@ from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
 from cl_train.sweeps.job import JOB_NAME, LOG_NAME, problem_of, read_job, start_job
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
-from cl_train.sweeps.report import compare_folders, read_pairs
+from cl_train.sweeps.report import compare_folders, read_report
 from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
 from cl_train.system.files import lock_file, write_json
 from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad, StopRequest, read_launch
@@ -87,7 +87,7 @@ def undecided_groups(sweep: Sweep) -> set[int]:
     group_of = {job.name: job.group for job in sweep.jobs}
     return {
         group_of[pair.runs[0].folder.name]
-        for pair in read_pairs(sweep.folder)[0]
+        for pair in read_report(sweep.folder).pairs
         if pair.verdict == "inconclusive" or pair.is_disturbed
     }
 

@@ -35,6 +35,7 @@ class Report:
     pairs: Sequence[Pair]
     failed: Sequence[dict[str, Any]] = ()  # job, overrides and why: as in comparison.json
     by: str = "channels_last"
+    sweep: Sweep | None = None
 
 
 def compare_folders(
@@ -51,21 +52,19 @@ def compare_folders(
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")
-    failed: list[dict[str, Any]] = []
-    sweep = None
     if len(folders) == 1:
-        pairs, failed, sweep = read_pairs(folders[0], by)
-        out = out or (folders[0] if sweep else None)
-    by = by or (sweep.compare_by if sweep else "channels_last")
-    if len(folders) > 1:
+        report = read_report(folders[0], by)
+        out = out or (folders[0] if report.sweep else None)
+    else:
+        by = by or "channels_last"
         runs = [read_run(folder) for folder in folders]
         # Two runs are a pair also if they differ in more.
         is_pair = len(runs) == 2
         pairs = [compare_pair(runs[:1], runs[1:], by)] if is_pair else compare_runs(runs, by)
-    all_undecided = all(pair.verdict == "inconclusive" for pair in pairs)
-    pairs = [replace(pair, to_decide=_to_decide(pair, by, sweep, all_undecided)) for pair in pairs]
+        report = Report(pairs, by=by)
+    pairs = [replace(pair, to_decide=_to_decide(pair, report)) for pair in report.pairs]
+    report = replace(report, pairs=pairs)
 
-    report = Report(pairs, failed, by)
     where = "For the report as files: out=FOLDER"
     if out:
         write_report(report, out)
@@ -77,12 +76,8 @@ def compare_folders(
     return report
 
 
-def read_pairs(
-    folder: Path, by: str | None = None
-) -> tuple[list[Pair], list[dict[str, Any]], Sweep | None]:
-    """The pairs of a sweep or of a folder of runs, the jobs that cannot be compared as in
-    comparison.json, and the sweep. `by` is by default the sweep's.
-    """
+def read_report(folder: Path, by: str | None = None) -> Report:
+    """The report of a sweep or of a folder of runs. `by` is by default the sweep's."""
     names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     sweep = read_sweep(folder) if (folder / "sweep.json").is_file() else None
     if not sweep and len(names) < 2:
@@ -98,11 +93,12 @@ def read_pairs(
             overrides = " ".join(job.overrides)
             failed.append({"job": job.number, "overrides": overrides, "why": str(error)})
     by = by or (sweep.compare_by if sweep else "channels_last")
-    return compare_runs(runs, by, sweep.looks if sweep else 1), failed, sweep
+    return Report(compare_runs(runs, by, sweep.looks if sweep else 1), failed, by, sweep)
 
 
-def _to_decide(pair: Pair, by: str, sweep: Sweep | None, all_undecided: bool) -> str | None:
+def _to_decide(pair: Pair, report: Report) -> str | None:
     """The command that probably decides the pair, and its time; None if it is decided."""
+    by, sweep = report.by, report.sweep
     if sweep and pair.is_disturbed:
         noisy = [run for run in pair.runs if run.is_disturbed]
         command = sweep.resume_command("rerun=noisy")
@@ -124,6 +120,7 @@ def _to_decide(pair: Pair, by: str, sweep: Sweep | None, all_undecided: bool) ->
     if sweep:
         more -= len(pair.runs)
         # repeats=N adds them to the decided pairs too.
+        all_undecided = all(pair.verdict == "inconclusive" for pair in report.pairs)
         command = sweep.resume_command(f"repeats={count}" if all_undecided else "repeats=auto")
     else:
         compared = "" if by == "channels_last" else f" compare_by={by}"
