@@ -47,10 +47,11 @@ class Setting:
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key: required ones first, inherited last."""
     leaves: dict[str, Setting] = {}
-    own = schema.__annotations__
+    own = [*schema.__annotations__]
 
-    def place(item: Any) -> tuple[bool, bool]:
-        return not item.metadata.get("required"), item.name not in own
+    def place(item: Any) -> tuple[bool, int]:
+        is_own = item.name in own
+        return not item.metadata.get("required"), own.index(item.name) if is_own else len(own)
 
     for item in sorted(dataclasses.fields(schema), key=place):
         hint: Any = item.type
