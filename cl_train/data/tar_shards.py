@@ -33,7 +33,6 @@ from cl_train.data.images import (
     save_index,
 )
 from cl_train.errors import ConfigError
-from cl_train.system.files import read_json
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
@@ -208,7 +207,7 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, 
     counts = {os.path.basename(shard): len(images) for shard, images in contents.items()}
     splits = set(map(split_of, counts))  # an evaluation needs no train shards
     try:
-        manifest = read_json(path)
+        manifest = json.loads(path.read_text(encoding="utf-8"))
         classes = tuple(manifest["classes"])
         expected = {
             name: count for name, count in manifest["images"].items() if split_of(name) in splits
