@@ -12,11 +12,10 @@ from cl_train.config.environment import parse_environment
 from cl_train.config.schema import HERE
 from cl_train.errors import ConfigError
 from cl_train.sweeps.plan import Job
-from cl_train.sweeps.runs import Run, read_run
 from cl_train.sweeps.slots import Slot
 from cl_train.system.files import lock_file, read_json
 from cl_train.system.processes import SAVE_SIGNAL, end_with_parent
-from cl_train.system.run_folder import CONFIG, SUMMARY
+from cl_train.system.run_folder import CONFIG, SUMMARY, Run, read_run
 
 PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,9 @@ from cl_train.measure.charts import Bar, write_chart
 from cl_train.sweeps.dashboard import DASHBOARD, write_dashboard
 from cl_train.sweeps.job import read_job
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
-from cl_train.sweeps.runs import Run, read_run
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
 from cl_train.system.files import write_json, write_text
+from cl_train.system.run_folder import Run, read_run
 from cl_train.system.tables import markdown_table, write_csv
 
 EXPLANATION = (

@@ -17,8 +17,8 @@ from cl_train.measure.statistics import (
     repeats_to_decide,
     verdict_of,
 )
-from cl_train.sweeps.runs import Run
 from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT
+from cl_train.system.run_folder import Run
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
 MAX_GAP_H = 12.0  # between the end of one run and the start of the other: the machine may change

@@ -20,9 +20,9 @@ from cl_train.memory_format.layout import CHANNELS_LAST
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import BY_NAME, kernel_selection
 from cl_train.sweeps import verdict
-from cl_train.sweeps.runs import read_run
 from cl_train.system import machine
 from cl_train.system.machine import gpu_state, problem_of_gpu
+from cl_train.system.run_folder import read_run
 from cl_train.training import build, loop
 from cl_train.training.evaluation import outputs
 from tests.conftest import Run

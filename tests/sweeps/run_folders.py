@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cl_train.sweeps.runs import Run, read_run
+from cl_train.system.run_folder import Run, read_run
 
 
 @dataclass

@@ -16,8 +16,8 @@ from cl_train.config.schema import Config
 from cl_train.config.validation import flatten
 from cl_train.errors import ConfigError
 from cl_train.sweeps.report import compare_folders
-from cl_train.sweeps.runs import read_run
 from cl_train.sweeps.verdict import compare_pair, compare_runs
+from cl_train.system.run_folder import read_run
 from tests.sweeps.run_folders import Folder, folder_of, run_of
 
 Change = dict[str, Any] | Callable[[Folder, Folder], object]

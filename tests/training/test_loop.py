@@ -18,8 +18,8 @@ import yaml
 from cl_train.config.schema import Config
 from cl_train.config.validation import load
 from cl_train.errors import ConfigError
-from cl_train.sweeps.runs import read_run
 from cl_train.sweeps.verdict import compare_pair
+from cl_train.system.run_folder import read_run
 from cl_train.training.active_run import ActiveRun, count_bad_steps
 from cl_train.training.setup import check_runs
 from cl_train.training.state import Plan, TrainingFault
