@@ -92,7 +92,7 @@ def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list
 # --- how it ended ---
 
 
-def read_job(folder: Path) -> Run:
+def completed_run(folder: Path) -> Run:
     """The completed run of a job. Raises ConfigError: it is not completed, or a comparison cannot
     read its records; the message says why.
     """
@@ -112,7 +112,7 @@ def read_job(folder: Path) -> Run:
 def problem_of(folder: Path) -> str | None:
     """Why the job of this folder is not completed; None if it is."""
     try:
-        read_job(folder)
+        completed_run(folder)
     except ConfigError as error:
         return str(error)
     return None

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
-from cl_train.sweeps.job import JOB_NAME, LOG_NAME, problem_of, read_job, start_job
+from cl_train.sweeps.job import JOB_NAME, LOG_NAME, completed_run, problem_of, start_job
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import compare_folders, read_report
 from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
@@ -77,7 +77,7 @@ def disturbed_jobs(sweep: Sweep, jobs: Sequence[Job]) -> list[Job]:
     disturbed = []
     for job in jobs:
         with suppress(ConfigError):
-            if read_job(sweep.folder / job.name).is_disturbed:
+            if completed_run(sweep.folder / job.name).is_disturbed:
                 disturbed.append(job)
     return disturbed
 
@@ -198,7 +198,7 @@ class Launcher:
             signum = self._request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
             write_json(folder / JOB_NAME, {"exit_code": exit_code, "signal": name})
-            run = read_job(folder)
+            run = completed_run(folder)
             outcome = f"completed, {run.results['images_per_s']:.1f} images/s"
             if run.is_disturbed:
                 outcome += f", disturbed: others used {run.others_pct:.0f} % of the CPU cores"

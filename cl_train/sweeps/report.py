@@ -14,7 +14,7 @@ from cl_train.config.validation import train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.charts import Bar, write_chart
 from cl_train.sweeps.dashboard import DASHBOARD, write_dashboard
-from cl_train.sweeps.job import read_job
+from cl_train.sweeps.job import completed_run
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
 from cl_train.system.files import write_json, write_text
@@ -84,7 +84,7 @@ def read_report(folder: Path, by: str | None = None) -> Report:
         what = "neither a sweep (sweep.json) nor a folder of two or more runs"
         raise ConfigError(f"{folder}: {what if folder.exists() else 'no such folder'}")
     jobs = sweep.jobs if sweep else [Job(n, name, [name]) for n, name in enumerate(names)]
-    read = read_job if sweep else read_run
+    read = completed_run if sweep else read_run
     runs, failed = [], []
     for job in jobs:
         try:

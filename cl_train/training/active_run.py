@@ -260,7 +260,7 @@ class ActiveRun:
             **{name: self.records.description[name] for name in may_change},
         )
         self.epoch_windows.append(window)
-        self.records.write_window(window)
+        self.records.append(window.to_record())  # a line of metrics.jsonl, see `read_run`
         step_in_epoch = self.progress.step_in_epoch - (self.progress.step - window.step)
         log.info("%s", console_line(self.epoch_windows, step_in_epoch, self.plan))
         cfg = self.plan.cfg

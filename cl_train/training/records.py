@@ -29,7 +29,6 @@ from cl_train.system.run_folder import (
     SUMMARY,
     Record,
     Summary,
-    Window,
     finite_or_null,
     read_records,
     read_summary,
@@ -79,19 +78,17 @@ class Records:
         write_text(self._metrics.path, "".join(lines))
         write_text(folder / CONFIG, yaml.safe_dump(asdict(cfg), sort_keys=False))
 
-    def write_window(self, window: Window) -> None:
-        self._write(window.to_record())
-
-    def write_evaluation(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append the evaluation of this step, `val` or `val_average`."""
-        place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
-        self._write(finite_or_null({**place, **values, "time": time.time()}))
-
-    def _write(self, record: Record) -> None:
+    def append(self, record: Record) -> None:
+        """Append a line to `metrics.jsonl`, and send it to the trackers."""
         self._new.append(record)
         if self._folder is not None:
             self._metrics.append((json.dumps(record) + "\n").encode())
             self._trackers.send(record)
+
+    def write_evaluation(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Append the evaluation of this step, `val` or `val_average`."""
+        place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
+        self.append(finite_or_null({**place, **values, "time": time.time()}))
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self._new if record["kind"] == kind]

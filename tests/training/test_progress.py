@@ -139,26 +139,26 @@ def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks
     assert other.finish("completed")["val"] == {"loss": 1.0} and list(tmp_path.iterdir()) == []
     first = records(tmp_path)
     for step in (10, 20, 30):
-        first.write_window(window(step, loss=float("nan")))
+        first.append(window(step, loss=float("nan")).to_record())
     first.write_evaluation("val", {"loss": float("inf"), "more": [float("inf"), 1.5]})
     with open(tmp_path / "metrics.jsonl", "a") as file:  # damaged; killed in mid-write
         file.write('{"kind": "train", "step": null}\n{"kind": "train", "st')
-    records(tmp_path, step=20).write_window(window(30, loss=2.0))
+    records(tmp_path, step=20).append(window(30, loss=2.0).to_record())
     assert recorded(tmp_path) == [10, 20, 30]
     before = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert before["loss"] is None, "JSON has no NaN or Infinity"
     failed = records(tmp_path, step=30).finish("failed", why="before its first step")
     assert failed["train"]["loss"] is None, "results of the earlier process are not its own"
-    records(tmp_path).write_window(window(1, loss=1.0))
+    records(tmp_path).append(window(1, loss=1.0).to_record())
     assert recorded(tmp_path) == [1]
 
 
 def test_the_load_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) -> None:
-    records(tmp_path).write_window(window(10, loss=1.0))
+    records(tmp_path).append(window(10, loss=1.0).to_record())
     killed = records(tmp_path, step=10)  # an earlier process left no summary
     assert killed.finish("interrupted", others_pct=1.0)["others_pct"] is None
     first = records(tmp_path)
-    first.write_window(window(10, loss=1.0))
+    first.append(window(10, loss=1.0).to_record())
     first._progress.step = 10
     first.finish("interrupted", others_pct=60.0)
     second = records(tmp_path, step=10)
