@@ -13,7 +13,7 @@ from torch import nn
 from cl_train.config.schema import PRECISIONS
 from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
-from cl_train.system.machine import thread_s
+from cl_train.system.machine import matrix_product, thread_s
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,12 @@ def bf16_is_faster_on_cpu() -> bool:
     instructions do not tell. With AMX bf16 was four times as fast as fp32; the same generation of
     CPUs with AVX512-BF16 alone needed twice the time, and others emulate bf16.
     """
-    matrices = [torch.ones(512, 512, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    dtypes = (torch.float32, torch.bfloat16)
+    products = [matrix_product(512, dtype, torch.device("cpu")) for dtype in dtypes]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the time of one thread excludes what other processes take
     try:
-        rounds = [[thread_s(matrix.matmul, matrix) for matrix in matrices] for _ in range(8)]
+        rounds = [[thread_s(product) for product in products] for _ in range(8)]
     finally:
         torch.set_num_threads(threads)
     fp32_s, bf16_s = map(min, zip(*rounds, strict=True))

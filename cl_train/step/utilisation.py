@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cl_train.step.precision import Precision, kernel_selection
-from cl_train.system.machine import is_out_of_memory, timed_s
+from cl_train.system.machine import is_out_of_memory, matrix_product, timed_s
 
 # TFLOP/s of data sheets, dense: fp16 and bf16 (tensor cores, fp32 sums), TF32, fp32. A GPU's is the
 # first whose words are all in its name.
@@ -123,17 +123,16 @@ def measured_tflop_per_s(precision: Precision, device: torch.device) -> dict[str
     dtype, channels, pixels = precision.input_dtype, 256, 14
     size, images = _MATMUL.get(device.type, 1024), _IMAGES.get(device.type, 64)
 
-    def random(*shape: int, layout: torch.memory_format = torch.channels_last) -> torch.Tensor:
-        return torch.rand(shape, device=device).to(dtype, memory_format=layout)
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=device).to(dtype, memory_format=torch.channels_last)
 
-    a, b = (random(size, size, layout=torch.contiguous_format) for _ in range(2))
     image, weight = random(images, channels, pixels, pixels), random(channels, channels, 3, 3)
 
     def fastest_s(work: Callable[[], object]) -> float:
         with kernel_selection(tf32=precision.tf32, autotune=False), torch.no_grad():
             return min(timed_s(work, device) for _ in range(_REPEATS))
 
-    matmul_s = fastest_s(lambda: a @ b)
+    matmul_s = fastest_s(matrix_product(size, dtype, device))
     convolution_s = fastest_s(lambda: nn.functional.conv2d(image, weight, padding=1))
     return {
         "matrix product": 2 * size**3 / matmul_s / 1e12,

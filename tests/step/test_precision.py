@@ -35,8 +35,8 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
 def test_auto_is_bf16_on_a_cpu_only_where_a_matrix_product_is_faster_in_it(
     bf16_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planted_s(work: object, matrix: torch.Tensor) -> float:
-        return bf16_s if matrix.dtype == torch.bfloat16 else 1.0
+    def planted_s(product: Callable[[], torch.Tensor]) -> float:
+        return bf16_s if product().dtype == torch.bfloat16 else 1.0
 
     monkeypatch.setattr(precision_module, "thread_s", planted_s)
     uncached = precision_module.bf16_is_faster_on_cpu.__wrapped__
