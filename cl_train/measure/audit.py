@@ -1,14 +1,27 @@
-"""The audit of a step with the time of its operators: `cl_train.audit`."""
+"""The audit: one step of a model, the operators in it that lose channels_last, and their time."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from statistics import median
 from typing import Any
 
+import torch
 from torch import nn
 
+from cl_train.errors import ConfigError
 from cl_train.measure.operator_times import time_operators
-from cl_train.memory_format import audit as layout
 from cl_train.memory_format.audit_report import LayoutReport
-from cl_train.step.precision import Precision
+from cl_train.memory_format.crashes import refuse_known_crash
+from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
+from cl_train.memory_format.layout_recorder import recording
+from cl_train.memory_format.model_call import call_model, mean_square, output_tensors, tensors_in
+from cl_train.step.backup import state_restored
+from cl_train.step.precision import Precision, autocast, resolve_precision
+from cl_train.system.failures import failure_explained
+from cl_train.system.machine import step_times_s, timed_s
+
+LossFunction = Callable[[Any], torch.Tensor]
 
 
 def audit(
@@ -16,7 +29,7 @@ def audit(
     batch: Any,
     *,
     precision: Precision | str = "fp32",
-    loss: layout.LossFunction | None = None,
+    loss: LossFunction | None = None,
     output: str | int | None = None,
     backward: bool = True,
     measure: bool = False,
@@ -46,17 +59,87 @@ def audit(
         ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch; no
             scalar loss.
     """
-    report = layout.audit(
-        model,
-        batch,
-        precision=precision,
-        loss=loss,
-        output=output,
-        backward=backward,
-        measure=measure,
-        time_operators=partial(time_operators, time_limit_s=time_limit_s) if time else None,
-        name=name,
-    )
-    if report.times:
-        report.times.charge(report.inherited())
+    refuse_lazy(model)
+    images = _first_images(batch)
+    if isinstance(precision, str):
+        precision = resolve_precision(precision, images.device)
+    scalar_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
+    forward = partial(_forward, precision, images.device, scalar_loss if backward else None)
+    report = _empty_report(model, images, precision, name or type(model).__name__)
+    remedy = "check the shape, dtype and device of the batch"
+    explained = failure_explained(f"the model failed on {report.input}", remedy)
+    with explained, state_restored(model, images.device):
+        is_contiguous = classify(images) == report.model_memory_format == "contiguous"
+        if backward and (time or not is_contiguous):
+            refuse_known_crash(model, lambda: forward(model, batch))
+        _record_step(report, lambda: forward(model, batch), images.device, measure=measure)
+        model.zero_grad(set_to_none=True)
+        if time:
+            times = time_operators(model, batch, forward, precision, images.device, time_limit_s)
+            times.charge(report.inherited())
+            report.times = times
     return report
+
+
+def _empty_report(
+    model: nn.Module, images: torch.Tensor, precision: Precision, name: str
+) -> LayoutReport:
+    dtype = str(images.dtype).removeprefix("torch.")
+    described = f"{classify(images)} {dtype} {list(images.shape)}"
+    facts = (precision.name, str(images.device), torch.__version__)
+    return LayoutReport(name, model_memory_format(model), described, *facts)
+
+
+def _record_step(
+    report: LayoutReport,
+    forward: Callable[[], torch.Tensor | None],
+    device: torch.device,
+    *,
+    measure: bool,
+) -> None:
+    def step() -> None:
+        if (loss := forward()) is not None:
+            loss.backward()
+
+    with recording(report):
+        step()
+    if measure:
+        steps_s = [timed_s(step, device) for _ in range(4)]
+        report.step_ms = 1000 * median(steps_s[1:])  # after the warm-up
+        report.copy_ms_per_byte = copy_ms_per_byte(device)
+
+
+def _first_images(batch: Any) -> torch.Tensor:
+    """The first tensor of 4 or 5 dimensions of a model's input; else the first image [C,H,W]."""
+    tensors = sorted(tensors_in(batch), key=lambda tensor: tensor.dim() == 3)
+    images = next((tensor for tensor in tensors if tensor.dim() in (3, 4, 5)), None)
+    if images is None:
+        what = "no tensor of 4 or 5 dimensions, [N,C,H,W], nor of 3, [C,H,W]"
+        raise ConfigError(f"the batch holds no images: {what}")
+    return images
+
+
+def _forward(
+    precision: Precision,
+    device: torch.device,
+    loss: LossFunction | None,
+    model: nn.Module,
+    batch: Any,
+) -> torch.Tensor | None:
+    """The scalar loss; None without `loss` (and gradients), or if all parameters are frozen."""
+    with autocast(precision, device), nullcontext() if loss else torch.no_grad():
+        result = call_model(model, batch)
+        if loss is None:
+            return None
+        scalar = loss(result)
+    if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
+        raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
+    return scalar if scalar.requires_grad else None
+
+
+def copy_ms_per_byte(device: torch.device) -> float:
+    """Milliseconds for each byte that a copy into the other layout reads or writes."""
+    # On a GPU 0.3 GB, because copying them takes longer than the launch.
+    image = torch.zeros(256 if device.type == "cuda" else 2, 64, 64, 64, device=device)
+    copies_s = step_times_s(lambda: image.clone(memory_format=torch.channels_last), 9, device)
+    return 1000 * median(copies_s) / (2 * image.nbytes)

@@ -14,10 +14,10 @@ from torch import nn
 
 from cl_train.config.schema import ZooSettings
 from cl_train.errors import ConfigError
+from cl_train.measure.audit import audit
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.parity import check_parity
 from cl_train.measure.timed_step import Workload, input_shape, noise, place_batch
-from cl_train.memory_format.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.models import sources as models

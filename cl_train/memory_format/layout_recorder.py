@@ -1,7 +1,8 @@
 """Records the operator calls of a step that read or write images, and which keep channels_last."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from sys import _getframe
 from typing import Any, NamedTuple
@@ -10,7 +11,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from cl_train.memory_format.audit_report import PRODUCTS, Call, Origin, Outcome
+from cl_train.memory_format.audit_report import (
+    PRODUCTS,
+    Call,
+    LayoutReport,
+    Origin,
+    Outcome,
+    grouped,
+)
 from cl_train.memory_format.image_axes import (
     CHANNEL,
     NO_IMAGE,
@@ -29,6 +37,9 @@ from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 
 # Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
 _OF_IMAGES = ("conv", "pool", "im2col", "col2im")
+_SAME_CALL = (
+    "operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs", "cause",
+)  # fmt: skip
 _UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
 
 
@@ -361,3 +372,13 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+@contextmanager
+def recording(report: LayoutReport) -> Iterator[None]:
+    """Adds the calls of one step, which the block runs, to `report`."""
+    calls: list[Call] = []
+    with LayoutRecorder(calls.append) as recorder:
+        yield
+    report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, *_SAME_CALL)]
+    report.step_bytes = recorder.step_bytes

@@ -23,7 +23,6 @@ from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError
 from cl_train.measure.auto import fastest_layout
 from cl_train.measure.timed_step import Workload
-from cl_train.memory_format.audit import recording
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.crashes import refuse_known_crash
@@ -34,6 +33,7 @@ from cl_train.memory_format.layout import (
     named_tensors,
     refuse_lazy,
 )
+from cl_train.memory_format.layout_recorder import recording
 from cl_train.models import sources as models
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder

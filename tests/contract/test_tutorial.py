@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from cl_train.measure import zoo
-from cl_train.memory_format.audit import audit
+from cl_train.measure.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 

@@ -25,11 +25,11 @@ from cl_train import classify, convert
 from cl_train.commands.audit import main
 from cl_train.config.schema import PRECISIONS
 from cl_train.errors import ConfigError
+from cl_train.measure import audit as audit_module
 from cl_train.measure import operator_times, time_recorder
 from cl_train.measure.operator_times import time_operators
 from cl_train.measure.times_report import COPY_KIND, OperatorTimes, Row, TimedCall
 from cl_train.measure.times_repro import reproduction
-from cl_train.memory_format import audit as layout
 from cl_train.memory_format.operators import PROBES
 from cl_train.step.precision import cast_model, resolve_precision
 from tests.memory_format.test_audit import Call, with_gradient
@@ -69,11 +69,14 @@ def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
 def times_on(model: nn.Module, batch: Any, **options: Any) -> OperatorTimes:
     def timer(*arguments: Any) -> OperatorTimes:
         with PlantedTimes():
-            return time_operators(*arguments, time_limit_s=0.2)
+            return time_operators(*arguments)
 
     planted = nullcontext(lambda: clock.now_s)
-    with patch.object(operator_times, "processor_clock", lambda: planted):
-        times = layout.audit(model, batch, time_operators=timer, **options).times
+    with (
+        patch.object(operator_times, "processor_clock", lambda: planted),
+        patch.object(audit_module, "time_operators", timer),
+    ):
+        times = audit_module.audit(model, batch, time=True, time_limit_s=0.2, **options).times
     assert isinstance(times, OperatorTimes)
     return times
 

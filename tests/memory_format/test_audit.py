@@ -17,8 +17,8 @@ from torch import nn
 
 import cl_train
 from cl_train.errors import ConfigError, LayoutLost
-from cl_train.memory_format import audit as audit_module
-from cl_train.memory_format.audit import audit
+from cl_train.measure import audit as audit_module
+from cl_train.measure.audit import audit
 from cl_train.step.precision import Precision
 
 

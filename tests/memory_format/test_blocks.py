@@ -13,7 +13,7 @@ from torch import nn
 
 import cl_train
 from cl_train.errors import LayoutLost
-from cl_train.memory_format.audit import audit
+from cl_train.measure.audit import audit
 from tests.memory_format.test_audit import Call, converted, images, with_gradient
 
 C, S = 8, 8  # channels, and the height and width of the images: equal, so that sizes tell nothing

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cl_train.errors import ConfigError
-from cl_train.memory_format.audit import audit
+from cl_train.measure.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.backup import BufferBackup
