@@ -21,7 +21,7 @@ from cl_train.measure.timed_step import LossFunction, noise, workload_of
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, CONTIGUOUS, Layout, classify
 from cl_train.memory_format.model_call import tensors_in
-from cl_train.models.sources import copy_model
+from cl_train.models.sources import copy_model, run_on_shapes
 from cl_train.step.precision import Precision
 from cl_train.system.failures import explain_failure, failure_explained
 
@@ -176,10 +176,8 @@ def check_parity(
 def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of one input: at most `SMALL_IMAGE` pixels, where the model runs on that."""
     small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:]))
-    shapes = copy_model(model, "meta").train()
-    dtypes = [p.dtype for p in shapes.parameters() if p.is_floating_point()]
     try:
-        shapes(torch.empty((2, *small), device="meta", dtype=[*dtypes, torch.float32][0]))
+        run_on_shapes(model, (2, *small))
     except Exception:  # a model may raise any, for a size that it does not take
         return wanted
     return small

@@ -58,15 +58,15 @@ def build_train_state(
     model = build_model(cfg, num_classes)
     if cfg.weights and not cfg.evaluate_only:
         refuse_nonfinite(model, f"weights={cfg.weights}")
+    head = models.head_parameters(model)
+    if cfg.optim.head_lr_ratio != 1 and not head:
+        raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear as classifier")
+    freeze(model, cfg.freeze, head)
     gflop_per_image = try_shapes(cfg, model)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    head = models.head_parameters(model)
-    if cfg.optim.head_lr_ratio != 1 and not head:
-        raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear as classifier")
-    freeze(model, cfg.freeze, head)
 
     model = cast_model(model.to(dist.device), settings.precision)
     batch_format = convert_layout(cfg, model, settings, dist)
@@ -156,29 +156,27 @@ def try_shapes(cfg: Config, model: nn.Module) -> dict[int, tuple[float, float]]:
     trained = () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes
     gflop_per_image = {}
     for size in {cfg.data.val_size or cfg.data.image_size, *trained}:
-        images = torch.empty(2 if is_users else cfg.batch_size, 3, size, size, device="meta")
+        shape = (2 if is_users else cfg.batch_size, 3, size, size)
         if size in trained:
             with suppress(Exception):  # of an operator that counts no FLOPs
-                gflop_per_image[size] = gflop_of_step(cfg, model, images)
+                gflop_per_image[size] = gflop_of_step(model, shape)
         if not (is_users or size in gflop_per_image):
             task = "train on" if size in trained else "evaluate"
             what = f"model={cfg.model} cannot {task} {cfg.batch_size} images of {size} px"
             advice = "change data.image_size, data.size_schedule or batch_size"
             with failure_explained(what, advice):
-                models.copy_model(model, "meta").train(size in trained)(images)
+                models.run_on_shapes(model, shape, training=size in trained)
     return gflop_per_image
 
 
-def gflop_of_step(cfg: Config, model: nn.Module, images: torch.Tensor) -> tuple[float, float]:
-    """Per image, of a forward pass and of a step; `images` are on the device "meta"."""
-    shapes = models.copy_model(model, "meta").train()
-    freeze(shapes, cfg.freeze, models.head_parameters(shapes))
-    targets = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+def gflop_of_step(model: nn.Module, shape: Sequence[int]) -> tuple[float, float]:
+    """Per image of a batch of `shape`, of a forward pass and of a step."""
+    targets = torch.zeros(shape[0], dtype=torch.int64, device="meta")
     with flop_counter() as counter:
-        output = shapes(images)
+        output = models.run_on_shapes(model, shape)
         forward = counter.get_total_flops()
         loss_of(output, targets).backward()
-    gflop = 1e-9 / len(images)
+    gflop = 1e-9 / shape[0]
     return gflop * forward, gflop * counter.get_total_flops()
 
 
