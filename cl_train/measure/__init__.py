@@ -2,6 +2,7 @@
 
 Read `timed_step.py` first: the step of training on a copy; then `paired.py`: two layouts,
 alternating blocks, a ratio with its interval; `auto.py` chooses by it. `parity.py` compares what
-they compute; `statistics.py` turns measurements into verdicts, without torch. May import models,
-memory_format, step, data, system and config.
+they compute; `audit.py` names the operators that lose channels_last; `statistics.py` turns
+measurements into verdicts, without torch. May import models, memory_format, step, data, system and
+config.
 """

@@ -1,6 +1,6 @@
-"""channels_last: the memory format of tensors, conversion of models, and the audit of operators
+"""channels_last: the memory format of tensors, conversion of models, and the record of operators
 that lose the format.
 
-Read `layout.py` first, then `convert.py`, `image_axes.py` and `audit.py`. May import step, data,
-system and config.
+Read `layout.py` first, then `convert.py`, `image_axes.py` and `layout_recorder.py`. May import
+step, data, system and config.
 """
