@@ -1,23 +1,32 @@
-"""What a run says: failures in one line, times, bars, its last lines."""
+"""What a run says: to the console and `train.log`; failures in one line, bars, its last lines; a
+profile.
+"""
 
 import errno
+import logging
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from tqdm import tqdm
 
 from cl_train.config.command_line import code_named
 from cl_train.config.schema import Config
 from cl_train.config.validation import train_program
 from cl_train.errors import Fault
+from cl_train.system.files import AppendFile
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.system.processes import BUSY_PCT
 from cl_train.system.run_folder import Window, after_warmup
 from cl_train.training.state import Plan
+
+log = logging.getLogger("cl_train")
 
 
 def describe_failure(error: BaseException | None) -> str | None:
@@ -130,3 +139,65 @@ def is_importable(code: str) -> bool:
     modules = (name.partition(":")[0] for name in code.strip("[]").split(","))
     known = [sys.modules[name] for name in modules if name in sys.modules]
     return all(module.__spec__ is not None for module in known)
+
+
+class RunLog(logging.Handler):
+    """Logs to the console and, from `open_file` on, to `train.log`; at last the run's error."""
+
+    def __enter__(self) -> Self:
+        self._console = logging.StreamHandler(sys.stdout)
+        self._file: AppendFile | None = None
+        self._before = log.propagate, threading.excepthook
+        log.propagate, threading.excepthook = False, self._on_thread_error
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+        return self
+
+    def open_file(self, folder: Path | None) -> None:
+        """None (other ranks than 0): no file, and only warnings on the console."""
+        self.setLevel(logging.WARNING if folder is None else logging.NOTSET)
+        self._file = None if folder is None else AppendFile(folder / "train.log")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(self._console.stream):  # above the progress bars
+            self._console.emit(record)
+        if self._file is not None:
+            line = logging.Formatter("%(asctime)s %(message)s").format(record)
+            self._file.append(f"{line}\n".encode(errors="surrogateescape"))
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        # Its next call raises the error again.
+        is_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
+        if not (is_tensorboard and isinstance(args.exc_value, OSError)):
+            self._before[1](args)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if (message := describe_failure(error)) is not None:
+            log.error("the run failed: %s", message)
+        if self._file is not None:
+            with suppress(OSError):  # the console has every line
+                self._file.flush()
+        log.propagate, threading.excepthook = self._before
+        log.removeHandler(self)
+
+
+@contextmanager
+def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`; what it gives is
+    called once per step.
+    """
+    trace = folder / "trace.json.gz"
+    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+
+    def write(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(trace))
+        operators = profiler.key_averages().table(sort_by=key, row_limit=40)
+        (folder / "operators.txt").write_text(operators, "utf-8")
+        log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
+
+    schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
+    tracing = partial(torch.profiler.profile, schedule=schedule, record_shapes=True)
+    with tracing(on_trace_ready=write) as profiler:
+        yield profiler.step
+    if not trace.is_file():
+        log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")

@@ -29,9 +29,8 @@ from cl_train.system.processes import StopRequest
 from cl_train.system.run_folder import RunResult
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
-from cl_train.training.console import closing_lines, duration, progress_bar
+from cl_train.training.console import RunLog, closing_lines, duration, profile, progress_bar
 from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model
-from cl_train.training.records import RunLog, profile
 from cl_train.training.report import write_report
 from cl_train.training.setup import set_up
 from cl_train.training.state import TrainingFault, score_of

@@ -1,25 +1,20 @@
-"""What a run leaves besides checkpoints: `metrics.jsonl`, `config.yaml`, `summary.json`,
-`train.log`, a profile. On a full disk records stay in memory until they can be written.
+"""The records of a run: `metrics.jsonl`, `config.yaml`, `summary.json`. On a full disk they stay in
+memory until they can be written.
 """
 
 import json
-import logging
 import math
 import resource
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import yaml
-from tqdm import tqdm
 
 from cl_train.config.schema import Config
 from cl_train.system.files import AppendFile, retry, write_json, write_text
@@ -35,11 +30,8 @@ from cl_train.system.run_folder import (
     speed,
     windows_of,
 )
-from cl_train.training.console import describe_failure
 from cl_train.training.state import Progress, score_of
 from cl_train.training.trackers import Trackers
-
-log = logging.getLogger("cl_train")
 
 
 class Records:
@@ -200,68 +192,3 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
     return peak / 2**20 if sys.platform != "darwin" else peak / 2**30
-
-
-# --- console, train.log ---------------------------------------------------------------------------
-
-
-class RunLog(logging.Handler):
-    """Logs to the console and, from `open_file` on, to `train.log`; at last the run's error."""
-
-    def __enter__(self) -> Self:
-        self._console = logging.StreamHandler(sys.stdout)
-        self._file: AppendFile | None = None
-        self._before = log.propagate, threading.excepthook
-        log.propagate, threading.excepthook = False, self._on_thread_error
-        log.setLevel(logging.INFO)
-        log.addHandler(self)
-        return self
-
-    def open_file(self, folder: Path | None) -> None:
-        """None (other ranks than 0): no file, and only warnings on the console."""
-        self.setLevel(logging.WARNING if folder is None else logging.NOTSET)
-        self._file = None if folder is None else AppendFile(folder / "train.log")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(self._console.stream):  # above the progress bars
-            self._console.emit(record)
-        if self._file is not None:
-            line = logging.Formatter("%(asctime)s %(message)s").format(record)
-            self._file.append(f"{line}\n".encode(errors="surrogateescape"))
-
-    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        # Its next call raises the error again.
-        is_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
-        if not (is_tensorboard and isinstance(args.exc_value, OSError)):
-            self._before[1](args)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if (message := describe_failure(error)) is not None:
-            log.error("the run failed: %s", message)
-        if self._file is not None:
-            with suppress(OSError):  # the console has every line
-                self._file.flush()
-        log.propagate, threading.excepthook = self._before
-        log.removeHandler(self)
-
-
-@contextmanager
-def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`; what it gives is
-    called once per step.
-    """
-    trace = folder / "trace.json.gz"
-    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-
-    def write(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(trace))
-        operators = profiler.key_averages().table(sort_by=key, row_limit=40)
-        (folder / "operators.txt").write_text(operators, "utf-8")
-        log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
-
-    schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
-    tracing = partial(torch.profiler.profile, schedule=schedule, record_shapes=True)
-    with tracing(on_trace_ready=write) as profiler:
-        yield profiler.step
-    if not trace.is_file():
-        log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")

@@ -22,7 +22,7 @@ from cl_train.system import checkpoints, files
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore
 from cl_train.system.files import AppendFile, write_json, write_text
 from cl_train.training import records
-from cl_train.training.records import RunLog
+from cl_train.training.console import RunLog
 from tests.conftest import Run, write_images
 
 Train = Callable[..., Run]
