@@ -8,7 +8,6 @@ import json
 import math
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,7 +27,6 @@ from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
 from tests.measure.conftest import unchanged
 
-Patch = pytest.MonkeyPatch
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.0}
 
@@ -46,7 +44,7 @@ def workload(precision: str = "fp32", **changes: Any) -> Workload:
     return replace(Workload(4, (3, 16, 16), step, CPU), **changes)
 
 
-def test_blocks_alternate_until_the_interval_is_narrow_or_time_is_over() -> None:
+def test_blocks_alternate_until_the_interval_is_narrow_or_time_is_over():
     blocks = Mock(**{"a.return_value": 0.02, "b.return_value": 0.01})
     done = alternate([blocks.a, blocks.b])
     assert [name for name, *_ in blocks.mock_calls] == ["a", "b", "b", "a"] * 8
@@ -62,7 +60,7 @@ def test_blocks_alternate_until_the_interval_is_narrow_or_time_is_over() -> None
 
 
 @pytest.mark.slow
-def test_equal_blocks_are_rarely_called_different() -> None:
+def test_equal_blocks_are_rarely_called_different():
     """Heavy-tailed noise; to stop as soon as the interval is narrow costs 1 % of false verdicts."""
     for noise in (0.01, 0.015):
         rng = np.random.default_rng(0)
@@ -71,7 +69,7 @@ def test_equal_blocks_are_rarely_called_different() -> None:
         assert sum(verdict_of(ratio) in ("faster", "slower") for ratio in ratios) <= 24
 
 
-def test_both_sides_have_the_same_weights_and_images_in_their_layout() -> None:
+def test_both_sides_have_the_same_weights_and_images_in_their_layout():
     plain, converted = (
         TimedStep(network(), layout, workload()) for layout in (CONTIGUOUS, CHANNELS_LAST)
     )
@@ -93,9 +91,7 @@ def test_both_sides_have_the_same_weights_and_images_in_their_layout() -> None:
         ("fp32", {"cuda_graph": True}),
     ],
 )
-def test_a_training_step_trains_and_an_inference_does_not(
-    precision: str, changes: dict[str, Any]
-) -> None:
+def test_a_training_step_trains_and_an_inference_does_not(precision, changes):
     for mode, trains in (("train", True), ("infer", False)):
         timed = TimedStep(network(), CHANNELS_LAST, workload(precision, mode=mode, **changes))
         before = copy.deepcopy(timed.model.state_dict())
@@ -107,7 +103,7 @@ def test_a_training_step_trains_and_an_inference_does_not(
         assert timed.parts is None or timed.parts.scaler.is_enabled() is (precision == "fp16")
 
 
-def test_no_eager_work_follows_a_recording(monkeypatch: Patch) -> None:
+def test_no_eager_work_follows_a_recording(monkeypatch):
     """The memory of a graph cannot serve eager steps, so a GPU would have to hold both."""
     recorded: list[object] = []
 
@@ -129,7 +125,7 @@ def test_no_eager_work_follows_a_recording(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     ("precision", "mode"), [("bf16", "infer"), ("fp16", "train"), ("fp16_o2", "train")]
 )
-def test_the_model_and_the_generators_stay_as_they_are(precision: str, mode: str) -> None:
+def test_the_model_and_the_generators_stay_as_they_are(precision, mode):
     model = network()
     with unchanged(model):
         done = benchmark_layouts(model, workload(precision, mode=mode), **QUICK)
@@ -147,7 +143,7 @@ class Disturbed:
         return 0.5 * (self.calls // 2 // self.every)
 
 
-def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch: Patch) -> None:
+def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):
     """One step in five takes half a second longer; on one thread that time is subtracted."""
     timed = TimedStep(network(), CONTIGUOUS, workload())
     monkeypatch.setattr(Disturbed, "every", 5)
@@ -165,7 +161,7 @@ def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch: Patch) -
     assert timed.block(5, None) == (0.01, 1.0), "nothing is known"
 
 
-def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch: Patch) -> None:
+def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch):
     """In the second of each four rounds a block of channels_last is disturbed, and ten times as
     slow.
     """
@@ -195,13 +191,11 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
         ([0.01, 0.0], True, [0, 1]),
     ],
 )
-def test_small_disturbances_leave_half_of_the_rounds_at_least(
-    taken_shares: list[float], is_busy: bool, kept: list[int]
-) -> None:
+def test_small_disturbances_leave_half_of_the_rounds_at_least(taken_shares, is_busy, kept):
     assert paired.rounds_that_count(taken_shares, is_busy=is_busy) == kept
 
 
-def test_a_comparison_prints_and_becomes_json(monkeypatch: Patch) -> None:
+def test_a_comparison_prints_and_becomes_json(monkeypatch):
     monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(paired, "TakenTime", Disturbed)
@@ -224,15 +218,13 @@ def test_a_comparison_prints_and_becomes_json(monkeypatch: Patch) -> None:
         ({"precision": "fp61"}, "precision=fp61; use .*did you mean fp16"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(
-    arguments: dict[str, Any], problem: str
-) -> None:
+def test_what_cannot_be_measured_is_refused_in_one_line(arguments, problem):
     with pytest.raises(ConfigError, match=problem) as error:
         compare_layouts(**{"model": network(), "batch_size": 4, **arguments})
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_both_layouts_are_compiled_with_their_own_strides(monkeypatch: Patch) -> None:
+def test_both_layouts_are_compiled_with_their_own_strides(monkeypatch):
     """Symbolic ones, which the second layout gets from torch by default, make slower code."""
     strides: list[tuple[Any, ...]] = []
 
@@ -271,7 +263,7 @@ def measured(ratio: float, half: float) -> paired.Comparison:
 
 
 @pytest.fixture
-def benchmark(monkeypatch: Patch) -> Mock:
+def benchmark(monkeypatch):
     """Replaces the measurement."""
     replaced = Mock(return_value=measured(1.5, 0.01))
     monkeypatch.setattr(auto, "benchmark_layouts", replaced)
@@ -289,9 +281,7 @@ def benchmark(monkeypatch: Patch) -> Mock:
         (1.1, 0.6, "contiguous"),
     ],
 )
-def test_the_faster_one_beyond_noise_is_chosen_and_remembered(
-    benchmark: Mock, ratio: float, half: float, name: str
-) -> None:
+def test_the_faster_one_beyond_noise_is_chosen_and_remembered(benchmark, ratio, half, name):
     benchmark.return_value, is_cached = measured(ratio, half), half < 0.6
     first, second = choose(network()), choose(network())
     values = json.loads(json.dumps(first.to_dict()))
@@ -314,9 +304,7 @@ def test_the_faster_one_beyond_noise_is_chosen_and_remembered(
         {"optimizer": "adamw"},
     ],
 )
-def test_what_could_change_the_answer_is_measured_anew(
-    benchmark: Mock, change: dict[str, Any]
-) -> None:
+def test_what_could_change_the_answer_is_measured_anew(benchmark, change):
     choose(network())
     assert not choose(network(), **change).cached
     assert benchmark.call_args.args[1].settings.cuda_graph is ("cuda_graph" in change)
@@ -325,9 +313,7 @@ def test_what_could_change_the_answer_is_measured_anew(
     assert choose(network()).cached
 
 
-def test_a_cache_that_is_damaged_or_cannot_be_written(
-    benchmark: Mock, tmp_path: Path, monkeypatch: Patch, caplog: Any
-) -> None:
+def test_a_cache_that_is_damaged_or_cannot_be_written(benchmark, tmp_path, monkeypatch, caplog):
     choose(network())
     [path] = (tmp_path / "cache" / "cl_train").iterdir()
     for damaged in ('{"memory_format": ', "[]", '{"memory_format": "channels_last"}'):
@@ -339,7 +325,7 @@ def test_a_cache_that_is_damaged_or_cannot_be_written(
     assert "not cached" in caplog.text
 
 
-def test_what_cannot_be_measured_means_contiguous_and_is_said(benchmark: Mock) -> None:
+def test_what_cannot_be_measured_means_contiguous_and_is_said(benchmark):
     benchmark.side_effect = ConfigError("a batch of 1 does not fit into the memory of cpu")
     choice = choose(network())
     assert not choice.channels_last and "does not fit" in choice.reason

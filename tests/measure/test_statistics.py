@@ -4,7 +4,6 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +63,7 @@ def verdicts(
     }
 
 
-def test_a_difference_of_five_percent_is_found_with_three_repeats_and_none_where_none_is() -> None:
+def test_a_difference_of_five_percent_is_found_with_three_repeats_and_none_where_none_is():
     """8 % is three standard errors above the 5 % of a 95 % interval; the whole table is below."""
     assert verdicts(3, 0.01, 1.05, 300)["faster"] >= 80
     assert verdicts(3, 0.01, 0.95, 300)["slower"] >= 80
@@ -75,7 +74,7 @@ def test_a_difference_of_five_percent_is_found_with_three_repeats_and_none_where
 
 @pytest.mark.slow
 @pytest.mark.parametrize("conditions", [{}, {"noise": 0.05, "windows": 10}, {"drift": 0.001}])
-def test_the_error_rates_in_docs_comparison(conditions: dict[str, Any]) -> None:
+def test_the_error_rates_in_docs_comparison(conditions):
     rates = {
         (n, spread): verdicts(n, spread, 1.0, 2000, **conditions)
         for spread in SPREADS
@@ -84,7 +83,7 @@ def test_the_error_rates_in_docs_comparison(conditions: dict[str, Any]) -> None:
     assert max(found["faster"] + found["slower"] for found in rates.values()) <= 6, rates
 
 
-def test_the_interval_of_rounds_is_the_t_interval() -> None:
+def test_the_interval_of_rounds_is_the_t_interval():
     blocks = [math.exp(-log) for log in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)]
     _, interval = Alternation([[1.0] * 8, blocks], 1.0, "").speed_ratios()
     half = 3.182446 * math.sqrt(1 / 60) / 2  # stdev of the four is sqrt(1/60)
@@ -108,7 +107,7 @@ def test_the_interval_of_rounds_is_the_t_interval() -> None:
         (1.001, 1.005, 1.009, "no_difference"),  # beyond noise, but too small to matter
     ],
 )
-def test_verdicts(low: float, ratio: float, high: float, verdict: str) -> None:
+def test_verdicts(low, ratio, high, verdict):
     assert verdict_of(Interval(ratio, low, high, 3)) == verdict
 
 
@@ -122,14 +121,12 @@ def test_verdicts(low: float, ratio: float, high: float, verdict: str) -> None:
         ([100], [103], 14),
     ],
 )
-def test_the_repeats_that_decide_are_even(
-    baseline: list[float], candidate: list[float], repeats: int | None
-) -> None:
+def test_the_repeats_that_decide_are_even(baseline, candidate, repeats):
     sides = [[[float(speed)] * 8 for speed in side] for side in (baseline, candidate)]
     assert repeats_to_decide(sides[0], sides[1]) == repeats
 
 
-def test_quantiles_of_t_agree_with_tables() -> None:
+def test_quantiles_of_t_agree_with_tables():
     """Of 2.5, 0.5 and 0.05 % on a side; Fisher and Yates 1963."""
     tables = {1: (12.706, 63.657, 636.62), 2: (4.303, 9.925, 31.599), 4: (2.776, 4.604, 8.610)}
     tables |= {10: (2.228, 3.169, 4.587), 30: (2.042, 2.750, 3.646), 120: (1.980, 2.617, 3.373)}
@@ -171,7 +168,7 @@ EQUAL, UNEQUAL = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08), ((0.01, 0.05), (0.005, 0
     "spreads",
     [*((spread, spread) for spread in EQUAL), *UNEQUAL, *(pair[::-1] for pair in UNEQUAL)],
 )
-def test_sequential_looks_err_in_five_percent_at_most(spreads: tuple[float, float]) -> None:
+def test_sequential_looks_err_in_five_percent_at_most(spreads):
     """The table in docs/comparison.md."""
     equal, repeats = sequential_verdicts(spreads, 1.0)
     small, repeats_of_small = sequential_verdicts(spreads, 1.05)
@@ -204,9 +201,7 @@ def test_sequential_looks_err_in_five_percent_at_most(spreads: tuple[float, floa
         ([100.0], [120.0], 1.2, 1.96 * 0.05 * math.sqrt(2)),  # one run per side: processes differ
     ],
 )
-def test_the_interval_of_runs_is_the_t_interval(
-    baseline: Any, candidate: Any, ratio: float, half: float
-) -> None:
+def test_the_interval_of_runs_is_the_t_interval(baseline, candidate, ratio, half):
     interval = interval_of_runs(
         *([[speed] * 8 for speed in side] for side in (baseline, candidate))
     )
@@ -214,7 +209,7 @@ def test_the_interval_of_runs_is_the_t_interval(
     assert math.log(interval.high / interval.low) / 2 == pytest.approx(half, abs=1e-4)
 
 
-def test_one_uneven_run_per_side_widens_the_interval() -> None:
+def test_one_uneven_run_per_side_widens_the_interval():
     uneven = [[100.0] * 10 + [103.0] * 10 + [106.0] * 10 + [109.0] * 10]
     assert (
         interval_of_runs(uneven, uneven).width
@@ -233,8 +228,8 @@ def test_one_uneven_run_per_side_widens_the_interval() -> None:
     ],
 )
 def test_a_benchmark_that_ends_with_its_verdict_errs_in_five_percent(
-    spread: float, ratio: float, right: str, at_most_wrong: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    spread, ratio, right, at_most_wrong, monkeypatch
+):
     """Simulated: at most 256 rounds, each of one second, and a last look at what is undecided."""
     rng, clock = np.random.default_rng(0), itertools.count()
     monkeypatch.setattr(statistics.time, "perf_counter", lambda: float(next(clock)))
@@ -252,7 +247,7 @@ def test_a_benchmark_that_ends_with_its_verdict_errs_in_five_percent(
     assert not right or found[right] >= 190, found
 
 
-def test_the_time_that_decides_follows_from_the_interval() -> None:
+def test_the_time_that_decides_follows_from_the_interval():
     assert seconds_to_decide(Interval(1.06, 1.06 / 1.10, 1.06 * 1.10, 8), 10.0) == pytest.approx(
         10 * (math.log(1.10) / (math.log(1.06) - 0.01)) ** 2
     )
