@@ -52,8 +52,8 @@ class SavedModel:
     def names_of_other_shape(self, model: nn.Module) -> list[str]:
         """The tensors that `model` has in another shape."""
         own = model.state_dict()
-        both = [(name, value) for name, value in self.tensors.items() if name in own]
-        return [name for name, value in both if own[name].shape != value.shape]
+        tensors = self.tensors.items()
+        return [name for name, value in tensors if own.get(name, value).shape != value.shape]
 
     def with_card(self, **known: Any) -> "SavedModel":
         return replace(self, card=replace(self.card, **known))
@@ -65,8 +65,9 @@ def weights_path(weights: str | Path) -> Path | None:
     """
     path = Path(weights).expanduser()
     if not path.is_dir():
-        is_file_name = path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-        return path if is_file_name or path.is_file() else None
+        is_path = path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+        is_path |= path.is_file() or "/" in str(weights).removeprefix("timm/")
+        return path if is_path else None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     checkpoints = [*sorted(folder.glob("step-*.pt")), *folder.glob("best.pt")]
     if not checkpoints:
@@ -80,7 +81,7 @@ def _kind_of(path: Path) -> Kind:
     Raises ConfigError: no file, or ONNX.
     """
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file or folder")
     if path.suffix == ".onnx":
         advice = "give the run, or a .pth or .safetensors file"
         raise ConfigError(f"{path}: an ONNX file runs with onnxruntime; {advice}")

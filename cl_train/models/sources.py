@@ -66,7 +66,7 @@ def check_model(name: str, weights: str | None = None) -> None:
         raise ConfigError(f"model={name}: torchvision has no such model{near} ({others})")
     if path := weights and weights_path(weights):
         if not path.is_file():
-            raise ConfigError(f"weights={weights}: no such file")
+            raise ConfigError(f"weights={weights}: no such file or folder")
     elif weights and ":" in name:
         raise ConfigError(f"weights={weights}: your own model has no named weights; give a file")
     elif weights and not name.startswith("timm/"):
@@ -217,8 +217,7 @@ def replace_classifier(model: nn.Module, num_classes: int) -> None:
         if len(layer.weight) == num_classes:
             continue
         if isinstance(layer, nn.Linear):
-            has_bias = layer.bias is not None
-            new: nn.Module = nn.Linear(layer.in_features, num_classes, bias=has_bias)
+            new: nn.Module = nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None)
         else:
             new = nn.Conv2d(layer.in_channels, num_classes, kernel_size=1)
         model.set_submodule(path, new)
@@ -261,7 +260,7 @@ def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) ->
 def load_weights(
     model: nn.Module, weights: SavedModel, what: str, without: Collection[str] = frozenset()
 ) -> None:
-    """Copies the weights of a file, except the names in `without`, into `model`.
+    """Copy the weights of a file, except the names in `without`, into `model`.
 
     Raises ConfigError: "`what`: reason", other shapes, missing or unexpected names.
     """

@@ -271,15 +271,19 @@ def load_for_resume(
 ) -> tuple[Path, dict[str, Any], list[str]] | None:
     """The checkpoint that `resume=` names, as `newest` returns it; for `auto` that of the store.
 
-    Raises ConfigError: it does not exist. CheckpointError: as `load` or `newest`.
+    Raises ConfigError: there is none, or it cannot be used. CheckpointError: as `newest`.
     """
     if resume == "auto":
         return store.newest()
     path = resume_path(resume)
-    if path.is_file():
-        return path, load(path), []
-    folder = path / "checkpoints"
-    newest = CheckpointStore(folder if folder.is_dir() else path).newest()
+    try:
+        if path.is_file():
+            return path, load(path), []
+        folder = path / "checkpoints"
+        newest = CheckpointStore(folder if folder.is_dir() else path).newest()
+    except CheckpointError as error:  # the user named another file, as with weights=
+        raise ConfigError(str(error)) from error
     if newest is None:
-        raise ConfigError(f"resume={resume}: the folder has no checkpoint (checkpoints/step-*.pt)")
+        what = "no checkpoint in it (checkpoints/best.pt or step-*.pt)"
+        raise ConfigError(f"resume={resume}: {what}")
     return newest

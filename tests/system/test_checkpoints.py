@@ -213,7 +213,9 @@ def test_resume_targets(tmp_path: Path) -> None:
         found = load_for_resume(str(tmp_path / target), elsewhere)
         assert found is not None and found[0].name == "step-00000004.pt"
     (tmp_path / "empty").mkdir()
-    for name, problem in {"nope": "no such file", "empty": "has no checkpoint"}.items():
+    (tmp_path / "damaged.pt").write_text("no checkpoint")
+    problems = {"nope": "no such file", "empty": "no checkpoint", "damaged.pt": "damaged"}
+    for name, problem in problems.items():
         with pytest.raises(ConfigError, match=problem):
             load_for_resume(str(tmp_path / name), elsewhere)
 
