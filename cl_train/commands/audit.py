@@ -22,6 +22,7 @@ from typing import Any
 from cl_train.commands import optional_file, print_result
 from cl_train.config import schema
 from cl_train.config.schema import JsonResult, ModelInput, setting
+from cl_train.config.validation import optional_module
 from cl_train.errors import ConfigError
 
 
@@ -80,6 +81,8 @@ def _model(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     from cl_train.measure.charts import write_times_chart
     from cl_train.measure.times_repro import reproduction
 
+    if settings.chart:
+        optional_module("matplotlib", f"chart={settings.chart}")
     overwrite = settings.overwrite
     with (
         optional_file(settings.repro, "repro", overwrite=overwrite) as program,
@@ -94,8 +97,8 @@ def _model(settings: AuditSettings) -> tuple[dict[str, Any], str]:
             result["alone"] = (ran.stdout or ran.stderr).splitlines()
             text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])
         title = f"{report.model}, {report.precision} on {report.device}"
-        if chart and not write_times_chart(report.times, title, chart):
-            raise ConfigError("chart= needs matplotlib: pip install cl-train[plot]")
+        if chart:
+            write_times_chart(report.times, title, chart)
     lost = report.totals["lost"]
     exceeded = settings.max_lost is not None and lost > settings.max_lost
     if exceeded:

@@ -191,7 +191,7 @@ def _value_of(text: str) -> Any:
 
 def names_code(value: Any) -> bool:
     """Whether a setting's value, or an item of it, is package.module:function."""
-    return any(":" in str(item) for item in (value if isinstance(value, list) else [value]))
+    return ":" in str(value)
 
 
 def train_program() -> str:
@@ -212,8 +212,11 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # of the user's code
-        what = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        problem = f"cannot import '{module_name}' from {Path.cwd()} or PYTHONPATH ({what})"
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            is_itself = f"{module_name}.".startswith(f"{error.name}.")
+            what = "no such module" if is_itself else f"{error.name}, which it needs, is missing"
+        problem = f"cannot import '{module_name}' from {Path.cwd()} or PYTHONPATH: {what}"
         raise ConfigError(f"{setting}={name}: {problem}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

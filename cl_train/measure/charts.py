@@ -95,13 +95,11 @@ def _figure(width: float, height: float, title: str) -> Any:
     return figure
 
 
-def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
+def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
     """The step in both layouts, stacked by kind of operator, and the ten largest differences of
     modules.
     """
     figure = _figure(10, 4.6, f"{title}\n{times.summary()[1]}")
-    if figure is None:
-        return False
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
     kinds = times.rows(lambda call: call.kind)
     kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
@@ -127,4 +125,3 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> bool:
     for axes in (stacked, differences):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
-    return True
