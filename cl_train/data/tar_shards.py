@@ -33,6 +33,7 @@ from cl_train.data.images import (
     save_index,
 )
 from cl_train.errors import ConfigError
+from cl_train.system.files import naming
 from cl_train.system.processes import map_in_processes
 
 MANIFEST = "shards.json"
@@ -153,7 +154,7 @@ def index_shard(path: str) -> list[_Image]:
     """
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
-    with open_tar(Path(path), path) as archive:
+    with naming(path), open_tar(Path(path), path) as archive:
         for member in regular_files(archive, path):
             name = member.name.removeprefix("./")
             folder, _, base = name.rpartition("/")
@@ -200,7 +201,7 @@ def _split(contents: dict[str, list[_Image]]) -> ShardSplit:
 
 
 def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, ...]:
-    """Returns the classes.
+    """The classes.
 
     Raises ConfigError: shards of these splits have other numbers of images than it lists.
     """
@@ -214,12 +215,11 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, 
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
-    differing = [
+    if differing := [
         f"{name} has {counts.get(name, 'missing')} of {expected.get(name, 0)} images"
         for name in sorted(counts | expected)
         if counts.get(name) != expected.get(name)
-    ]
-    if differing:
+    ]:
         raise ConfigError(f"{path} lists other numbers of images: {listed(differing)}")
     return classes
 
@@ -242,8 +242,7 @@ def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
     except ConfigError:
         raise
     except (tarfile.TarError, ValueError, OverflowError, MemoryError) as error:
-        problem = f"damaged or truncated, or not a tar archive ({error})"
-        raise ConfigError(f"{what}: {problem}") from error
+        raise ConfigError(f"{what}: damaged or truncated, or no tar archive ({error})") from error
 
 
 def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:

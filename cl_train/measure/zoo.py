@@ -172,7 +172,6 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
     Raises ConfigError: one with other settings, or no table.
     """
     options = {name: getattr(settings, name) for name in _EQUAL}
-    path.parent.mkdir(parents=True, exist_ok=True)
     table = {"schema_version": 2, "options": options, "environment": environment, "rows": []}
     if not path.exists():
         return table
@@ -190,8 +189,8 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
 
 def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
     """Add a row, or replace that of the same model, and write .json and .md."""
-    others = [known for known in table["rows"] if known["model"] != row["model"]]
-    table["rows"] = sorted([*others, row], key=lambda known: known["model"])
+    rows = {entry["model"]: entry for entry in [*table["rows"], row]}
+    table["rows"] = [rows[name] for name in sorted(rows)]
     environment, precision = table["environment"], table["options"]["precision"]
     title = f"torch {environment['torch']}, {environment['device_name']}, {precision}"
     text = (

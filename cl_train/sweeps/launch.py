@@ -24,7 +24,7 @@ from cl_train.sweeps.job import JOB_NAME, LOG_NAME, completed_run, problem_of, s
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import compare_folders, read_report
 from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
-from cl_train.system.files import lock_file, write_json
+from cl_train.system.files import lock_file, new_folder, write_json
 from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad, StopRequest, read_launch
 
 GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
@@ -54,8 +54,8 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
         names = ", ".join(f"GPU {','.join(slot.gpus)}" for slot in slots)
         print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {names}")
 
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    with lock_file(sweep.folder / ".sweep.lock"), StopRequest() as request:
+    lock, setting = sweep.folder / ".sweep.lock", f"hydra.sweep.dir={sweep.folder}"
+    with new_folder(sweep.folder, setting, lock), lock_file(lock), StopRequest() as request:
         sweep.save()
         where = f"{sweep.folder}/<job>/{LOG_NAME}"
         print(f"sweep of {len(sweep.jobs)} jobs, {len(jobs)} to run, in {where}", flush=True)

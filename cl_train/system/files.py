@@ -40,13 +40,19 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An OSError of the block names `path`, as that of a failed read or write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` by `text`, in UTF-8 or the bytes of file names."""
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
-    except OSError as error:  # that of a failed write does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
@@ -109,7 +115,7 @@ def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Pa
     if path.exists() and not overwrite:
         raise ConfigError(f"{key}={path} exists: choose another name, or write overwrite=true")
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    with _new_folder(path.parent, f"{key}={path}", temporary), replacing(path, temporary):
+    with new_folder(path.parent, f"{key}={path}", temporary), replacing(path, temporary):
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)  # safetensors creates the file anew, for its owner alone
@@ -124,7 +130,7 @@ def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> I
     or has files of others without `overwrite`.
     """
     probe = path / f".tmp-{os.getpid()}"
-    with _new_folder(path, f"out={path}", probe, removable=markers):
+    with new_folder(path, f"out={path}", probe, removable=markers):
         probe.unlink()
         names = set(os.listdir(path))
         if names and names.isdisjoint(markers) and not overwrite:
@@ -134,7 +140,7 @@ def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> I
 
 
 @contextmanager
-def _new_folder(
+def new_folder(
     folder: Path, setting: str, first: Path, *, removable: Collection[str] = ()
 ) -> Iterator[None]:
     """Create `folder` and its file `first`; after a ConfigError, remove a new folder that holds
@@ -178,7 +184,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     elsewhere = "choose another hydra.run.dir=FOLDER"
     removable = (lock.name, checkpoints.name, "train.log")
     with (
-        _new_folder(folder, f"hydra.run.dir={folder}", lock, removable=removable),
+        new_folder(folder, f"hydra.run.dir={folder}", lock, removable=removable),
         ExitStack() as stack,
     ):
         try:
@@ -238,10 +244,8 @@ class AppendFile:
     def flush(self) -> None:
         """Write the pending records. Raises OSError; they remain pending."""
         if self._waiting:
-            try:
+            with naming(self.path):
                 self._write(b"".join(self._waiting))
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self.path)) from error
             self._waiting.clear()
 
     def _write(self, data: bytes) -> None:

@@ -1,6 +1,8 @@
 """Tar shards: order, labels, index, patterns, damage."""
 
 import os
+from errno import EIO
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -62,6 +64,9 @@ def test_the_index_is_kept_until_a_shard_changes(tmp_path, monkeypatch):
     for cache in (tmp_path / "cache").rglob("*.npz"):
         cache.write_bytes(cache.read_bytes()[:-30])
     assert len(read_shards(root, workers=1).train) == 17
+    monkeypatch.setattr(tar_shards, "read_member", Mock(side_effect=OSError(EIO, "I/O error")))
+    with pytest.raises(OSError, match=r"im-train-0001\.tar"):
+        tar_shards.index_shard(str(root / "im-train-0001.tar"))
 
 
 def relabelled(name_of, label_of):
