@@ -1,6 +1,7 @@
 """What `cl-train benchmark` measures: every combination of its settings, in one process."""
 
 import itertools
+import shlex
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from cl_train.system.distributed import choose_device
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import write_json
 from cl_train.system.machine import measured
+from cl_train.system.processes import with_threads
 
 LONGEST_ADVISED_S = 3600.0
 SECONDS_EACH = 60.0  # of the rounds of a combination, without a time_limit_s for all
@@ -33,6 +35,7 @@ NAMES = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
 class Combination:
     """A model and how it is measured, and what is known of it so far."""
 
+    settings: BenchmarkSettings
     described: dict[str, Any]
     workload: Workload
     comparison: Comparison | None = None
@@ -45,25 +48,21 @@ class Combination:
         speeds = self.comparison.speeds if self.comparison else ()
         return any(speed.verdict == "inconclusive" for speed in speeds)
 
-    def visit(
-        self, settings: BenchmarkSettings, time_limit_s: float, *, until_decided: bool
-    ) -> None:
+    def visit(self, time_limit_s: float, *, until_decided: bool) -> None:
         """Measure it, or go on with it. A model may raise any exception, which must not lose the
         results of the others.
         """
         started_at = time.perf_counter()
         try:
-            self.comparison = self._compared(settings, time_limit_s, until_decided)
+            self.comparison = self._compared(time_limit_s, until_decided)
             self.set_up_s = time.perf_counter() - started_at - self.comparison.seconds
         except Exception as error:
             self.error = explain_failure(error)
 
-    def _compared(
-        self, settings: BenchmarkSettings, time_limit_s: float, until_decided: bool
-    ) -> Comparison:
+    def _compared(self, time_limit_s: float, until_decided: bool) -> Comparison:
         """Parity, then speed. Layouts that compute different results are not comparable."""
         torch.manual_seed(0)
-        workload, name = self.workload, self.described["model"]
+        settings, workload, name = self.settings, self.workload, self.described["model"]
         size = workload.input_shape[-1]
         model = models.build_model(name, num_classes=1000, image_size=size)
         layouts = [LAYOUTS[layout] for layout in settings.layouts]
@@ -116,9 +115,13 @@ class Combination:
         seconds = max(seconds_to_decide(speed.ratio, done.seconds) for speed in done.speeds[1:])
         if not self.is_undecided or seconds > LONGEST_ADVISED_S:
             return None
-        words = [f"{name}={show(self.described[name])}" for name in NAMES if self.described[name]]
-        words += [f"data.image_size={self.described['image_size']}", f"time_limit_s={seconds:.0f}"]
-        return f"cl-train benchmark {' '.join(words)}"
+        values = {name: value for name, value in self.described.items() if value}
+        values |= {"data.image_size": values.pop("image_size"), "time_limit_s": round(seconds)}
+        for name in ("layouts", "optimizer", "device"):
+            if getattr(self.settings, name) != getattr(BenchmarkSettings(), name):
+                values[name] = getattr(self.settings, name)
+        words = [f"{name}={show(value).strip('[]')}" for name, value in values.items()]
+        return with_threads(f"cl-train benchmark {shlex.join(words)}")
 
 
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
@@ -133,8 +136,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     def report(one: Combination) -> None:
         described = ", ".join(f"{key} {value}" for key, value in one.described.items())
         print(f"{described}\n{one.to_dict()['text']}", flush=True)
-        measured_ones = (c for c in combinations if c.comparison or c.error)
-        document["results"] = [known.to_dict() for known in measured_ones]
+        document["results"] = [c.to_dict() for c in combinations if c.comparison or c.error]
         if settings.out:
             write_json(Path(settings.out), document)
 
@@ -146,7 +148,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
             share_s = SECONDS_EACH
             if settings.time_limit_s is not None:
                 share_s = max(0.0, (ends_at - time.perf_counter()) / (len(left) - place))
-            one.visit(settings, share_s, until_decided=shares_time)
+            one.visit(share_s, until_decided=shares_time)
             report(one)
 
         undecided = [one for one in left if shares_time and one.is_undecided]
@@ -185,5 +187,5 @@ def combinations_of(settings: BenchmarkSettings) -> list[Combination]:
             cuda_graph=described["cuda_graph"],
         )
         workload = Workload(described["batch_size"], shape, step, device, described["mode"])
-        combinations.append(Combination(described, workload))
+        combinations.append(Combination(settings, described, workload))
     return combinations

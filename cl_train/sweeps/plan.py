@@ -2,7 +2,6 @@
 this plan; how a job ended stands in its own folder, see `completed_run`.
 """
 
-import os
 import re
 import shlex
 from collections import Counter
@@ -34,6 +33,7 @@ from cl_train.config.validation import from_mapping, train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.statistics import MIN_WINDOWS
 from cl_train.system.files import read_json, safe_name, write_json
+from cl_train.system.processes import with_threads
 
 _OF_JOBS = ("nproc", "environment")  # settings of multirun in which its jobs may differ
 
@@ -111,9 +111,7 @@ class Sweep:
                 named.setdefault("environment", {})[quoted(job.environment)] = None
         code = [f"{key}={','.join(values)}" for key, values in named.items()]
         words = (f"resume_sweep={self.folder}", *words, *code)
-        threads = os.environ.get("OMP_NUM_THREADS")  # another number makes runs not comparable
-        variable = f"OMP_NUM_THREADS={threads} " if threads else ""
-        return f"{variable}{train_program()} -m {shlex.join(words)}"
+        return with_threads(f"{train_program()} -m {shlex.join(words)}")
 
     def groups(self, jobs: Sequence[Job] | None = None) -> list[list[Job]]:
         """The jobs, or some of them, by group."""

@@ -18,6 +18,7 @@ from cl_train.sweeps.job import completed_run
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
 from cl_train.system.files import write_json, write_text
+from cl_train.system.processes import with_threads
 from cl_train.system.run_folder import Run, read_run
 from cl_train.system.tables import markdown_table, write_csv
 
@@ -126,7 +127,7 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
         compared = "" if by == "channels_last" else f" compare_by={by}"
         config = shlex.quote(f"config={pair.runs[0].folder}")
         words = f"{config} {by}={','.join(values)}{compared} repeats={count}"
-        command = f"{train_program()} -m {words}"
+        command = with_threads(f"{train_program()} -m {words}")
     return f"{_duration(pair.runs, more)} for about {count} repeats: {command}"
 
 

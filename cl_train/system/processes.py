@@ -135,6 +135,12 @@ def usable_cores() -> list[int]:
     return sorted(cores, key=_position_of_core)
 
 
+def with_threads(command: str) -> str:
+    """`command` with OMP_NUM_THREADS, if it is set: another number makes runs not comparable."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"OMP_NUM_THREADS={threads} {command}" if threads else command
+
+
 # --- children -------------------------------------------------------------------------------------
 
 

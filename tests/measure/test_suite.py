@@ -110,7 +110,7 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch: Patch, capsys:
     assert visits == [(True, 60), (True, 100), (True, 80), (True, 60)]
     assert len(document["results"][1]["speeds"][0]["block_ms"]) == 2 * (8 + 8 + 32)
     assert text.endswith("2 of 2 are decided")
-    command = "to decide it, cl-train benchmark model=tests.networks:dropout"
+    command = "to decide it, OMP_NUM_THREADS=1 cl-train benchmark model=tests.networks:dropout"
     assert command in capsys.readouterr().out
 
 
@@ -240,6 +240,8 @@ def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match="no table of these settings"):
             open_table(path, replace(with_speed, **change), ENVIRONMENT)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        main(["device=cpu", f"out={path}/new"])
 
 
 @pytest.mark.slow
