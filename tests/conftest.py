@@ -68,7 +68,7 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(tmp_path_factory) -> Path:
     """3 classes, 32 training and 7 validation images each."""
     folder = tmp_path_factory.mktemp("images")
     write_images(folder, {"train": 32, "val": 7})
@@ -76,7 +76,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache_home(tmp_path_factory) -> Path:
     """XDG_CACHE_HOME in which the sample data is generated once: the processes of pytest-xdist
     share it.
     """
@@ -85,7 +85,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny(image_folder: Path) -> Callable[..., Config]:
+def tiny(image_folder) -> Callable[..., Config]:
     """The real configuration, shrunk: a small network on small images, two epochs of three
     steps.
     """
@@ -98,7 +98,7 @@ def tiny(image_folder: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def train(tiny: Callable[..., Config], tmp_path: Path) -> Callable[..., "Run"]:
+def train(tiny, tmp_path) -> Callable[..., "Run"]:
     """Run the real loop with overrides, in this process; gives its folder's records."""
     from cl_train.training.loop import train as loop_train
 
@@ -136,7 +136,7 @@ class Run:
 
 
 @pytest.fixture
-def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quick_auto(monkeypatch, tmp_path) -> None:
     """`channels_last=auto` measures two rounds, and knows no earlier choice."""
     from cl_train.measure import auto
 
@@ -148,7 +148,7 @@ def quick_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_inductor(monkeypatch) -> None:
     """`torch.compile` traces and differentiates as always, and runs the graphs without compiling
     C++ for a minute.
     """

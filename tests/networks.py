@@ -85,7 +85,7 @@ def uncopyable(num_classes: int) -> nn.Module:
     deep-copied.
     """
     model = small(num_classes)
-    model.result = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
+    model.result = torch.ones(1, requires_grad=True) * 2
     return model
 
 

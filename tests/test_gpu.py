@@ -2,10 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cl_train.cli import main as cli
-from cl_train.config.schema import FUSED_OPTIMIZERS, Config
+from cl_train.config.schema import FUSED_OPTIMIZERS
 from cl_train.config.validation import load
 from cl_train.data import device as transfer
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch
@@ -27,7 +24,6 @@ from cl_train.system.distributed import Dist
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state, step_settings
 from cl_train.training.evaluation import outputs
-from cl_train.training.state import TrainState
 from tests.conftest import Run
 from tests.data.image_folders import data_of
 from tests.networks import small
@@ -46,7 +42,7 @@ RUN = ("device=cuda", "precision=fp16", "channels_last=true", "optim.lr=0.1")
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def deterministic(monkeypatch):
     """Paths are compared bit by bit."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -56,29 +52,29 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def settings(**words: object) -> Config:
+def settings(**words):
     data = {"name": "synthetic", "image_size": 64, "synthetic_images": 512}
     fixed = {"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data}
     return load({**fixed, **words})
 
 
-def put_together(cfg: Config) -> TrainState:
+def put_together(cfg):
     torch.manual_seed(0)
     precision = resolve_precision(cfg.precision, SINGLE.device)
-    for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):  # type: ignore[attr-defined]
+    for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
         part.fp32_precision = "tf32" if precision.tf32 else "ieee"
     settings = step_settings(cfg, precision, SINGLE, soft=False)
     return build_train_state(cfg, settings, 10, SINGLE, lr=0.0625)
 
 
-def batch_of(state: TrainState, seed: int, images: int = 16) -> Batch:
+def batch_of(state, seed, images=16):
     generator, form = torch.Generator().manual_seed(seed), state.batch_format
     pixels = torch.randn(images, 3, 64, 64, generator=generator)
     targets = torch.randint(10, (images,), generator=generator).to(form.device)
     return Batch(pixels.to(form.device, form.dtype, memory_format=form.memory_format), targets)
 
 
-def train_steps(state: TrainState, steps: int, first: int = 0) -> list[float]:
+def train_steps(state, steps, first=0):
     losses = []
     for number in range(first, first + steps):
         set_lr(state.parts.optimizer, 2.0 ** -(4 + number % 3))
@@ -88,7 +84,7 @@ def train_steps(state: TrainState, steps: int, first: int = 0) -> list[float]:
 
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("layout", [True, False])
-def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
+def test_each_path_agrees_with_float64(name, layout):
     """The loss of the first step, against the same network in float64 on the CPU."""
     tolerance = {"fp32": 1e-4, "tf32": 5e-3}.get(name, 2e-2)
     for graph in (False, True):
@@ -101,7 +97,7 @@ def test_each_path_agrees_with_float64(name: str, layout: bool) -> None:
 
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
-def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) -> None:
+def test_replays_equal_eager_steps_to_the_last_bit(name, optimizer):
     optim = {"name": optimizer, "clip_norm": 1.0}
     words = {"precision": name, "optim": optim, "label_smoothing": 0.1}
     eager, graphed = (put_together(settings(**words, cuda_graph=graph)) for graph in (False, True))
@@ -109,14 +105,14 @@ def test_replays_equal_eager_steps_to_the_last_bit(name: str, optimizer: str) ->
         group["lr"] = torch.tensor(0.0, device="cuda")
     for step in range(12):
         assert train_steps(eager, 1, first=step) == train_steps(graphed, 1, first=step), step
-    assert graphed.train_step.replay  # type: ignore[attr-defined]
+    assert graphed.train_step.replay
     torch.testing.assert_close(eager.model.state_dict(), graphed.model.state_dict(), rtol=0, atol=0)
 
 
-def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
+def test_an_overflow_in_a_replay_skips_and_halves_the_scale():
     state = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
     train_steps(state, 6)
-    weight = state.model.conv1.weight.detach()  # type: ignore[union-attr]
+    weight = state.model.conv1.weight.detach()
     momenta = [one["momentum_buffer"] for one in state.parts.optimizer.state.values()]
     tensors = [weight, *momenta]
     before = [tensor.clone() for tensor in tensors]
@@ -131,7 +127,7 @@ def test_an_overflow_in_a_replay_skips_and_halves_the_scale() -> None:
 @pytest.mark.parametrize(
     "words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}]
 )
-def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> None:
+def test_a_hundred_steps_never_wait_for_the_device(words):
     """With every extra that a step can have."""
     extras = {"ema_decay": 0.9, "optim": {"clip_norm": 1.0}, "accumulate_steps": 2}
     state = put_together(settings(**words, **extras))
@@ -150,7 +146,7 @@ def test_a_hundred_steps_never_wait_for_the_device(words: dict[str, object]) -> 
     assert torch.isfinite(torch.stack(losses)).all()
 
 
-def test_evaluation_between_replays_changes_nothing() -> None:
+def test_evaluation_between_replays_changes_nothing():
     plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
     expected = train_steps(plain, 12)
     for step in range(12):
@@ -159,9 +155,9 @@ def test_evaluation_between_replays_changes_nothing() -> None:
         list(outputs(disturbed.model, others, disturbed.parts.precision))
 
 
-def test_channels_last_through_the_whole_network() -> None:
+def test_channels_last_through_the_whole_network():
     model = build_model("resnet50", num_classes=10).cuda().to(memory_format=CHANNELS_LAST)
-    outputs: list[torch.Tensor] = []
+    outputs = []
     for module in model.modules():
         module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     images = torch.randn(4, 3, 96, 96, device="cuda").to(memory_format=CHANNELS_LAST)
@@ -172,9 +168,9 @@ def test_channels_last_through_the_whole_network() -> None:
     assert all(kernel.grad.stride() == kernel.stride() for kernel in kernels)
 
 
-def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu() -> None:
+def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu():
     images = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
-    samples: Any = [(image, label, {"id": label}) for label, image in enumerate(images)]
+    samples = [(image, label, {"id": label}) for label, image in enumerate(images)]
     loader = DataLoader(samples, 4, collate_fn=channels_last_collate, pin_memory=True)
     on_gpu = list(DevicePrefetcher(loader, "cuda", ahead=2))
     on_cpu = list(DevicePrefetcher(loader, "cpu"))
@@ -185,7 +181,7 @@ def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
+def test_poisoned_loader_memory_never_reaches_a_step(graph):
     """It is overwritten as soon as it may be, and the device is kept busy meanwhile."""
     state = put_together(settings(cuda_graph=graph, precision="bf16"))
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +189,7 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     slots = torch.empty_like(pixels[: transfer.COPIES_UNDER_WAY + 1]).pin_memory()
     targets = torch.zeros(16, dtype=torch.int64).pin_memory()
 
-    def host_batches() -> Iterator[RawBatch]:
+    def host_batches():
         for number, numbers in enumerate(pixels):
             slot = slots[number % len(slots)].fill_(255).copy_(numbers)
             yield RawBatch(slot.permute(0, 3, 1, 2), targets, number, epoch=0)
@@ -210,14 +206,14 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph: bool) -> None:
     assert torch.stack(seen).tolist() == pytest.approx(expected.tolist(), abs=1e-2)
 
 
-def test_batch_size_auto_fits() -> None:
+def test_batch_size_auto_fits():
     found = resolve_batch_size(settings(batch_size="auto"), SINGLE)
     assert 8 <= found.batch_size <= 512
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", [False, True])
-def test_compiled_agrees_with_eager_and_never_recompiles(graph: bool) -> None:
+def test_compiled_agrees_with_eager_and_never_recompiles(graph):
     """In two steps: over more, fp16 rounding grows in any correct programs."""
     eager = put_together(settings())
     compiled = put_together(settings(compile=True, cuda_graph=graph))
@@ -229,9 +225,7 @@ def test_compiled_agrees_with_eager_and_never_recompiles(graph: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("graph", ["cuda_graph=false", "cuda_graph=true"])
-def test_static_graph_ddp_trains_like_one_process(
-    image_folder: Path, tmp_path: Path, graph: str
-) -> None:
+def test_static_graph_ddp_trains_like_one_process(image_folder, tmp_path, graph):
     """Also in replays, after eleven steps, and the run ends: NCCL would wait for a live graph."""
     weights = []
     for ranks in (1, 2):
@@ -244,7 +238,7 @@ def test_static_graph_ddp_trains_like_one_process(
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-4)
 
 
-def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(image_folder: Path) -> None:
+def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(image_folder):
     """Forks write page-locked slots, and copies overlap with them."""
     words = {"name": "folder", "root": str(image_folder), "image_size": 64, "batch_size": 16}
     forked = {"workers": 3, "prefetch": 1, "device": SINGLE.device}
@@ -257,7 +251,7 @@ def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(image_folder: Pa
                 torch.testing.assert_close(batch.images.cpu(), other.images, rtol=0, atol=1e-5)
                 assert batch.targets.tolist() == other.targets.tolist()
             assert len(list(pinned.validation(cuda))) == len(list(plain.validation(cpu)))
-        images, targets = pinned.train_loader._slots.batch(0, 64)  # type: ignore[union-attr]
+        images, targets = pinned.train_loader._slots.batch(0, 64)
         assert images.is_pinned() and targets.is_pinned()
 
 
@@ -269,16 +263,14 @@ def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(image_folder: Pa
         pytest.param("compile=true cuda_graph=true", 2, 5e-2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_on_jpegs(
-    train: Callable[..., Run], words: str, steps: int, tolerance: float
-) -> None:
+def test_a_run_on_jpegs(train, words, steps, tolerance):
     """The step before the first epoch must leave nothing that breaks compilation or recording."""
     plain, changed = train(*RUN, "epochs=4"), train(*RUN, "epochs=4", *words.split())
     assert changed.losses[:steps] == pytest.approx(plain.losses[:steps], rel=tolerance)
     assert changed.summary["val"]["images"] == 21 and changed.exit_code == 0
 
 
-def test_a_run_goes_on_where_it_stopped(train: Callable[..., Run]) -> None:
+def test_a_run_goes_on_where_it_stopped(train):
     words = (*RUN, "cuda_graph=true", "data.workers=2", "deterministic=true", "epochs=4")
     whole, part = train(*words), train(*words, "max_steps=7")
     assert whole.summary["workers"] == 2 and whole.summary["reserved_memory_gib"] > 0
@@ -286,9 +278,7 @@ def test_a_run_goes_on_where_it_stopped(train: Callable[..., Run]) -> None:
     assert [*part.losses, *again.losses] == pytest.approx(whole.losses, rel=1e-6)
 
 
-def test_the_profile_and_the_predictions_of_a_run(
-    train: Callable[..., Run], image_folder: Path, tmp_path: Path
-) -> None:
+def test_the_profile_and_the_predictions_of_a_run(train, image_folder, tmp_path):
     run, out = train(*RUN, "profile=true", "epochs=4"), tmp_path / "predictions.csv"
     assert "conv" in (run.folder / "operators.txt").read_text()
     assert (run.folder / "trace.json.gz").stat().st_size > 0
@@ -297,14 +287,14 @@ def test_the_profile_and_the_predictions_of_a_run(
     assert len(out.read_text().splitlines()) >= 21
 
 
-def waiting(num_classes: int) -> nn.Module:
+def waiting(num_classes):
     """Reads a value of the device: such a step cannot be recorded."""
     model = small(num_classes)
     model.register_forward_hook(lambda _, inputs, logits: logits * float(logits.mean() < 1e9))
     return model
 
 
-def test_a_step_that_cannot_be_recorded(train: Callable[..., Run]) -> None:
+def test_a_step_that_cannot_be_recorded(train):
     """It goes on eagerly, or ends with what to do."""
     words = (*RUN, f"model={__name__}:waiting", "epochs=3")
     if CAN_GO_ON_AFTER_FAILURE:
@@ -325,7 +315,7 @@ def test_a_step_that_cannot_be_recorded(train: Callable[..., Run]) -> None:
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_commands(words: str, device: str, tmp_path: Path) -> None:
+def test_commands(words, device, tmp_path):
     command, *settings = words.split()
     out = tmp_path / ("zoo" if command == "zoo" else "result.json")
     more = [f"device={device}", "data.image_size=64", "time_limit_s=1", f"out={out}"]
@@ -338,7 +328,7 @@ def test_commands(words: str, device: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("graph", ["cuda_graph=false", "cuda_graph=true"])
-def test_a_run_on_the_second_gpu(train: Callable[..., Run], graph: str) -> None:
+def test_a_run_on_the_second_gpu(train, graph):
     words = (*RUN[1:], "data.workers=2", "epochs=3", graph)
     first, second = train("device=cuda:0", *words), train("device=cuda:1", *words)
     assert second.losses == pytest.approx(first.losses, rel=2e-2)

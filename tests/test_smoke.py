@@ -1,15 +1,11 @@
 """Read this first: the real loop, shrunk to 96 tiny JPEGs and two epochs of three steps."""
 
-from pathlib import Path
-
 import torch
 
 import cl_train
 
 
-def test_a_run_learns_and_leaves_its_records_and_its_weights(
-    image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_learns_and_leaves_its_records_and_its_weights(image_folder, tmp_path):
     settings = {"image_size": 32, "workers": 0, "root": str(image_folder)}
     words = ("data=folder", "channels_last=true", "epochs=2", "batch_size=32", "log_every=1")
     model = "tests.networks:small"  # two convolutions; `image_folder`: three colours, 32 + 7 each

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -18,7 +16,7 @@ SOURCE = {
     "git": {"commit": "0123456789abcdef", "dirty": False},
 }
 # What was measured, for each record with timings.
-RAW: dict[str, Any] = {
+RAW = {
     "models": lambda found: [s["block_ms"] for one in found["results"] for s in one["speeds"]],
     "time-to-accuracy": lambda found: [run["points"] for run in found["runs"]],
     "loader": lambda found: [row["block_s_per_image"] for row in found["rows"]],
@@ -29,13 +27,13 @@ RAW: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_has_the_numbers_of_the_results(page: Path) -> None:
+def test_a_page_has_the_numbers_of_the_results(page):
     text = page.read_text(encoding="utf-8")
     assert with_figures(text) == text, "python -m benchmarks.figures"
     assert text.count("<!-- figures:") == len(BLOCK.findall(text)) == text.count("<!-- end -->")
 
 
-def test_every_block_is_on_a_page_and_nothing_else_in_the_readme_is_a_measured_ratio() -> None:
+def test_every_block_is_on_a_page_and_nothing_else_in_the_readme_is_a_measured_ratio():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert {name for _, name, _ in BLOCK.findall(text)} == set(BLOCKS)
     prose = BLOCK.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
@@ -43,14 +41,14 @@ def test_every_block_is_on_a_page_and_nothing_else_in_the_readme_is_a_measured_r
     assert not [line for line in own if re.search(r"\d\.\d+x", line)]
 
 
-def test_the_operators_page_is_that_of_the_results(tmp_path: Path) -> None:
+def test_the_operators_page_is_that_of_the_results(tmp_path):
     records = map(str, ROOT.glob("results/operators-*.json"))
     operators_page.main(str(tmp_path / "operators.md"), *records)
     assert (tmp_path / "operators.md").read_text() == (ROOT / "docs/operators.md").read_text()
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_a_record_says_what_was_measured_where(path: Path) -> None:
+def test_a_record_says_what_was_measured_where(path):
     found = json.loads(path.read_text(encoding="utf-8"))
     if path.stem.startswith("operators-"):
         assert found["torch"] and found["device"] and found["operators"]
@@ -61,14 +59,14 @@ def test_a_record_says_what_was_measured_where(path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{40}", found["git"]["commit"])
 
 
-def test_the_picture_shows_its_record() -> None:
+def test_the_picture_shows_its_record():
     assert PICTURE.exists() == (figures.record("models") is not None)
     if PICTURE.exists():
         with Image.open(PICTURE) as image:
             assert image.info["record"] == figures.digest("models")
 
 
-def planted_models() -> dict[str, Any]:
+def planted_models():
     results = []
     for precision, ratios in (("fp32", (1.2, 0.9)), ("bf16", (1.5, 1.0))):
         for model, ratio in zip(("resnet18", "vgg11"), ratios, strict=True):
@@ -79,7 +77,7 @@ def planted_models() -> dict[str, Any]:
     return {**SOURCE, "settings": {"batch_size": [16], "image_size": 160}, "results": results}
 
 
-def planted_accuracy() -> dict[str, Any]:
+def planted_accuracy():
     summary = {
         name: {
             "runs": 8,
@@ -142,7 +140,7 @@ PLANTED = {
 
 
 @pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def planted(tmp_path, monkeypatch):
     for name, content in PLANTED.items():
         (tmp_path / f"{name}-cpu.json").write_text(json.dumps(content))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
@@ -168,16 +166,14 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sweeps", "*AMD EPYC (2 threads), torch 2.15.0, commit 0123456789.*"),
     ],
 )
-def test_a_block_is_made_from_its_record_and_an_edited_number_is_found(
-    block: str, row: str, planted: Path
-) -> None:
+def test_a_block_is_made_from_its_record_and_an_edited_number_is_found(block, row, planted):
     page = with_figures(f"before\n<!-- figures: {block} -->\nold\n<!-- end -->\nafter")
     assert row in page and page.startswith("before\n") and page.endswith("\nafter")
     edited = page.replace(row, re.sub(r"\d", lambda digit: str(9 - int(digit[0])), row))
     assert edited != page and with_figures(edited) == page
 
 
-def test_the_picture_is_drawn_with_the_digest_of_its_record(planted: Path) -> None:
+def test_the_picture_is_drawn_with_the_digest_of_its_record(planted):
     pytest.importorskip("matplotlib")
     figures.draw_speeds(PLANTED["models"], planted / "speed.png")
     with Image.open(planted / "speed.png") as image:

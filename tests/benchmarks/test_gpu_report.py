@@ -16,20 +16,20 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/gpu_report.sh"
 DECISIVE = ["channels_last", "contiguous", "eager"]
 
 
-def report(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def report(*words, **environment):
     variables = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
     return subprocess.run(
         ["bash", str(SCRIPT), *words], capture_output=True, text=True, env=variables
     )
 
 
-def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+def outcomes(done):
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    return dict(line.partition("] ")[2].split(": ", 1) for line in lines)  # type: ignore[misc]
+    return dict(line.partition("] ")[2].split(": ", 1) for line in lines)
 
 
 @pytest.mark.slow
-def test_a_dry_run_completes_every_command(tmp_path: Path) -> None:
+def test_a_dry_run_completes_every_command(tmp_path):
     """Without the limits of the single commands, which a busy machine may exceed."""
     out, timeout = tmp_path / "report", tmp_path / "bin/timeout"
     timeout.parent.mkdir()
@@ -50,7 +50,7 @@ def test_a_dry_run_completes_every_command(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def idle(tmp_path: Path) -> str:
+def idle(tmp_path):
     """A Python that does nothing, but for `eager`, which fails."""
     path = tmp_path / "python"
     path.write_text('#!/bin/sh\ncase "$*" in *eager.json*) exit 3 ;; esac\n')
@@ -58,7 +58,7 @@ def idle(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_ends_in_time_and_goes_on_where_it_stopped(tmp_path: Path, idle: str) -> None:
+def test_it_ends_in_time_and_goes_on_where_it_stopped(tmp_path, idle):
     out = f"out={tmp_path / 'report'}"
     first = report("dry_run=true", "time_limit_s=75", out, PYTHON=idle)
     assert first.returncode == 1
@@ -78,11 +78,11 @@ def test_it_ends_in_time_and_goes_on_where_it_stopped(tmp_path: Path, idle: str)
     assert list(third) == ["eager"]
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
+def test_a_missing_package_is_named(monkeypatch, capsys):
     assert preflight.problem_of("numpy>=2") is None
     assert preflight.problem_of("simplejpg>=1") == "simplejpg>=1 is not installed"
     assert "is too old: numpy>=999" in str(preflight.problem_of("numpy>=999,<1000"))
-    monkeypatch.setitem(sys.modules, "hydra", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "hydra", None)
     assert "cannot be imported" in str(preflight.problem_of("hydra-core>=1.3"))
 
 
@@ -92,7 +92,7 @@ NO_GPU = pytest.param([], marks=pytest.mark.slow)  # imports torch
 @pytest.mark.parametrize(
     "words", [["out="], ["speed=1"], ["time_limit_s=soon"], ["out=EXISTS", "dry_run=true"], NO_GPU]
 )
-def test_wrong_usage_is_refused_before_anything_runs(words: list[str], tmp_path: Path) -> None:
+def test_wrong_usage_is_refused_before_anything_runs(words, tmp_path):
     done = report(*(word.replace("EXISTS", str(tmp_path)) for word in words))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []

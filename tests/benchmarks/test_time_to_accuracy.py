@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,9 +29,7 @@ Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 5
 }
 
 
-def run_that_prints(
-    text: str, program: str, folder: Path, limit_s: float, sleep_s: float
-) -> dict[str, Any]:
+def run_that_prints(text, program, folder, limit_s, sleep_s):
     command = [
         sys.executable,
         "-c",
@@ -42,7 +39,7 @@ def run_that_prints(
 
 
 @pytest.mark.parametrize("program", LINES)
-def test_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
+def test_the_accuracies_of_each_log(program, tmp_path):
     run = run_that_prints(
         f"starting\n{LOGS[program]}\nend", program, tmp_path, limit_s=120, sleep_s=0
     )
@@ -51,13 +48,13 @@ def test_the_accuracies_of_each_log(program: str, tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().count("\n") == LOGS[program].count("\n") + 3
 
 
-def test_a_run_ends_at_its_limit(tmp_path: Path) -> None:
+def test_a_run_ends_at_its_limit(tmp_path):
     run = run_that_prints("", "torchvision", tmp_path, limit_s=0.5, sleep_s=600)
     assert run["points"] == [] and run["exit_code"] is None and run["total_s"] < 300
 
 
-def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
-    points: dict[str, list[list[list[float]]]] = {
+def test_medians_and_ratios_count_runs_that_miss_the_target():
+    points = {
         "cl_train": [[[5.0, 90.0], [8.0, 95.0], [10.0, 99.0]], [[6.0, 96.0]], [[9.0, 99.0]]],
         "timm": [[[16.0, 95.5], [21.0, 96.0]], [[21.0, 95.0]], [[30.0, 94.9]]],
         "torchvision": [[[9.0, 94.0]], [], [[9.0, 99.0]]],
@@ -79,12 +76,10 @@ def test_medians_and_ratios_count_runs_that_miss_the_target() -> None:
     assert found["timm"]["theirs_over_ours"] == {"target": [2.75, 2.0, 3.5], "epoch": [2.0] * 3}
 
 
-def test_no_seed_begins_that_would_end_too_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_seed_begins_that_would_end_too_late(tmp_path, monkeypatch):
     clock = [0.0]
 
-    def run(data: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
+    def run(data, program, script, seed, work):
         clock[0] += 30.0
         points = [[8.0, 95.0]]
         return {"data": data, "program": program, "seed": seed, "points": points, "total_s": 9.0}
@@ -110,8 +105,8 @@ def test_no_seed_begins_that_would_end_too_late(
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_placeholder_of_a_command_is_filled_and_a_finished_run_is_kept(
-    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    program, tmp_path, monkeypatch
+):
     started = Mock(return_value={"exit_code": None, "points": [[8.0, 95.0]]})
     monkeypatch.setattr(time_to_accuracy, "run_to_end", started)
     first, again = (
@@ -126,7 +121,7 @@ def test_every_placeholder_of_a_command_is_filled_and_a_finished_run_is_kept(
 
 
 @pytest.mark.slow
-def test_digits_are_folders_of_classes(tmp_path: Path) -> None:
+def test_digits_are_folders_of_classes(tmp_path):
     pytest.importorskip("sklearn")
     write_digits(tmp_path / "digits")
     files = {

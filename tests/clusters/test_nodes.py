@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +33,7 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-def start_nodes(folder: Path, *words: str) -> list[subprocess.Popen[bytes]]:
+def start_nodes(folder, *words):
     """Two agents with one process each; the second one sees an empty run folder of its own."""
     (port,) = free_ports(1)
     agent = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1"
@@ -50,9 +49,7 @@ def start_nodes(folder: Path, *words: str) -> list[subprocess.Popen[bytes]]:
 
 
 @needs_namespaces
-def test_killed_nodes_without_a_shared_folder_resume_exactly(
-    image_folder: Path, tmp_path: Path
-) -> None:
+def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder, tmp_path):
     """SIGKILL to the agents and, before they notice, to their processes, which wait in step 10 at
     the gate.
     """

@@ -7,9 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -55,11 +53,11 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 """
 
 
-def ask(environment: dict[str, str], *command: str) -> str:
+def ask(environment, *command):
     return subprocess.run(command, env=environment, capture_output=True, text=True).stdout.strip()
 
 
-def start_soon(environment: dict[str, str], job: str) -> None:
+def start_soon(environment, job):
     """A requeued job; Slurm would wait cred_expire."""
     wait_until(lambda: ask(environment, "squeue", "-h", "-j", job, "-o", "%T") == "PENDING")
     # Within the second of the requeue, slurmd still takes the job for a killed one.
@@ -67,7 +65,7 @@ def start_soon(environment: dict[str, str], job: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def cluster(tmp_path_factory):
     """The environment in which `sbatch` and `srun` use this Slurm.
 
     The first node has this machine's host name.
@@ -86,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     munge_files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     munge = ("munged", "-F", "--force", f"--socket={folder}/munge.socket", *munge_files)
     idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
-    daemons: dict[tuple[str, ...], Callable[[], bool]] = {
+    daemons = {
         munge: (folder / "munge.socket").exists,
         ("slurmctld", "-D", "-c"): lambda: "is UP" in ask(environment, "scontrol", "ping"),
         ("slurmd", "-D", "-N", host): lambda: True,
@@ -108,8 +106,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 @pytest.fixture
-def submit(cluster: dict[str, str], image_folder: Path) -> Callable[..., str]:
-    def submit(script: str, folder: Path, *settings: str, **environment: str) -> str:
+def submit(cluster, image_folder):
+    def submit(script, folder, *settings, **environment):
         folder.mkdir()
         words = [f"data.root={image_folder}", f"hydra.run.dir={folder / 'run'}", *settings]
         command = ["sbatch", "--parsable", f"--output={folder / 'log'}"]
@@ -121,9 +119,7 @@ def submit(cluster: dict[str, str], image_folder: Path) -> Callable[..., str]:
     return submit
 
 
-def test_each_script_trains_like_one_process(
-    submit: Callable[..., str], image_folder: Path, tmp_path: Path
-) -> None:
+def test_each_script_trains_like_one_process(submit, image_folder, tmp_path):
     for name in ("one_node", "several_nodes", "torchrun_nodes"):
         submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
     words = (f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'alone'}")
@@ -141,9 +137,7 @@ def test_each_script_trains_like_one_process(
         assert ("ranks: 0 on" in log) == (name != "one_node"), "where each rank runs"
 
 
-def test_a_requeued_job_resumes_exactly(
-    submit: Callable[..., str], cluster: dict[str, str], image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_requeued_job_resumes_exactly(submit, cluster, image_folder, tmp_path):
     """`scancel --signal=TERM` signals the tasks, as `--signal=TERM@120` before the limit."""
     undisturbed, folder, gate = (tmp_path / name for name in ("undisturbed", "requeued", "gate"))
     gate.mkdir()
@@ -161,8 +155,8 @@ def test_a_requeued_job_resumes_exactly(
 
 
 def test_a_sweep_in_one_allocation_is_requeued_and_continues(
-    submit: Callable[..., str], cluster: dict[str, str], image_folder: Path, tmp_path: Path
-) -> None:
+    submit, cluster, image_folder, tmp_path
+):
     """The two repeats are equal runs: the one that was interrupted must match the other."""
     sweep, gate = tmp_path / "multirun", tmp_path / "gate"
     gate.mkdir()

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,15 +9,13 @@ from cl_train.commands import print_result
 from cl_train.config.schema import LoaderBenchmarkSettings as Settings
 from cl_train.errors import ConfigError
 
-Capture = pytest.CaptureFixture[str]
 
-
-def measure(settings: Settings) -> tuple[dict[str, Any], str]:
+def measure(settings):
     print("progress")
     return {"speed": 1}, "the text"
 
 
-def test_text_file_and_json(tmp_path: Path, capsys: Capture) -> None:
+def test_text_file_and_json(tmp_path, capsys):
     path = tmp_path / "new" / "result.json"
     assert print_result(Settings, [f"out={path}"], measure) == {"speed": 1}
     assert json.loads(path.read_text()) == {"speed": 1} and "the text" in capsys.readouterr().out
@@ -29,9 +25,7 @@ def test_text_file_and_json(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("taken", [".", "file", "/proc/x"])
-def test_a_place_that_cannot_be_used_is_refused_before_the_measurement(
-    taken: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_place_that_cannot_be_used_is_refused_before_the_measurement(taken, tmp_path, capsys):
     (tmp_path / "file").write_text("precious")
     with pytest.raises(ConfigError, match="out="):
         print_result(Settings, [f"out={tmp_path / taken}"], measure)
@@ -39,10 +33,8 @@ def test_a_place_that_cannot_be_used_is_refused_before_the_measurement(
     assert not capsys.readouterr().out
 
 
-def test_the_text_is_printed_although_the_file_cannot_be_written(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    def measure_and_remove(settings: Settings) -> tuple[dict[str, Any], str]:
+def test_the_text_is_printed_although_the_file_cannot_be_written(tmp_path, capsys):
+    def measure_and_remove(settings):
         shutil.rmtree(tmp_path / "gone")
         return {}, "the text"
 

@@ -2,7 +2,6 @@
 
 import csv
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,12 @@ from torchvision.transforms import v2
 from cl_train.commands import predict
 from cl_train.errors import ConfigError
 from cl_train.models.convert_file import convert_file, load_model
-from tests.conftest import Run
 
 SMALL = "tests.networks:small"
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def run(train: Callable[..., Run]) -> Run:
+def run(train):
     return train(
         "max_steps=2",
         "optim.lr=0.05",
@@ -30,7 +27,7 @@ def run(train: Callable[..., Run]) -> Run:
     )
 
 
-def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[str, str]]:
+def predicted(weights, images, out, *words):
     words = (f"weights={weights}", f"data.root={images}", f"out={out}", f"model={SMALL}", *words)
     assert predict.main([*words, "data.workers=0", "device=cpu"]) == 0
     with out.open(newline="") as file:
@@ -41,8 +38,8 @@ def predicted(weights: Path, images: Path, out: Path, *words: str) -> list[dict[
     "name", ["run-0", pytest.param("weights.safetensors", marks=pytest.mark.slow)]
 )
 def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
-    name: str, run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
-) -> None:
+    name, run, image_folder, tmp_path, capsys
+):
     weights = tmp_path / name
     if weights != run.folder:
         assert convert_file(run.folder, weights, model=SMALL)[1]
@@ -79,9 +76,7 @@ def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
             }
 
 
-def test_a_flat_folder_has_no_labels(
-    run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_flat_folder_has_no_labels(run, image_folder, tmp_path, capsys):
     (tmp_path / "flat").mkdir()
     for index, path in enumerate(sorted(image_folder.glob("val/*/*"))):
         shutil.copy(path, tmp_path / "flat" / f"{index:02d}.jpg")
@@ -99,8 +94,8 @@ def test_a_flat_folder_has_no_labels(
 
 
 def test_the_extensions_of_the_run_and_the_entry_of_the_average(
-    train: Callable[..., Run], image_folder: Path, tmp_path: Path, capsys: Capture
-) -> None:
+    train, image_folder, tmp_path, capsys
+):
     root = tmp_path / "webp"
     for path in image_folder.glob("*/*/*"):
         target = root / path.relative_to(image_folder).with_suffix(".webp")
@@ -118,9 +113,7 @@ def test_the_extensions_of_the_run_and_the_entry_of_the_average(
     assert "1 images; 21 files in" in said and "data.extensions=[.jpg,.jpeg,.png,.webp]" in said
 
 
-def test_what_cannot_be_predicted(
-    run: Run, image_folder: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_what_cannot_be_predicted(run, image_folder, tmp_path, capsys):
     for name in ("empty", "bad"):
         (tmp_path / name).mkdir()
     state = run.checkpoint()["model"]
@@ -135,7 +128,7 @@ def test_what_cannot_be_predicted(
         "model": SMALL,
     }
 
-    def main(change: dict[str, object]) -> int:
+    def main(change):
         return predict.main(
             [f"{name}={value}" for name, value in (known | {"data.workers": 0} | change).items()]
         )

@@ -76,14 +76,14 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A run of one step, as the honest program leaves it."""
     folder = tmp_path_factory.mktemp("stranger") / "run"
     cl_train.train(*TINY.split(), f"hydra.run.dir={folder}", model="squeezenet1_1")
     return folder
 
 
-def plant(kind: str, trained: Path, folder: Path) -> None:
+def plant(kind, trained, folder):
     (folder / "conf/experiment").mkdir(parents=True)
     (folder / "conf/experiment/evil.yaml").write_text("# @package _global_\nloss: evil:f\n")
     (folder / "evil.py").write_text("open('imported', 'w'); raise SystemExit('imported')\n")
@@ -112,7 +112,7 @@ def plant(kind: str, trained: Path, folder: Path) -> None:
         write_weights(SavedModel("state dict", state["model"], card), folder / f"w{kind}")
 
 
-def run_command(words: list[str]) -> tuple[int, str]:
+def run_command(words):
     """The exit code and all output of a command, in this process."""
     if words[0] == "load_model":
         with pytest.raises(cl_train.ConfigError) as caught:
@@ -128,13 +128,8 @@ def run_command(words: list[str]) -> tuple[int, str]:
     ("kind", "command", "words"), TABLE, ids=[f"{k}: {c}" for k, c, _ in TABLE]
 )
 def test_no_command_imports_what_a_stranger_named(
-    kind: str,
-    command: str,
-    words: str,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind, command, words, trained, tmp_path, monkeypatch
+):
     plant(kind, trained, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m cl_train` does
@@ -147,7 +142,7 @@ def test_no_command_imports_what_a_stranger_named(
         assert all(word in output for word in words.split()), output
 
 
-def test_what_the_user_names_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_names_is_trusted(tmp_path, monkeypatch):
     (tmp_path / "conf/experiment").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine.yaml").write_text("# @package _global_\nloss: mine:f\n")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
@@ -164,9 +159,7 @@ def test_what_the_user_names_is_trusted(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("resume", ["a/b", "best.pt", "a/best.pt", "a/checkpoints/best.pt"])
-def test_an_evaluation_reads_the_settings_of_its_run_and_no_other(
-    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_reads_the_settings_of_its_run_and_no_other(resume, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a/b/checkpoints").mkdir(parents=True)
     Path("a/checkpoints").mkdir()
@@ -178,9 +171,7 @@ def test_an_evaluation_reads_the_settings_of_its_run_and_no_other(
     assert cfg.seed == (2 if resume == "a/checkpoints/best.pt" else 0)
 
 
-def test_a_file_of_settings_cannot_delete_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_settings_cannot_delete_a_run(tmp_path, monkeypatch):
     (tmp_path / "conf/experiment").mkdir(parents=True)
     recipe = "# @package _global_\noverwrite: true\nhydra: {run: {dir: precious}}\n"
     (tmp_path / "conf/experiment/mine.yaml").write_text(recipe)
@@ -194,7 +185,7 @@ def test_a_file_of_settings_cannot_delete_a_run(
     assert cfg.epochs == 7 and not cfg.overwrite
 
 
-def test_it_composes_inside_a_program_that_uses_hydra(tmp_path: Path) -> None:
+def test_it_composes_inside_a_program_that_uses_hydra(tmp_path):
     with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
         callers = GlobalHydra.instance().hydra
         (cfg,) = check_command_line(["epochs=3"])

@@ -1,37 +1,32 @@
 """`channels_last=auto` trains in the layout that it finds faster, timed with the run's own step."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import torch
 from torch import nn
 
 from cl_train.measure import paired, timed_step
 from cl_train.memory_format.layout import classify
-from cl_train.step.make import StepSettings, make_step
+from cl_train.step.make import make_step
 from cl_train.training import build
-from tests.conftest import Run
 
 slow_layout = ""
-seen: list[str] = []
+seen = []
 
 
 class Watched(nn.Conv2d):
     """Notes the layouts of its images."""
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images):
         if not images.is_meta:  # of shapes alone, for FLOPs
             seen.append(classify(images))
         return super().forward(images)
 
 
-def watched(num_classes: int) -> nn.Module:
+def watched(num_classes):
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
     return nn.Sequential(Watched(3, 8, 3), nn.BatchNorm2d(8), *head)
 
 
-def planted_times_s(step: Callable[[], object], steps: int, device: object) -> list[float]:
+def planted_times_s(step, steps, device):
     """Runs the steps; those whose images had the slow layout took three times as long."""
     times_s = []
     for _ in range(steps):
@@ -45,7 +40,7 @@ class Undisturbed:
 
     is_known = True
 
-    def seconds(self) -> float:
+    def seconds(self):
         return 0.0
 
 
@@ -55,13 +50,7 @@ WORDS = (f"model={__name__}:watched", "channels_last=auto", "epochs=1", "evaluat
 @pytest.mark.parametrize(
     ("faster", "slower"), [("channels_last", "contiguous"), ("contiguous", "channels_last")]
 )
-def test_the_run_trains_in_the_faster_layout(
-    faster: str,
-    slower: str,
-    train: Callable[..., Run],
-    quick_auto: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_run_trains_in_the_faster_layout(faster, slower, train, quick_auto, monkeypatch):
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
     monkeypatch.setattr(paired, "TakenTime", Undisturbed)
     monkeypatch.setattr(timed_step, "step_times_s", planted_times_s)
@@ -73,13 +62,11 @@ def test_the_run_trains_in_the_faster_layout(
     assert seen[-done.summary["steps"] :] == [faster] * done.summary["steps"], "the run's batches"
 
 
-def test_the_step_that_is_timed_is_the_step_that_trains(
-    train: Callable[..., Run], quick_auto: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: dict[str, list[tuple[StepSettings, str, int]]] = {"timed": [], "trained": []}
+def test_the_step_that_is_timed_is_the_step_that_trains(train, quick_auto, monkeypatch):
+    made = {"timed": [], "trained": []}
 
-    def recorded(user: str) -> Callable[..., Any]:
-        def make(model: nn.Module, settings: StepSettings, *args: Any, **options: Any) -> Any:
+    def recorded(user):
+        def make(model, settings, *args, **options):
             parts = make_step(model, settings, *args, **options)
             optimizer = parts.optimizer
             made[user].append((settings, type(optimizer).__name__, len(optimizer.param_groups)))

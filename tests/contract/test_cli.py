@@ -39,7 +39,7 @@ class Example:
     out: str | None = setting(None, "file")
 
 
-def test_settings_take_lists_and_a_key_can_differ_from_the_name_of_its_field() -> None:
+def test_settings_take_lists_and_a_key_can_differ_from_the_name_of_its_field():
     settings = settings_from_arguments(
         Example, ["data.root=/images", "sizes=64,96", "models=vgg11,resnet50"]
     )
@@ -71,24 +71,24 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("word", "named"), WRONG)
-def test_a_wrong_word_is_refused_with_the_right_spelling(word: str, named: str) -> None:
+def test_a_wrong_word_is_refused_with_the_right_spelling(word, named):
     with pytest.raises(ConfigError) as caught:
         settings_from_arguments(Example, [word])
     assert word.partition("=")[0] in str(caught.value) and named in str(caught.value)
 
 
-def test_a_checkpoint_that_does_not_exist_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_exist_is_refused_before_any_work(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.pt"):
         train.main([f"resume={tmp_path}/none.pt", f"hydra.run.dir={tmp_path}/run", "device=cpu"])
     assert not (tmp_path / "run").exists()
 
 
-def test_folders_are_no_settings() -> None:
+def test_folders_are_no_settings():
     words = ["outputs/a=1", "./channels_last=true", "out=x", "data.root=/a=b", "--by", "multirun/x"]
     assert [is_setting(word) for word in words] == [False, False, True, True, True, False]
 
 
-def test_help_states_name_default_meaning_type_and_range() -> None:
+def test_help_states_name_default_meaning_type_and_range():
     text = command_help("", "", {"settings": Example})
     parts = (
         "data.root=null",
@@ -109,7 +109,7 @@ def test_help_states_name_default_meaning_type_and_range() -> None:
     )
 
 
-def test_audit_and_convert_measure_no_layouts() -> None:
+def test_audit_and_convert_measure_no_layouts():
     for name in ("AuditSettings", "ConvertSettings"):
         command = importlib.import_module(
             f"cl_train.commands.{name.removesuffix('Settings').lower()}"
@@ -118,7 +118,7 @@ def test_audit_and_convert_measure_no_layouts() -> None:
             settings_from_arguments(getattr(command, name), ["channels_last=auto"])
 
 
-def test_the_same_key_has_the_same_type_in_every_command() -> None:
+def test_the_same_key_has_the_same_type_in_every_command():
     lists = {
         "model",
         "precision",
@@ -160,16 +160,14 @@ def test_the_same_key_has_the_same_type_in_every_command() -> None:
         ("cl-train nothing a", []),
     ],
 )
-def test_completion(
-    line: str, expected: list[str], cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion(line, expected, cache_home, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
     found = candidates(line)
     assert set(expected) <= set(found) and (expected or not found)
 
 
 @pytest.mark.slow
-def test_completion_in_a_terminal(tmp_path: Path, cache_home: Path) -> None:
+def test_completion_in_a_terminal(tmp_path, cache_home):
     """As a user meets it: a bash in a terminal, the line of the documentation, and the Tab key."""
     import pexpect
 
@@ -209,15 +207,13 @@ def test_completion_in_a_terminal(tmp_path: Path, cache_home: Path) -> None:
     bash.close(force=True)
 
 
-def test_completion_explains_itself_and_an_unknown_command_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_completion_explains_itself_and_an_unknown_command_is_refused(capsys):
     assert main(["completion", "--help"]) == 0 and "cl-train completion" in capsys.readouterr().out
     assert main(["adit"]) == 2 and "audit" in capsys.readouterr().err
 
 
-def test_each_script_runs_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
+def test_each_script_runs_its_command(monkeypatch):
+    started = []
     monkeypatch.setattr("cl_train.cli.program", started.append)
     monkeypatch.syspath_prepend(ROOT / "scripts")
     for name in COMMANDS.keys() - {"train", "completion"}:
@@ -225,7 +221,7 @@ def test_each_script_runs_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert started.pop() == name and not started
 
 
-def shell(line: str) -> subprocess.CompletedProcess[str]:
+def shell(line):
     script = line.replace("PROGRAM", f"{sys.executable} -m cl_train").replace(
         "TRAIN", f"{sys.executable} train.py"
     )
@@ -236,19 +232,16 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("line", "code"),
-    [
-        ("TRAIN --help | true; exit ${PIPESTATUS[0]}", 141),
-        ("PROGRAM convert --help >&-", 0),
-    ],
+    [("TRAIN --help | true; exit ${PIPESTATUS[0]}", 141), ("PROGRAM convert --help >&-", 0)],
 )
-def test_nobody_reads_the_output(line: str, code: int) -> None:
+def test_nobody_reads_the_output(line, code):
     done = shell(line)
     assert done.returncode == code and done.stderr == "", done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["| head -1; exit ${PIPESTATUS[0]}", ">/dev/full", ">&-"])
-def test_a_run_goes_on_without_its_console(end: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_without_its_console(end, tmp_path):
     run = tmp_path / "run"
     done = shell(f"TRAIN experiment=smoke data=synthetic max_steps=6 hydra.run.dir={run} {end}")
     assert (

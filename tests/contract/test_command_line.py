@@ -31,7 +31,7 @@ CHOICES = [(group, choice) for group in GROUPS for choice in group_choices(group
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_file_of_conf_composes(group: str, choice: str) -> None:
+def test_every_file_of_conf_composes(group, choice):
     (cfg,) = check_command_line(
         ["-m", f"{group}={choice}", "data.root=/anywhere", "data.dataset=a:b"]
     )
@@ -39,7 +39,7 @@ def test_every_file_of_conf_composes(group: str, choice: str) -> None:
         assert getattr(cfg, group).name == {"timm": "lamb"}.get(choice, choice)
 
 
-def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both() -> None:
+def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both():
     (cfg,) = check_command_line(["experiment=main_amp", "data.root=/x", "batch_size=64"])
     assert (cfg.precision, cfg.model, cfg.batch_size, cfg.data.workers) == (
         "fp16_o2",
@@ -60,9 +60,7 @@ def test_an_experiment_beats_config_yaml_and_the_command_line_beats_both() -> No
         ("experiment=resnet50_90ep", 0.5, 0.08),
     ],
 )
-def test_imagenet_takes_the_augmentation_of_the_published_recipes(
-    word: str, flip: float, crop: float
-) -> None:
+def test_imagenet_takes_the_augmentation_of_the_published_recipes(word, flip, crop):
     (cfg,) = check_command_line(["data=imagenet", "data.root=/x", *word.split()])
     assert (cfg.data.name, cfg.augment.flip, cfg.augment.crop_scale_min) == ("imagenet", flip, crop)
 
@@ -79,7 +77,7 @@ RECIPES = {  # data, image size, epochs, optimizer, learning rate
 
 
 @pytest.mark.parametrize("words", RECIPES)
-def test_the_recipe_of_the_sample_is_for_the_sample_only(words: str) -> None:
+def test_the_recipe_of_the_sample_is_for_the_sample_only(words):
     (cfg,) = check_command_line(words.split())
     assert (
         cfg.data.name,
@@ -90,7 +88,7 @@ def test_the_recipe_of_the_sample_is_for_the_sample_only(words: str) -> None:
     ) == RECIPES[words]
 
 
-def test_a_sweep_is_checked_as_a_whole_and_in_order() -> None:
+def test_a_sweep_is_checked_as_a_whole_and_in_order():
     runs = check_command_line(
         ["-m", "channels_last=true,false", "model=resnet18,vgg11", "seed=range(2)"]
     )
@@ -202,7 +200,7 @@ LINES = [(line, said) for said, *lines in WRONG for line in lines]
 
 
 @pytest.mark.parametrize(("line", "said"), LINES, ids=[line for line, _ in LINES])
-def test_a_wrong_command_line_is_refused(line: str, said: str) -> None:
+def test_a_wrong_command_line_is_refused(line, said):
     with pytest.raises(ConfigError) as caught:
         check_command_line(line.split())
     message = str(caught.value)
@@ -213,7 +211,7 @@ def test_a_wrong_command_line_is_refused(line: str, said: str) -> None:
     assert len(message.splitlines()) <= 3
 
 
-def test_all_problems_are_named_at_once() -> None:
+def test_all_problems_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         check_command_line(
             ["chanels_last=true", "batch_size=x", "epochs=0", "optim.lr=-1", "data=sampl"]
@@ -221,18 +219,18 @@ def test_all_problems_are_named_at_once() -> None:
     assert len(caught.value.problems) == 5
 
 
-def test_a_typo_in_a_file_of_conf_is_found() -> None:
+def test_a_typo_in_a_file_of_conf_is_found():
     with pytest.raises(
         ConfigError, match=r"unknown setting 'optim.momentun'; did you mean optim.momentum"
     ):
         load({"optim": {"momentun": 0.9}})
 
 
-def test_no_file_of_conf_can_name_code() -> None:
+def test_no_file_of_conf_can_name_code():
     assert not [path for path in CONF_DIR.rglob("*.yaml") if "_target_" in path.read_text()]
 
 
-def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path) -> None:
+def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path):
     program = [sys.executable, "train.py", "chanels_last=true", f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2
@@ -243,9 +241,7 @@ def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_help_shows_settings_groups_and_examples_without_torch(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_shows_settings_groups_and_examples_without_torch(capsys):
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     optimizers = f"optim={'|'.join(sorted(OPTIMIZERS))}"
@@ -266,9 +262,7 @@ def test_help_shows_settings_groups_and_examples_without_torch(
     ("words", "said"),
     [("model=resnt50", "resnet50"), ("data=folder data.root=FOLDER", "has no folder 'val'")],
 )
-def test_what_only_the_program_can_tell_is_refused_without_a_traceback(
-    words: str, said: str, tmp_path: Path
-) -> None:
+def test_what_only_the_program_can_tell_is_refused_without_a_traceback(words, said, tmp_path):
     (tmp_path / "train").mkdir()
     words = words.replace("FOLDER", str(tmp_path))
     refused = Forked(
@@ -281,7 +275,7 @@ def test_what_only_the_program_can_tell_is_refused_without_a_traceback(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_a_name() -> None:
+def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_a_name():
     assert {cfg.optim.name for cfg in check_command_line(["-m", "optim=glob(*)"])} == {
         *OPTIMIZERS,
         "lamb",
@@ -292,9 +286,7 @@ def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_a_name() -> No
     assert [cfg.optim.name for cfg in runs] == ["lamb", "muon"]
 
 
-def test_conf_of_the_working_folder_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conf_of_the_working_folder_comes_first(tmp_path, monkeypatch):
     for group, text in (
         ("experiment", "# @package _global_\nepochs: 77\n"),
         ("optim", "name: sgd\nlr: 0.77\n"),
@@ -308,7 +300,7 @@ def test_conf_of_the_working_folder_comes_first(
     assert (cfg.epochs, cfg.optim.lr) == (77, 0.77) and "smoke" in group_choices("experiment")
 
 
-def test_a_file_lies_between_conf_and_the_command_line(tmp_path: Path) -> None:
+def test_a_file_lies_between_conf_and_the_command_line(tmp_path):
     lines = "optim: {name: adamw, weight_decay: 0.1}\ndata: {name: folder, root: /x}\n"
     lines += "augment: strong\nepochs: 7\n"
     (tmp_path / "mine.yaml").write_text(lines)
@@ -325,7 +317,7 @@ def test_a_file_lies_between_conf_and_the_command_line(tmp_path: Path) -> None:
     assert [(cfg.epochs, cfg.optim.name) for cfg in runs] == [(1, "adamw"), (2, "adamw")]
 
 
-def test_recipes_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_of_another_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SEED", "7")
     folder = tmp_path / "a b,c=d'e"
     (folder / "experiment").mkdir(parents=True)
@@ -341,7 +333,7 @@ def test_recipes_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         check_command_line(words)
 
 
-def test_a_value_is_read_in_the_type_of_its_setting() -> None:
+def test_a_value_is_read_in_the_type_of_its_setting():
     cfg = load(
         {
             "data": {"root": 2012, "mean": [0, "5e-1", 1]},
@@ -353,7 +345,7 @@ def test_a_value_is_read_in_the_type_of_its_setting() -> None:
     assert cfg.channels_last == "true" and isinstance(cfg.data.mean[0], float)
 
 
-def test_settings_say_what_they_affect_in_a_comparison() -> None:
+def test_settings_say_what_they_affect_in_a_comparison():
     assert all(item.metadata["help"] for item in setting_fields(Config).values()), (
         "every setting says what it is"
     )
@@ -368,12 +360,7 @@ def test_settings_say_what_they_affect_in_a_comparison() -> None:
 @pytest.mark.parametrize(
     "variables", [{"RANK": "1"}, {"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "2"}]
 )
-def test_half_a_launcher_is_refused_in_one_line(
-    variables: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_half_a_launcher_is_refused_in_one_line(variables, tmp_path, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["train", f"hydra.run.dir={tmp_path}/run"]) == 2

@@ -8,8 +8,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -23,20 +21,17 @@ from cl_train.system.checkpoints import CheckpointError, CheckpointStore
 from cl_train.system.files import AppendFile, write_json, write_text
 from cl_train.training import records
 from cl_train.training.console import RunLog
-from tests.conftest import Run, write_images
+from tests.conftest import write_images
 
-Train = Callable[..., Run]
 FULL = OSError(errno.ENOSPC, "No space left on device")
 FILES = ("metrics.jsonl", "train.log", "checkpoints", "summary.json")
 
 
-def best_step(run: Run) -> int:
+def best_step(run):
     return max(run.records("val"), key=lambda record: (record["top1"], -record["step"]))["step"]
 
 
-def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(
-    train: Train, tmp_path: Path
-) -> None:
+def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train, tmp_path):
     words = (
         "model=tests.networks:terminated_in_evaluation",
         "batch_size=4",
@@ -56,7 +51,7 @@ def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(
 
 
 @pytest.mark.slow
-def test_evaluate_only_stopped_by_a_signal_says_so(train: Train) -> None:
+def test_evaluate_only_stopped_by_a_signal_says_so(train):
     trained = train("model=tests.networks:small")
     words = (
         "model=tests.networks:terminated_in_evaluation",
@@ -78,9 +73,7 @@ def test_evaluate_only_stopped_by_a_signal_says_so(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_the_epoch_is_saved_before_its_evaluation(
-    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_epoch_is_saved_before_its_evaluation(train, monkeypatch, tmp_path):
     """A kill in the evaluation loses nothing, and the resumed run ends like one that nothing
     disturbed.
     """
@@ -96,14 +89,14 @@ def test_the_epoch_is_saved_before_its_evaluation(
 
 
 @pytest.mark.slow
-def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) -> None:
+def test_a_second_run_in_a_used_folder_is_refused(train, tmp_path):
     folder = tmp_path / "run"
     first = train(folder=folder)
     assert first.checkpoint("best.pt")["progress"]["step"] == best_step(first)
     newest = CheckpointStore(folder / "checkpoints").newest()
     assert newest is not None and newest[1]["progress"]["step"] == 6, "best.pt is no second file"
 
-    def contents() -> dict[Path, bytes]:
+    def contents():
         return {
             path: path.read_bytes()
             for path in folder.rglob("*")
@@ -124,9 +117,7 @@ def test_a_second_run_in_a_used_folder_is_refused(train: Train, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(
-    train: Train, tmp_path: Path
-) -> None:
+def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(train, tmp_path):
     train("epochs=1", folder=tmp_path / "first")
     second = train("epochs=1", f"resume={tmp_path / 'first'}", folder=tmp_path / "second")
     assert second.checkpoint()["progress"]["step"] == 3
@@ -137,15 +128,13 @@ def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(
 @pytest.mark.slow
 @pytest.mark.parametrize("until", ["middle", "end"])
 @pytest.mark.parametrize("file", FILES)
-def test_a_full_disk_ends_no_run_and_loses_no_record(
-    train: Train, monkeypatch: pytest.MonkeyPatch, file: str, until: str
-) -> None:
+def test_a_full_disk_ends_no_run_and_loses_no_record(train, monkeypatch, file, until):
     """The disk refuses one file, from its third write on: for some writes, or until the run waits
     at its end.
     """
     calls, has_room = [0], threading.Event()
 
-    def refuse(path: Path) -> None:
+    def refuse(path):
         if file in str(path):
             calls[0] += 1
             if until == "middle" and calls[0] >= 12:
@@ -177,9 +166,7 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(
         assert (done.folder / "train.log").read_text().count("Epoch:") == 24
 
 
-def test_a_full_disk_at_the_last_save_is_named(
-    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_full_disk_at_the_last_save_is_named(train, monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoints, "write", Mock(side_effect=FULL))
     monkeypatch.setattr(files, "RETRY_S", 0.01)
     with pytest.raises(CheckpointError, match=r"No space left[\s\S]*resume=auto"):
@@ -188,7 +175,7 @@ def test_a_full_disk_at_the_last_save_is_named(
     assert summary["status"] == "failed" and summary["steps"] == 6
 
 
-def test_what_cannot_be_saved_is_found_before_the_first_step(train: Train, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_found_before_the_first_step(train, tmp_path):
     with pytest.raises(ConfigError, match="get_extra_state"):
         train("model=tests.networks:unsaveable", folder=tmp_path / "a")
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
@@ -198,7 +185,7 @@ def test_what_cannot_be_saved_is_found_before_the_first_step(train: Train, tmp_p
         train(folder=tmp_path / "b")
 
 
-def test_skipped_images_and_the_load_of_others_are_recorded(train: Train, tmp_path: Path) -> None:
+def test_skipped_images_and_the_load_of_others_are_recorded(train, tmp_path):
     images = tmp_path / "images"
     write_images(images, {"train": 32, "val": 7})
     for number in (3, 5):
@@ -210,7 +197,7 @@ def test_skipped_images_and_the_load_of_others_are_recorded(train: Train, tmp_pa
     assert "Bad images 2" in log and "2 bad images" in log
 
 
-def test_names_that_are_no_utf_8_are_written_as_they_are(tmp_path: Path) -> None:
+def test_names_that_are_no_utf_8_are_written_as_they_are(tmp_path):
     name = os.fsdecode(b"caf\xe9")
     with RunLog() as run_log:
         run_log.open_file(tmp_path)

@@ -28,15 +28,13 @@ TINY |= {"model": "tests.networks:small", "log_every": 1, "warmup_steps": 1, "lo
 
 
 @pytest.fixture
-def settings(
-    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, object]:
+def settings(image_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT)
-    return TINY | {"data": {**TINY["data"], "root": image_folder}}  # type: ignore[dict-item]
+    return TINY | {"data": {**TINY["data"], "root": image_folder}}
 
 
-def test_two_runs_in_one_process(settings: dict[str, object], tmp_path: Path) -> None:
+def test_two_runs_in_one_process(settings, tmp_path):
     first = cl_train.train("data=folder", "channels_last=true", **settings)
     settings["optim.lr"] = 0.2
     second = cl_train.train("data=folder", f"hydra.run.dir={tmp_path}/b", **settings)
@@ -50,7 +48,7 @@ def test_two_runs_in_one_process(settings: dict[str, object], tmp_path: Path) ->
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_settings_of_a_run_are_reused(settings: dict[str, object], tmp_path: Path) -> None:
+def test_settings_of_a_run_are_reused(settings, tmp_path):
     first = cl_train.train(
         "data=folder", f"hydra.run.dir={tmp_path}/a", "optim=adamw", "optim.lr=1e-3", **settings
     )
@@ -66,7 +64,7 @@ def test_settings_of_a_run_are_reused(settings: dict[str, object], tmp_path: Pat
     assert evaluated.folder != first.folder
 
 
-def test_faults_are_raised(settings: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_are_raised(settings, capsys):
     with pytest.raises(ConfigError, match="did you mean optim"):
         cl_train.train(lr=0.1)
     with pytest.raises(ConfigError, match="command line"):
@@ -76,13 +74,11 @@ def test_faults_are_raised(settings: dict[str, object], capsys: pytest.CaptureFi
     assert main(["train", "data=folder", "epochs=0"]) == 2 and "epochs=0" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(
-    settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(settings, tmp_path):
     run = tmp_path / "run"
     words, long = ["data=folder", f"hydra.run.dir={run}"], settings | {"epochs": 10_000}
 
-    def interrupt() -> None:
+    def interrupt():
         records = run / "metrics.jsonl"
         wait_until(lambda: records.is_file() and records.stat().st_size)
         signal.raise_signal(signal.SIGINT)
@@ -100,7 +96,7 @@ def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(
 
 
 @pytest.mark.slow
-def test_the_notebook(cache_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook(cache_home, tmp_path, monkeypatch):
     """Its cells run, shortened; the file holds the outputs of the whole."""
     import nbformat
     from nbclient import NotebookClient
@@ -128,21 +124,19 @@ def test_the_notebook(cache_home: Path, tmp_path: Path, monkeypatch: pytest.Monk
         assert text in str(cell.outputs)
 
 
-outcomes: list[str] = []
+outcomes = []
 
 
-def until_the_other_ended(record: dict[str, object]) -> None:
+def until_the_other_ended(record):
     """A tracker, whose run begins when the other one has an outcome."""
     wait_until(lambda: outcomes)
 
 
-def test_it_trains_in_another_thread_and_in_one_at_a_time(
-    settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_it_trains_in_another_thread_and_in_one_at_a_time(settings, tmp_path):
     outcomes.clear()
     words = {**settings, "log_to": [f"{__name__}:until_the_other_ended"]}
 
-    def work(name: str) -> None:
+    def work(name):
         try:
             run = cl_train.train(f"hydra.run.dir={tmp_path}/{name}", "data=folder", **words)
         except ConfigError as error:
@@ -164,13 +158,13 @@ class Colours(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
     classes = ("dark", "medium", "bright")
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         pixels = torch.randint(0, 80, (3, 32, 32), generator=generator) + 80 * (index % 3)
         return pixels.to(torch.uint8), index % 3
@@ -179,16 +173,14 @@ class Colours(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 NOISE = TINY | {"data": (Colours(64), Colours(16)), "data.image_size": 32, "data.workers": 0}
 
 
-def test_objects_take_the_place_of_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_objects_take_the_place_of_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = small(num_classes=3)
     weight = model.get_submodule("0").weight
     before = weight.clone()
-    losses: list[float] = []
+    losses = []
 
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(logits, targets):
         losses.append(len(targets))
         return torch.nn.functional.cross_entropy(logits, targets)
 
@@ -203,19 +195,17 @@ def test_objects_take_the_place_of_names(
 
 
 class Network(torch.nn.Sequential):
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes):
         super().__init__(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, num_classes))
 
 
-def test_a_class_is_a_function_of_the_number_of_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_is_a_function_of_the_number_of_classes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = NOISE | {"model": Network, "max_steps": 1}
     assert cl_train.train(verbose=False, **settings).top1 is not None
 
 
 @pytest.mark.parametrize("wrong", [{"data": Colours(4)}, {"epochs": print}, {"seed": Colours}])
-def test_objects_where_a_setting_takes_none(wrong: dict[str, object]) -> None:
+def test_objects_where_a_setting_takes_none(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         cl_train.train(**wrong)

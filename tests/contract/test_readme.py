@@ -30,7 +30,7 @@ PROGRAMS = {
 }
 
 
-def commands(page: Path) -> list[str]:
+def commands(page):
     """Every command in a code block or in a code span."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
@@ -55,13 +55,13 @@ SCRIPTS = sorted(
 )
 
 
-def test_there_are_commands_to_check_and_every_script_exists() -> None:
+def test_there_are_commands_to_check_and_every_script_exists():
     assert len(TRAIN) >= 10 and len(OTHERS) >= 10 and len(SCRIPTS) >= 3
     assert not [script for script in SCRIPTS if not (ROOT / script).is_file()]
 
 
 @pytest.mark.parametrize("command", TRAIN)
-def test_every_training_command_is_accepted(command: str) -> None:
+def test_every_training_command_is_accepted(command):
     words = shlex.split(command)
     arguments = words[words.index("train.py" if "train.py" in words else "train") + 1 :]
     if arguments != ["--help"]:
@@ -69,7 +69,7 @@ def test_every_training_command_is_accepted(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", OTHERS)
-def test_every_command_exists_and_has_these_settings(command: str) -> None:
+def test_every_command_exists_and_has_these_settings(command):
     name, *words = shlex.split(command)[1:]
     if name == "completion":
         return
@@ -80,24 +80,24 @@ def test_every_command_exists_and_has_these_settings(command: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
 
-def test_every_section_has_one_program() -> None:
+def test_every_section_has_one_program():
     text = "".join(page.read_text(encoding="utf-8") for page in WITH_PROGRAMS)
     assert len(PROGRAMS) == text.count("```python") == text.count("\n## ") + 1  # own_loop has one
 
 
-def run_program(title: str, folder: Path) -> None:
+def run_program(title, folder):
     os.chdir(folder)
     exec(compile(PROGRAMS[title], title, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", PROGRAMS)
-def test_program(title: str, tmp_path: Path) -> None:
+def test_program(title, tmp_path):
     """Every program of the pages runs as it stands, in a process and a folder of its own."""
     for package in re.findall(r"^(?:import|from) (\w+)", PROGRAMS[title], flags=re.MULTILINE):
         pytest.importorskip(package)

@@ -23,20 +23,20 @@ CONTIGUOUS = (3072, 1024, 32, 1)
 CHANNELS_LAST = (3072, 1, 96, 3)
 
 
-def channels_last() -> torch.Tensor:
+def channels_last():
     return torch.empty(N, C, H, W).to(memory_format=torch.channels_last)
 
 
 # What is channels last
 
 
-def test_a_10x3x16x16_batch_has_the_stated_strides() -> None:
+def test_a_10x3x16x16_batch_has_the_stated_strides():
     x = torch.empty(10, 3, 16, 16, memory_format=torch.channels_last)
     assert x.stride() == (768, 1, 48, 3)
     assert classify(x) == "channels_last"
 
 
-def test_pixels_are_stored_one_after_the_other() -> None:
+def test_pixels_are_stored_one_after_the_other():
     x = torch.arange(2 * 3 * 4 * 4.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
     assert x.flatten().storage_offset() == 0
     memory = torch.as_strided(x, (6,), (1,))
@@ -53,7 +53,7 @@ def test_pixels_are_stored_one_after_the_other() -> None:
 # Memory format API
 
 
-def test_each_way_to_make_a_tensor_has_the_stated_strides() -> None:
+def test_each_way_to_make_a_tensor_has_the_stated_strides():
     classic, x = torch.empty(N, C, H, W), channels_last()
     back = (
         x.to(memory_format=torch.contiguous_format),
@@ -87,8 +87,8 @@ def test_each_way_to_make_a_tensor_has_the_stated_strides() -> None:
     ids=["N1HW", "NC11", "N111 cannot be marked"],
 )
 def test_one_channel_or_pixel_is_both_formats_at_once_and_only_to_restrides_it(
-    shape: tuple[int, ...], contiguous_gives: tuple[int, ...], to_gives: tuple[int, ...]
-) -> None:
+    shape, contiguous_gives, to_gives
+):
     x = torch.empty(shape)
     assert classify(x) == "ambiguous" and x.stride() == contiguous_gives
     assert x.is_contiguous(memory_format=torch.channels_last) and x.is_contiguous()
@@ -97,7 +97,7 @@ def test_one_channel_or_pixel_is_both_formats_at_once_and_only_to_restrides_it(
     assert to_memory_format(x, torch.channels_last).stride() == to_gives
 
 
-def test_permute_does_not_carry_the_format_where_it_is_ambiguous() -> None:
+def test_permute_does_not_carry_the_format_where_it_is_ambiguous():
     plain = torch.empty(4, 5, 6, 3).permute(0, 3, 1, 2)
     assert plain.stride() == torch.empty(4, 3, 5, 6, memory_format=torch.channels_last).stride()
     one_channel = torch.empty(4, 4, 4, 1).permute(0, 3, 1, 2)
@@ -107,7 +107,7 @@ def test_permute_does_not_carry_the_format_where_it_is_ambiguous() -> None:
     assert contiguous.to(memory_format=torch.channels_last).stride() == (16, 1, 4, 1)
 
 
-def test_pointwise_operators_preserve() -> None:
+def test_pointwise_operators_preserve():
     x = channels_last()
     for z in (x + x.clone(), x * 2, x.relu(), torch.where(x > 0, x, -x), x.add_(1)):
         assert z.stride() == CHANNELS_LAST
@@ -115,9 +115,7 @@ def test_pointwise_operators_preserve() -> None:
 
 @pytest.mark.parametrize("weight_last", [False, True])
 @pytest.mark.parametrize("input_last", [False, True])
-def test_convolutions_are_contiguous_only_where_all_inputs_are(
-    weight_last: bool, input_last: bool
-) -> None:
+def test_convolutions_are_contiguous_only_where_all_inputs_are(weight_last, input_last):
     model = nn.Conv2d(8, 4, 3)
     x = torch.randint(1, 10, (2, 8, 4, 4), dtype=torch.float32, requires_grad=True)
     if weight_last:
@@ -130,7 +128,7 @@ def test_convolutions_are_contiguous_only_where_all_inputs_are(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_preserves_and_cudnn_convolution_in_half_precision() -> None:
+def test_cuda_preserves_and_cudnn_convolution_in_half_precision():
     assert channels_last().cuda().stride() == CHANNELS_LAST
     model = nn.Conv2d(8, 4, 3).cuda().half().to(memory_format=torch.channels_last)
     x = torch.randint(1, 10, (2, 8, 4, 4), dtype=torch.float32, requires_grad=True)
@@ -141,8 +139,8 @@ def test_cuda_preserves_and_cudnn_convolution_in_half_precision() -> None:
 # Converting existing models
 
 
-def test_any_model_is_converted_and_propagates_the_format() -> None:
-    seen: dict[str, str] = {}
+def test_any_model_is_converted_and_propagates_the_format():
+    seen = {}
     model = torchvision.models.resnet18()
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d):
@@ -154,13 +152,13 @@ def test_any_model_is_converted_and_propagates_the_format() -> None:
     assert len(seen) == 41 and set(seen.values()) == {"channels_last"}
 
 
-def test_converted_weights_restore_the_format_of_a_contiguous_input() -> None:
+def test_converted_weights_restore_the_format_of_a_contiguous_input():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
     convert(model, "conv")
     assert classify(model(torch.randn(2, 3, 8, 8))) == "channels_last"
 
 
-def test_the_checker_raised_at_the_first_loss_and_the_audit_tells_all() -> None:
+def test_the_checker_raised_at_the_first_loss_and_the_audit_tells_all():
     """What the tutorial's `check_wrapper` stopped at is one of the losses in the audit."""
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8)
@@ -179,11 +177,11 @@ class Checker(TorchFunctionMode):
     channels_last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lost: list[str] = []
+        self.lost = []
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         was = any(isinstance(a, torch.Tensor) and classify(a) == "channels_last" for a in args)
         if (
@@ -196,7 +194,7 @@ class Checker(TorchFunctionMode):
         return result
 
 
-def test_the_tutorials_list_has_28_models_that_torchvision_knows() -> None:
+def test_the_tutorials_list_has_28_models_that_torchvision_knows():
     assert len(set(zoo.TUTORIAL)) == 28
     assert set(zoo.TUTORIAL) <= set(torchvision.models.list_models())
 
@@ -207,7 +205,7 @@ FORWARD_LOSSES = {"alexnet": {"clone"}, "vgg": {"clone"}, "shufflenet": {"clone"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.TUTORIAL)
-def test_the_28_models_are_converted_and_lose_only_what_is_known(name: str) -> None:
+def test_the_28_models_are_converted_and_lose_only_what_is_known(name):
     torch.manual_seed(0)
     with torch.device("meta"):
         model = torchvision.models.get_model(name, num_classes=10)
@@ -228,7 +226,7 @@ def test_the_28_models_are_converted_and_lose_only_what_is_known(name: str) -> N
     assert report.totals["kept"] > 10
 
 
-def _without_large_layers(model: nn.Module) -> nn.Module:
+def _without_large_layers(model):
     """AlexNet's and VGG's first Linear layers, 100 million weights without a layout, made thin."""
     for module in model.modules():
         for name, child in module.named_children():
@@ -245,7 +243,7 @@ def _without_large_layers(model: nn.Module) -> nn.Module:
 # docs/channels_last.md
 
 
-def test_the_one_liners_of_the_documentation_print_what_it_says() -> None:
+def test_the_one_liners_of_the_documentation_print_what_it_says():
     lines = (
         (Path(__file__).resolve().parents[2] / "docs" / "channels_last.md").read_text().splitlines()
     )

@@ -7,7 +7,6 @@ import site
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +15,10 @@ import pytest
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -43,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory, cache_home: Path) -> Run:
+def cl_train(wheel, tmp_path_factory, cache_home):
     """`cl-train` of an environment that holds the wheel and sees the packages it depends on."""
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True)
@@ -67,7 +65,7 @@ def cl_train(wheel: Path, tmp_path_factory: pytest.TempPathFactory, cache_home: 
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_configuration_types_and_licence(wheel: Path) -> None:
+def test_the_wheel_holds_configuration_types_and_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {
         "cl_train/conf/config.yaml",
@@ -81,7 +79,7 @@ def test_the_wheel_holds_configuration_types_and_licence(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_of_the_wheel(cl_train: Run, tmp_path: Path) -> None:
+def test_commands_of_the_wheel(cl_train, tmp_path):
     trained = cl_train(
         "train",
         "channels_last=true",
@@ -104,7 +102,7 @@ def test_commands_of_the_wheel(cl_train: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sweep_and_comparison_of_the_wheel(cl_train: Run, tmp_path: Path) -> None:
+def test_sweep_and_comparison_of_the_wheel(cl_train, tmp_path):
     words = [
         "-m",
         "channels_last=true,false",

@@ -5,7 +5,6 @@ that it ends with. Forks that can use it.
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -25,9 +24,7 @@ CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 REFUSED = "install a newer torch"
 
 
-def plant_gpus(
-    patch: pytest.MonkeyPatch, capability: tuple[int, int], built: list[str], count: int = 1
-) -> None:
+def plant_gpus(patch, capability, built, count=1):
     for name, value in (("is_available", True), ("device_count", count), ("get_arch_list", built)):
         patch.setattr(torch.cuda, name, lambda value=value: value)
     patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
@@ -49,9 +46,8 @@ def plant_gpus(
     ],
 )
 def test_a_gpu_with_kernels_is_used_and_another_refused_with_the_build_to_install(
-    built: list[str], expected: str, capabilities: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    built, expected, capabilities, monkeypatch
+):
     for capability in capabilities:
         plant_gpus(monkeypatch, capability, built)
         if expected == REFUSED:
@@ -67,9 +63,9 @@ def test_a_gpu_with_kernels_is_used_and_another_refused_with_the_build_to_instal
             assert (f"{cost} on" in reason) == (capability < (8, 0))
 
 
-def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_a_number(monkeypatch):
     """Also in the settings and in a run, where it is the current device."""
-    current: list[object] = []
+    current = []
     second = torch.device("cuda", 1)
     plant_gpus(monkeypatch, (9, 0), [], count=2)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
@@ -96,9 +92,8 @@ def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(
-    is_there: bool, cuda: str, reason: str,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    is_there, cuda, reason, monkeypatch, tmp_path, caplog
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(distributed, "GPU_FILE", tmp_path if is_there else tmp_path / "missing")
@@ -119,7 +114,7 @@ for name in cl_train.__all__:
 @pytest.mark.parametrize(
     ("imports", "is_bad"), [(EVERYTHING, False), ("import torch; torch.cuda.is_available()", True)]
 )
-def test_forks_can_use_cuda_if_imports_do_not(imports: str, is_bad: bool) -> None:
+def test_forks_can_use_cuda_if_imports_do_not(imports, is_bad):
     """Such as those of the server of `zoo`, and of launchers in notebooks."""
     fork = "import os, torch; os.fork() or os._exit(torch.cuda._is_in_bad_fork())"
     program = f"{imports}\n{fork}\nos._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
@@ -128,9 +123,7 @@ def test_forks_can_use_cuda_if_imports_do_not(imports: str, is_bad: bool) -> Non
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(device, monkeypatch):
     """What a user's packages import may ask for a device."""
     context = Mock()
     context.Pipe.return_value = receiver, _ = Mock(), Mock()

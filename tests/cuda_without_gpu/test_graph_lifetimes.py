@@ -2,12 +2,9 @@
 NCCL would wait for it for ever. DDP and process groups as on GPUs.
 """
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -36,20 +33,20 @@ WORDS = "cuda_graph=true log_to=[] batch_size=8 data.image_size=16 log_every=5 e
 class StubRecorder(Recorder):
     """On a CPU, with a graph that counts: its replay runs the work again."""
 
-    def record(self, work: Any) -> Any:
+    def record(self, work):
         graph = Graph()
-        cuda_graph._recorded[graph] = CPU  # type: ignore[index]
+        cuda_graph._recorded[graph] = CPU
         return lambda: (graph.replay(), work())[1]
 
 
 @pytest.fixture
-def destroyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def destroyed(monkeypatch):
     """How many graphs are alive each time that a run leaves its process group."""
-    alive: list[int] = []
+    alive = []
     processes = loop.processes
 
     @contextmanager
-    def counted(*arguments: Any) -> Iterator[Dist]:
+    def counted(*arguments):
         with processes(*arguments) as dist, ExitStack() as at_the_end:
             at_the_end.callback(lambda: alive.append(len(Graph.alive)))
             yield dist
@@ -61,12 +58,10 @@ def destroyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     cuda_graph._recorded.clear()
 
 
-def test_no_graph_is_left_though_a_traceback_refers_to_it(
-    train: Callable[..., Run], destroyed: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    referred: list[Graph] = []
+def test_no_graph_is_left_though_a_traceback_refers_to_it(train, destroyed, monkeypatch, tmp_path):
+    referred = []
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments):
         referred.extend(Graph.alive)
         raise KeyboardInterrupt
 
@@ -77,20 +72,18 @@ def test_no_graph_is_left_though_a_traceback_refers_to_it(
     assert Run(tmp_path, 1).summary["status"] == "failed"
 
 
-def test_a_graph_is_released_at_the_end_before_memory_is_needed(
-    train: Callable[..., Run], destroyed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive: list[int] = []
+def test_a_graph_is_released_at_the_end_before_memory_is_needed(train, destroyed, monkeypatch):
+    alive = []
     monkeypatch.setattr(loop, "utilisation_of", lambda *_: alive.append(len(Graph.alive)))
     assert train(*WORDS.split()).summary["utilisation"] is None
     assert alive == destroyed == [0]
-    kept: list[Any] = []  # planted: nobody releases it
+    kept = []  # planted: nobody releases it
     monkeypatch.setattr(GraphedStep, "release", lambda step, *error: kept.append(step))
     train(*WORDS.split())
     assert alive == destroyed == [0, 1]
 
 
-def test_recordings_are_registered_and_share_a_pool() -> None:
+def test_recordings_are_registered_and_share_a_pool():
     """On the stream of the warm-up; the loader's threads may call CUDA meanwhile. Those of another
     device have another pool."""
     with fake_cuda() as device:
@@ -112,13 +105,13 @@ def test_recordings_are_registered_and_share_a_pool() -> None:
         assert not cuda_graph._recorded and not any(graph.kernels for graph in graphs)
 
 
-def test_a_recording_that_fails_leaves_dropout_working(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_fails_leaves_dropout_working(monkeypatch):
     """The error names the first cause, and the generator no longer records."""
-    states: list[str] = []
+    states = []
     generator = SimpleNamespace(clone_state=lambda: "idle", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
 
-    def work() -> None:
+    def work():
         try:
             raise torch.AcceleratorError("out of memory")
         finally:
@@ -131,15 +124,15 @@ def test_a_recording_that_fails_leaves_dropout_working(monkeypatch: pytest.Monke
         assert device.current is current and states == ["idle"]
 
 
-def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch):
     """The trial and DDP, to whose stream autograd binds the gradients. A replay reads the learning
     rate of its step from the device."""
-    streams: dict[str, object] = {}
+    streams = {}
     cfg = load({"model": "tests.networks:small", "cuda_graph": "true", "precision": "fp16"})
     with fake_cuda() as device:
         for name in ("try_model", "wrap_in_ddp"):
 
-            def note(model: Any, *_: Any, name: str = name, **words: Any) -> Any:
+            def note(model, *_, name=name, **words):
                 streams[name] = device.current
                 return model
 
@@ -151,7 +144,7 @@ def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch: pytest.Monk
             dist = Dist(0, ranks, CUDA)
             settings = build.step_settings(cfg, BY_NAME["fp16"], dist, soft=False)
             state = build.build_train_state(cfg, settings, 3, dist, lr=0.1)
-            step: Any = state.train_step
+            step = state.train_step
             assert set(streams.values()) == {step._recorder.stream} != {device.current}
             rates = [group["lr"] for group in state.parts.optimizer.param_groups]
             assert {rate.device for rate in rates} == {CUDA}
@@ -163,7 +156,7 @@ class Halfway(StubRecorder):
     is in the middle of a step.
     """
 
-    def record(self, work: Any) -> Any:
+    def record(self, work):
         optimizer = work.__self__._parts.optimizer
         optimizer.step = Mock(side_effect=RecordingError(CAPTURING))
         try:
@@ -176,13 +169,12 @@ class Halfway(StubRecorder):
     ("precision", "clip_norm"), [("fp32", None), ("fp16", None), ("fp16", 1.0), ("fp16_o2", None)]
 )
 def test_auto_falls_back_to_eager_steps_with_the_same_results(
-    precision: str, clip_norm: float | None,
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    precision, clip_norm, caplog, monkeypatch
+):
     expected, parts = (make_parts(precision, clip_norm=clip_norm) for _ in range(2))
     cuda_graph.make_capturable(expected.optimizer, CPU)
 
-    def graphed(*, can_go_on: bool, fall_back: bool) -> GraphedStep:
+    def graphed(*, can_go_on, fall_back):
         monkeypatch.setattr(cuda_graph, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
         return GraphedStep(parts, Halfway(CPU), warm_up=1, fall_back=fall_back)
 
@@ -204,18 +196,16 @@ def test_auto_falls_back_to_eager_steps_with_the_same_results(
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def ddp(model: nn.Module, *, forward_sync_buffers: bool = True, **words: Any) -> dict[str, Any]:
+def ddp(model, *, forward_sync_buffers=True, **words):
     """The arguments of torch's since 2.15."""
     return {"forward_sync_buffers": forward_sync_buffers, **words}
 
 
-def test_statistics_of_batchnorm_are_not_broadcast_in_each_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_statistics_of_batchnorm_are_not_broadcast_in_each_step(monkeypatch):
     monkeypatch.setattr(build, "check_ranks_agree", lambda *_: None)
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", ddp)
     model = small(3)
-    options: Any = build.wrap_in_ddp(model, Dist(0, 2, CUDA), static_graph=False)
+    options = build.wrap_in_ddp(model, Dist(0, 2, CUDA), static_graph=False)
     assert options["forward_sync_buffers"] is False
     assert options["gradient_as_bucket_view"] and options["device_ids"] == [CUDA]
     model.register_buffer("calls", torch.zeros(1))  # which all ranks must share
@@ -223,10 +213,8 @@ def test_statistics_of_batchnorm_are_not_broadcast_in_each_step(
     assert options["forward_sync_buffers"] is True
 
 
-def test_gloo_names_a_hung_rank_before_nccl_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch_distributed: Any = Mock()
+def test_gloo_names_a_hung_rank_before_nccl_ends_the_process(monkeypatch):
+    torch_distributed = Mock()
     torch_distributed.rendezvous.return_value = iter([(Mock(), 0, 2)])
     monkeypatch.setattr(torch, "distributed", torch_distributed)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -3,9 +3,6 @@ ends the run.
 """
 
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ WORDS = ["data.image_size=16", "batch_size=8", "log_to=[]", "log_every=5"]
 slow = pytest.mark.slow
 
 
-def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_late(monkeypatch):
     monkeypatch.setattr(active_run, "READ_AT_ONCE", ())
 
 
@@ -36,10 +33,8 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("max_steps=7", marks=slow),
     ],
 )
-def test_the_records_and_the_end_are_the_same(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
-) -> None:
-    def end_of(folder: Path) -> object:
+def test_the_records_and_the_end_are_the_same(train, monkeypatch, tmp_path, words):
+    def end_of(folder):
         try:
             return train(*WORDS, *words.split(), folder=folder).exit_code
         except TrainingFault as fault:  # which names its step
@@ -54,15 +49,13 @@ def test_the_records_and_the_end_are_the_same(
     assert steps and steps == sorted(set(steps)), "one record per window, in order"
 
 
-def test_the_sums_are_read_after_their_copy(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sums_are_read_after_their_copy(train, monkeypatch):
     """Until the host has waited for the mark after it, the pinned memory holds something else."""
     at_once = train(*WORDS)
     read_late(monkeypatch)
     log_submitted = active_run.ActiveRun.log_submitted
 
-    def arrive_late(run: Any) -> None:
+    def arrive_late(run):
         if run.submitted is not None:
             totals, copied = run.submitted.totals, run.submitted.copied
             sums = totals.clone()
@@ -84,29 +77,29 @@ SLOTS = 6  # of the loader, which works while the host does anything else
 class Machine(DeviceClock):
     """A host, a device with a queue, and a loader."""
 
-    def __init__(self, loader_s: float) -> None:
+    def __init__(self, loader_s):
         super().__init__(torch.device("cuda", 0))
         self.now = self.device_free_at = self.idle_s = self.ahead_s = 0.0
         self.loader_s = self.loaded_at = loader_s
         self.taken = deque([0.0] * SLOTS, SLOTS)
 
-    def mark(self) -> float:
+    def mark(self):
         return max(self.now, self.device_free_at)
 
-    def wait(self, mark: float) -> None:
+    def wait(self, mark):
         self.now = max(self.now, mark)
 
-    def seconds(self, start: float, end: float) -> float:
+    def seconds(self, start, end):
         assert max(start, end) <= self.now, "the device has not reached the mark"
         return end - start
 
-    def next_batch(self) -> None:
+    def next_batch(self):
         self.now = max(self.now, self.loaded_at)
         self.taken.append(self.now)
         # The loader begins its next batch when a slot is free.
         self.loaded_at = max(self.loaded_at, self.taken[0]) + self.loader_s
 
-    def submit(self) -> None:
+    def submit(self):
         self.idle_s += max(0.0, self.now - self.device_free_at)
         self.device_free_at = self.mark() + STEP_S
         self.now += HOST_S
@@ -114,7 +107,7 @@ class Machine(DeviceClock):
 
 
 @pytest.mark.parametrize("speed", [2.0, 1.25, 1.05, 1.0, 0.95, 0.83, 0.5])  # of the loader
-def test_data_and_speed_are_those_of_the_device(speed: float) -> None:
+def test_data_and_speed_are_those_of_the_device(speed):
     """Windows are read one late, as in a run."""
     machine = Machine(STEP_S / speed)
     meter = ThroughputMeter(0, machine, lambda: machine.now)

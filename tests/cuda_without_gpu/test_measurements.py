@@ -2,10 +2,8 @@
 only the ten that it expects to be the fastest. Times of an audit are those of the device. What
 nvidia-smi says: records, and verdicts that are refused."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +22,6 @@ from cl_train.system.machine import gpu_state, problem_of_gpu
 from cl_train.system.run_folder import read_run
 from cl_train.training import build, loop
 from cl_train.training.evaluation import outputs
-from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.networks import small
 
@@ -32,8 +29,8 @@ FP32 = BY_NAME["fp32"]
 CUDNN = torch.backends.cudnn
 
 
-def test_not_for_the_last_validation_batch_and_the_image_that_tells_the_classes() -> None:
-    searches: list[tuple[int, bool]] = []  # the images of each call, and whether it searches
+def test_not_for_the_last_validation_batch_and_the_image_that_tells_the_classes():
+    searches = []  # the images of each call, and whether it searches
     model = small(3)
     model.register_forward_pre_hook(
         lambda _, inputs: searches.append((len(inputs[0]), CUDNN.benchmark))
@@ -48,11 +45,11 @@ def test_not_for_the_last_validation_batch_and_the_image_that_tells_the_classes(
         assert set(searches) == {(1, False), (4, True)}
 
 
-def test_not_for_the_two_images_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_for_the_two_images_of_a_trial(monkeypatch):
     """A compiled model needs less memory than this eager step, and trains on another shape."""
-    tried: list[tuple[int, bool, int]] = []
+    tried = []
 
-    def note(model: Any, settings: Any, form: Any, shape: Any, num_classes: int) -> None:
+    def note(model, settings, form, shape, num_classes):
         tried.append((shape[0], CUDNN.benchmark, CUDNN.benchmark_limit))
 
     monkeypatch.setattr(build, "try_model", note)
@@ -65,7 +62,7 @@ def test_not_for_the_two_images_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> N
     assert tried == [(4, True, 10), (2, False, 10)]
 
 
-def test_a_copy_is_timed_that_takes_longer_than_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_timed_that_takes_longer_than_its_launch(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape, device="meta"))
     monkeypatch.setattr(audit, "step_times_s", lambda copy, count, device: [1.0] * count)
@@ -73,8 +70,8 @@ def test_a_copy_is_timed_that_takes_longer_than_its_launch(monkeypatch: pytest.M
     assert read_and_written_bytes >= 2 * 256e6
 
 
-def test_operators_are_timed_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[object] = []
+def test_operators_are_timed_on_the_models_device(monkeypatch):
+    current = []
     second = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
     monkeypatch.setattr(operator_times, "keep_freed_memory", Mock())
@@ -91,8 +88,8 @@ USUAL = "1980, 1980, 45, 612.30, 0x0000000000000000"
 SLOWED = "1005, 1980, 87, 500.00, 0x0000000000000040"
 
 
-def state_of(state: str | None, pids: str | None = "7") -> dict[str, Any] | None:
-    def answer(command: list[str]) -> str | None:
+def state_of(state, pids="7"):
+    def answer(command):
         assert command[:2] == ["nvidia-smi", "--id=GPU-0a"]
         return pids if "compute-apps" in command[2] else state
 
@@ -114,16 +111,14 @@ def state_of(state: str | None, pids: str | None = "7") -> dict[str, Any] | None
         (None, None, None),
     ],
 )
-def test_heat_and_other_processes_are_problems(
-    state: str | None, pids: str | None, problem: str | None
-) -> None:
+def test_heat_and_other_processes_are_problems(state, pids, problem):
     found = state_of(state, pids)
     assert (found is None) == (state is None or "N/A" in state)
     assert (problem or "None") in str(problem_of_gpu(found))
     assert gpu_state(torch.device("cpu")) is None
 
 
-def test_a_shared_gpu_makes_a_comparison_untrusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_gpu_makes_a_comparison_untrusted(monkeypatch):
     shared = state_of(USUAL, "7\n8")
     monkeypatch.setattr(paired, "gpu_state", lambda device: shared)
     done = paired.compare_layouts(small(3), 4, image_size=16, target_ci=9.0, time_limit_s=0.0)
@@ -131,9 +126,7 @@ def test_a_shared_gpu_makes_a_comparison_untrusted(monkeypatch: pytest.MonkeyPat
     assert done.to_dict()["gpu"]["clock_mhz"] == 1980
 
 
-def test_a_run_records_it_and_its_first_step(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_records_it_and_its_first_step(train, monkeypatch):
     slowed = state_of(SLOWED)
     monkeypatch.setattr(loop, "gpu_state", lambda device: slowed)
     run = train("log_to=[]", "epochs=1")

@@ -1,6 +1,5 @@
 """The real step, copies and recordings on tensors without data: nothing waits or races."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +13,8 @@ from cl_train.step.backup import BufferBackup
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, EMA
-from cl_train.step.train_step import Loss, StepParts, train_step
-from tests.cuda_without_gpu.fake_cuda import CUDA, Device, Event, Stream, fake_cuda, without_data
+from cl_train.step.train_step import Loss, train_step
+from tests.cuda_without_gpu.fake_cuda import CUDA, Event, Stream, fake_cuda, without_data
 from tests.step.test_train_step import make_parts
 
 # --- no part of a step reads a value of the device: every such read raises ------------------------
@@ -23,9 +22,7 @@ from tests.step.test_train_step import make_parts
 BCE = Loss("bce", 0.1, bce_threshold=0.2)  # with MixUp's targets
 
 
-def run(
-    parts: StepParts, step: Callable[[list[Batch]], object] | None = None, micro_steps: int = 1
-) -> None:
+def run(parts, step=None, micro_steps=1):
     for _ in range(2):
         set_lr(parts.optimizer, 0.1)
         pixels = torch.randn(4, 3, 32, 32, dtype=parts.precision.input_dtype)
@@ -36,7 +33,7 @@ def run(
 
 @pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 @pytest.mark.parametrize("precision", BY_NAME)
-def test_a_step_never_waits(precision: str, optimizer: str) -> None:
+def test_a_step_never_waits(precision, optimizer):
     with without_data():
         clipped = make_parts(precision, optimizer=optimizer, clip_norm=1.0, label_smoothing=0.1)
         run(clipped, micro_steps=2)
@@ -44,7 +41,7 @@ def test_a_step_never_waits(precision: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
-def test_what_surrounds_a_step_does_not_wait_either(precision: str) -> None:
+def test_what_surrounds_a_step_does_not_wait_either(precision):
     """The average of the weights, statistics at a log line, and the step that will be recorded."""
     with without_data():
         parts = make_parts(precision)
@@ -55,7 +52,7 @@ def test_what_surrounds_a_step_does_not_wait_either(precision: str) -> None:
         backup.keep_or_restore(torch.zeros(()) > 0)
 
 
-def test_an_optimizer_without_a_fused_kernel_is_documented_to_wait() -> None:
+def test_an_optimizer_without_a_fused_kernel_is_documented_to_wait():
     """So a read is found."""
     with without_data(), pytest.raises(DataDependentOutputException):
         run(make_parts("fp32", optimizer="rmsprop"))
@@ -64,7 +61,7 @@ def test_an_optimizer_without_a_fused_kernel_is_documented_to_wait() -> None:
 # --- streams under torch's race detector: copies to the device and recordings ---------------------
 
 
-def train_with_to_device(device: Device) -> None:
+def train_with_to_device(device):
     """An epoch as the loop runs it. The loader fills memory again three batches later."""
     form = DeviceFormat(CUDA, torch.float16, torch.channels_last)
     normalise = Normalise([0.5] * 3, [0.25] * 3, form)
@@ -72,7 +69,7 @@ def train_with_to_device(device: Device) -> None:
     memory = [torch.zeros(4, 8, 8, 3, dtype=torch.uint8) for _ in range(3)]
     slots = [images.permute(0, 3, 1, 2) for images in memory]
 
-    def loader() -> Iterator[RawBatch]:
+    def loader():
         for number in range(6):
             slot = slots[number % len(slots)]
             device.write_on_host(slot)
@@ -85,7 +82,7 @@ def train_with_to_device(device: Device) -> None:
         device.write_on_host(slot)
 
 
-def record_and_replay(device: Device) -> None:
+def record_and_replay(device):
     weight = torch.randn(8, 3, 3, 3, device=CUDA).clone()
     recorder = Recorder(CUDA)
     result = recorder.run(lambda: (weight * 2).sum())
@@ -97,7 +94,7 @@ def record_and_replay(device: Device) -> None:
 PROGRAMS = [train_with_to_device, record_and_replay]
 
 
-def test_no_race_and_one_side_stream_for_all_epochs() -> None:
+def test_no_race_and_one_side_stream_for_all_epochs():
     with fake_cuda() as device:
         for program in PROGRAMS * 2:
             program(device)
@@ -115,9 +112,7 @@ def test_no_race_and_one_side_stream_for_all_epochs() -> None:
         (train_with_to_device, Event, "synchronize", None, "a write of the host"),
     ],
 )
-def test_planted_a_missing_wait_is_found(
-    program: Callable[[Device], None], owner: type, name: str, result: object, message: str
-) -> None:
+def test_planted_a_missing_wait_is_found(program, owner, name, result, message):
     with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *arguments: result)
         program(device)

@@ -21,7 +21,7 @@ FULL = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB of"
     " which 5 MiB is free"
 )
-ERRORS: list[BaseException] = [
+ERRORS = [
     torch.OutOfMemoryError(f"{FULL}. Process 7 has 78 GiB memory in use."),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
     MemoryError(),
@@ -33,7 +33,7 @@ ERRORS: list[BaseException] = [
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"),
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
 ]
-OTHERS: list[BaseException] = [
+OTHERS = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: no kernel image is available for execution on the device"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
@@ -41,7 +41,7 @@ OTHERS: list[BaseException] = [
 ]
 
 
-def test_each_message_is_understood_and_described_in_one_line() -> None:
+def test_each_message_is_understood_and_described_in_one_line():
     assert str(describe_failure(ERRORS[0])).startswith(f"out of memory: {FULL}. Lower batch_size")
     for error in ERRORS:
         said = describe_failure(error) or ""
@@ -53,13 +53,13 @@ def test_each_message_is_understood_and_described_in_one_line() -> None:
 class Full(nn.Module):
     """Remembers its activations weakly."""
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images):
         activations = images * 2
         self.held = weakref.ref(activations)
         raise torch.OutOfMemoryError(FULL)
 
 
-def test_the_trial_step_names_the_batch_and_memory_is_released() -> None:
+def test_the_trial_step_names_the_batch_and_memory_is_released():
     model = nn.Sequential(small(3), Full())
     form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
     with (

@@ -12,13 +12,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared_bench(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Bench:
+def shared_bench(tmp_path_factory, pytestconfig) -> Bench:
     is_full = bool(pytestconfig.getoption("--full", default=False))
     return Bench(tmp_path_factory.mktemp("bench"), is_full)
 
 
 @pytest.fixture
-def bench(shared_bench: Bench, caplog: pytest.LogCaptureFixture) -> Bench:
+def bench(shared_bench, caplog) -> Bench:
     caplog.set_level(logging.CRITICAL)
     shared_bench.begin_row()
     return shared_bench

@@ -36,7 +36,7 @@ class Forked(ForkServerProcess):
         os.setsid()
         # A shell starts background jobs, such as these tests, with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+        multiprocessing.process._parent_process = None
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
             os.dup2(source, target)

@@ -125,7 +125,7 @@ def signal_after_save(step: int, signum: int) -> None:
             os.kill(os.getpid(), signum)
             wait_until(is_signal_received)
 
-    cl_train.training.state.Checkpoints.save = save  # type: ignore[method-assign]
+    cl_train.training.state.Checkpoints.save = save
 
 
 def bad_loss(value: float, steps: Container[int]) -> None:
@@ -177,7 +177,7 @@ def full_disk(steps: Container[int], minutes: float = 30) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(descriptor)
 
-    cl_train.system.checkpoints.os.fsync = fsync  # type: ignore[assignment]
+    cl_train.system.checkpoints.os.fsync = fsync
 
 
 def bad_worker(number: int, leaves: bool) -> None:
@@ -192,7 +192,7 @@ def bad_worker(number: int, leaves: bool) -> None:
             raise MemoryError("planted")
         return original(self, *arguments, **named)
 
-    cl_train.data.transforms.ImageReader.read = read  # type: ignore[method-assign]
+    cl_train.data.transforms.ImageReader.read = read
 
 
 def check_layout(layout: torch.memory_format) -> None:

@@ -8,11 +8,8 @@ import shutil
 import signal
 import time
 import unittest.mock
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +17,10 @@ import torch
 from cl_train.system import checkpoints
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, write
 from tests.faults import plants, tiny
-from tests.faults.bench import Bench
 
 
 @pytest.mark.slow
-def test_kill_while_writing_checkpoint(bench: Bench) -> None:
+def test_kill_while_writing_checkpoint(bench):
     """SIGKILL: every .pt file of 8 MB is whole, the newest is no older than the last confirmed
     save.
     """
@@ -40,7 +36,7 @@ def test_kill_while_writing_checkpoint(bench: Bench) -> None:
         shutil.rmtree(store, ignore_errors=True)
 
 
-def check_store(folder: Path) -> None:
+def check_store(folder):
     notes = folder.with_suffix(".confirmed")
     confirmed = max([0, *map(int, notes.read_text().split())] if notes.exists() else [0])
     folder.mkdir(exist_ok=True)  # the process may have ended before
@@ -59,7 +55,7 @@ def check_store(folder: Path) -> None:
 
 
 @contextmanager
-def failing_disk(number: int, at_byte: int) -> Iterator[None]:
+def failing_disk(number, at_byte):
     """Writes fail at a byte by the kernel's own limit of a file's size, whose EFBIG becomes the
     error `number`.
     """
@@ -67,7 +63,7 @@ def failing_disk(number: int, at_byte: int) -> Iterator[None]:
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     original = torch.save
 
-    def save(state: Any, file: Any) -> None:
+    def save(state, file):
         try:
             original(state, file)
         except OSError as error:
@@ -82,7 +78,7 @@ def failing_disk(number: int, at_byte: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, previous)
 
 
-def test_disk_full_while_writing_checkpoint(bench: Bench) -> None:
+def test_disk_full_while_writing_checkpoint(bench):
     """The disk fails at a random byte: the previous checkpoint stays; too long, the run stops."""
     for number in range(bench.count(20, 300)):
         folder = bench.new_folder()
@@ -107,7 +103,7 @@ def test_disk_full_while_writing_checkpoint(bench: Bench) -> None:
         shutil.rmtree(folder)
 
 
-def damaged(bench: Bench) -> tuple[Path, Path]:
+def damaged(bench):
     """A sound checkpoint, and the path of a later one, which is to be damaged."""
     folder = bench.new_folder()
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +113,7 @@ def damaged(bench: Bench) -> tuple[Path, Path]:
     return folder / "step-00000001.pt", folder / "step-00000002.pt"
 
 
-def test_truncated_checkpoint(bench: Bench) -> None:
+def test_truncated_checkpoint(bench):
     """A checkpoint truncated at a random length is named, and the one before it is used."""
     good, bad = damaged(bench)
     whole, store = good.read_bytes(), CheckpointStore(good.parent)
@@ -130,13 +126,13 @@ def test_truncated_checkpoint(bench: Bench) -> None:
             assert found is not None and found[0] == good and str(bad) in found[2][0]
 
 
-def check_refused(path: Path) -> None:
+def check_refused(path):
     """By a message with its name."""
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
         load(path)
 
 
-def test_bit_flip_in_checkpoint(bench: Bench) -> None:
+def test_bit_flip_in_checkpoint(bench):
     """One bit flipped anywhere in a checkpoint is detected, or leaves the values the same."""
     good, bad = damaged(bench)
     small = good.parent / "small.pt"

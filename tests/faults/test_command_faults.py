@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +14,13 @@ import pytest
 
 from cl_train.config.command_line import check_command_line
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config
-from cl_train.config.validation import Setting, setting_fields, show
+from cl_train.config.validation import setting_fields, show
 from cl_train.errors import ConfigError
 from cl_train.sweeps.job import problem_of
 from cl_train.sweeps.plan import read_sweep
 from tests.faults import plants, tiny
-from tests.faults.bench import MAX_ORPHAN_S, Bench, check_ended, mounted
-from tests.faults.forkserver import Forked, train_script
+from tests.faults.bench import MAX_ORPHAN_S, check_ended, mounted
+from tests.faults.forkserver import train_script
 from tests.processes import running_processes, wait_until
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,7 @@ WORDS = (
 )  # fmt: skip
 
 
-def wrong_values(item: Setting) -> Iterator[str]:
+def wrong_values(item):
     """Values that the setting cannot take, by its declared type and range."""
     metadata, base = item.metadata, item.base_type
     if item.list_depth:
@@ -54,7 +53,7 @@ def wrong_values(item: Setting) -> Iterator[str]:
         yield "null"
 
 
-def test_wrong_setting_values(bench: Bench) -> None:
+def test_wrong_setting_values(bench):
     """A setting with a wrong value is refused by name, in one screen, and so are odd words."""
     settings = setting_fields(Config).items()
     cases = [
@@ -73,12 +72,12 @@ def test_wrong_setting_values(bench: Bench) -> None:
             assert text.strip() and text.count("\n") < 24, f"{word[:80]}: {text[:200]}"
 
 
-def test_odd_folders_and_environments(bench: Bench) -> None:
+def test_odd_folders_and_environments(bench):
     """Odd folders and environments: success, or one message and exit code 2; never a traceback."""
     here = bench.folder / "odd"
     here.mkdir()
     (here / "file").write_text("")
-    rows: list[tuple[Path, int, str, dict[str, str]]] = [
+    rows = [
         (here / "with space and = sign", 0, "", {}),
         (here / "\u00fcn\u00ef \u2603", 0, "", {"LANG": "C", "LC_ALL": "C", "TERM": ""}),
         (here / "file/run", 2, "cannot write|Not a directory", {}),
@@ -113,9 +112,7 @@ BROKEN = [f"tests.faults.plants:{name}" for name in ("raising", "killed", "out_o
 MODELS = ["tests.networks:dropout", *BROKEN]
 
 
-def start_sweep(
-    bench: Bench, folder: Path, *words: str, environment: Mapping[str, str], **settings: object
-) -> Forked:
+def start_sweep(bench, folder, *words, environment, **settings):
     """`train.py -m ...`, whose jobs are programs of their own."""
     shared = bench.words(folder, resume=None, hydra__run__dir=None, **settings)
     once = ("max_reruns=0", "wait_for_quiet_s=0")
@@ -123,13 +120,13 @@ def start_sweep(
     return bench.fork(partial(train_script, words), environment)
 
 
-def check_sweep_resumed(bench: Bench, folder: Path) -> None:
+def check_sweep_resumed(bench, folder):
     words = shlex.split(read_sweep(folder).resume_command())  # with the code that the jobs name
     again = bench.fork(partial(train_script, words[words.index("-m") :]))
     assert again.wait() == 0, f"resume_sweep: exit code {again.wait()}: {again.output()[-500:]}"
 
 
-def test_failing_sweep_jobs(bench: Bench) -> None:
+def test_failing_sweep_jobs(bench):
     """Jobs that raise, are killed, run out of memory: the others run, exit code 1, `resume_sweep`
     runs only them.
     """
@@ -151,7 +148,7 @@ def test_failing_sweep_jobs(bench: Bench) -> None:
             assert (jobs[0] / "summary.json").stat().st_mtime_ns == stamp, "it ran again"
 
 
-def test_kill_sweep_launcher(bench: Bench) -> None:
+def test_kill_sweep_launcher(bench):
     """The launcher of a sweep killed: its job ends, and `resume_sweep` completes the sweep with
     every step once.
     """
@@ -176,7 +173,7 @@ def test_kill_sweep_launcher(bench: Bench) -> None:
             assert losses == 2 * [list(range(2, tiny.STEPS + 1, 2))], losses  # each window once
 
 
-def running_in_folder(folder: Path) -> list[int]:
+def running_in_folder(folder):
     """Processes whose command line names the folder, in any session."""
     found = []
     for pid in running_processes():

@@ -3,15 +3,12 @@ the order.
 """
 
 import os
-import random
 import shutil
 import signal
 import struct
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ from cl_train.imagenet.folders import resize_folder, verify
 from tests.conftest import write_images
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, encoded, folder_data, noise
 from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
-from tests.faults.bench import MAX_ORPHAN_S, Bench, check_ended, peak_mib
+from tests.faults.bench import MAX_ORPHAN_S, check_ended, peak_mib
 from tests.imagenet_archives import HOSTILE, make_archives
 
 WNIDS = tuple(f"n{90_000_000 + number}" for number in range(12))
@@ -33,7 +30,7 @@ MAX_SECONDS_PER_IMAGE = 2.0
 MAX_MEMORY_MIB = 1024
 PNG_MODES = ("RGB", "L", "LA", "RGBA", "P", "1")
 SIZES = ((1, 1), (500, 1), (1, 500), (33, 500))
-JPEGS: tuple[dict[str, Any], ...] = (
+JPEGS = (
     *({"quality": q, "subsampling": s} for q in (5, 60, 95) for s in (0, 1, 2)),
     {"progressive": True},
     {"optimize": True},
@@ -44,7 +41,7 @@ JPEGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def sound_files() -> list[bytes]:
+def sound_files():
     """JPEGs and PNGs of the kinds that ImageNet has; the first is an ordinary one."""
     image = noise(48, 64)
     cmyk = encoded(image.convert("CMYK"))
@@ -60,7 +57,7 @@ def sound_files() -> list[bytes]:
     ]
 
 
-def mutate(data: bytes, rng: random.Random) -> bytes:
+def mutate(data, rng):
     """Bit flips, cuts, splices, edits of the header and of the marker segments' lengths."""
     result = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
@@ -85,7 +82,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.slow
-def test_fuzzed_images(bench: Bench) -> None:
+def test_fuzzed_images(bench):
     """Pixels or a counted, named error, alone and through the real loader; bounded memory."""
     root, count, files = bench.new_folder(), bench.count(300, 50_000), sound_files()
     for data in files:
@@ -106,13 +103,13 @@ def test_fuzzed_images(bench: Bench) -> None:
     shutil.rmtree(root)
 
 
-def decoded(path: Path) -> tuple[int, int] | str:
+def decoded(path):
     """Height and width of a file, or why it is refused."""
     started = time.thread_time()  # CPU time: other processes do not make an image slow
     try:
         pixels = Encoded(read_file(path)).decode()
         assert pixels.dtype == np.uint8 and pixels.shape[2:] == (3,), path.name
-        found: tuple[int, int] | str = pixels.shape[:2]
+        found = pixels.shape[:2]
     except BadImage as error:
         found = str(error)
     seconds = time.thread_time() - started
@@ -120,9 +117,9 @@ def decoded(path: Path) -> tuple[int, int] | str:
     return found
 
 
-def check_loader(root: Path, count: int, expected_bad: int) -> None:
+def check_loader(root, count, expected_bad):
     """The real loader must see and count exactly the images that cannot be decoded."""
-    options: dict[str, Any] = {"workers": 2, "batch_size": 8, "max_bad_images": 10 * count}
+    options = {"workers": 2, "batch_size": 8, "max_bad_images": 10 * count}
     data = folder_data(root, on_bad_image="skip", **options)
     images, shared = 0, peak_mib(os.getpid(), "VmRSS")
     try:
@@ -141,13 +138,13 @@ def check_loader(root: Path, count: int, expected_bad: int) -> None:
     assert grown <= MAX_MEMORY_MIB, f"a worker took {grown:.0f} MiB"
 
 
-def contents(folder: Path) -> dict[Path, bytes | None]:
+def contents(folder):
     """None is a folder."""
     paths = folder.rglob("*")
     return {p.relative_to(folder): p.read_bytes() if p.is_file() else None for p in paths}
 
 
-def test_hostile_archives(bench: Bench) -> None:
+def test_hostile_archives(bench):
     """A hostile archive is refused by name, and nothing is left behind."""
     folder = bench.new_folder()
     for number, (name, content) in enumerate(HOSTILE.items()):
@@ -162,7 +159,7 @@ def test_hostile_archives(bench: Bench) -> None:
             assert contents(folder) == before, f"{name}: left or touched something"
 
 
-def test_damaged_shards(bench: Bench) -> None:
+def test_damaged_shards(bench):
     """One tar shard is damaged: an error, or bad images by name; no other sample changes."""
     for number in range(bench.count(40, 1000)):
         root, kind = bench.new_folder(), list(DAMAGE)[number % len(DAMAGE)]
@@ -174,7 +171,7 @@ def test_damaged_shards(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_kill_while_unpacking_imagenet(bench: Bench) -> None:
+def test_kill_while_unpacking_imagenet(bench):
     """prepare_imagenet is killed: what has its final name is whole, a rerun completes it."""
     folder = bench.new_folder()
     archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
@@ -185,7 +182,7 @@ def test_kill_while_unpacking_imagenet(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_kill_while_generating_sample(bench: Bench) -> None:
+def test_kill_while_generating_sample(bench):
     """The first thing that a newcomer interrupts: the next command generates the same sample."""
     spec = SampleSpec(train_per_class=20, val_per_class=4, scale=0.5)
     generate = partial(ensure_sample, spec=spec)
@@ -193,7 +190,7 @@ def test_kill_while_generating_sample(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_kill_while_resizing_images(bench: Bench) -> None:
+def test_kill_while_resizing_images(bench):
     """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same
     folder.
     """
@@ -203,9 +200,7 @@ def test_kill_while_resizing_images(bench: Bench) -> None:
     kill_preparation(bench, bench.count(1, 30), folder, resize)
 
 
-def kill_preparation(
-    bench: Bench, kills: int, folder: Path, prepare: Callable[[Path], object]
-) -> None:
+def kill_preparation(bench, kills, folder, prepare):
     """Each folder is killed twice on its way, and then finished."""
     started = time.monotonic()
     assert bench.fork(partial(prepare, folder / "out-0")).wait() == 0
@@ -229,7 +224,7 @@ def kill_preparation(
             assert contents(out) == contents(folder / "out-0"), "another folder than without kills"
 
 
-def test_images_seen_per_epoch(bench: Bench) -> None:
+def test_images_seen_per_epoch(bench):
     """An epoch is floor(N / global batch) full batches of distinct images in its order, also if a
     resume changes the number of ranks.
     """
@@ -238,13 +233,13 @@ def test_images_seen_per_epoch(bench: Bench) -> None:
             check_epoch(bench.random)
 
 
-def check_epoch(rng: random.Random) -> None:
+def check_epoch(rng):
     ranks, images = rng.choice((2, 4)), rng.choice((97, 100, 101))
     batch = ranks * rng.choice((1, 8, 16))  # global
     seed, epoch = rng.randrange(2**32), rng.randrange(90)
     order, steps = permutation(seed, epoch, images), images // batch
     resumed_at = rng.randrange(steps + 1)
-    seen: list[int] = []
+    seen = []
     for step in range(steps):
         world = ranks if step < resumed_at else ranks // 2
         share = batch // world

@@ -6,18 +6,16 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.run import main as run_agent
 
 from tests.faults import plants, tiny
-from tests.faults.bench import MAX_ORPHAN_S, Bench, check_ended, wait_for
-from tests.faults.forkserver import REPOSITORY, Forked
+from tests.faults.bench import MAX_ORPHAN_S, check_ended, wait_for
+from tests.faults.forkserver import REPOSITORY
 from tests.processes import children_of, fields_of, free_ports, wait_until
 
 pytestmark = pytest.mark.slow
@@ -28,7 +26,7 @@ TORCHRUN_GRACE_S = 30.0  # torchrun sends SIGTERM, and SIGKILL half a minute lat
 WITHOUT_BATCHNORM = {"model": "tests.networks:without_batchnorm", "ema_decay": 0, "log_every": 1}
 
 
-def test_kill_one_of_two_ranks(bench: Bench) -> None:
+def test_kill_one_of_two_ranks(bench):
     """One of two ranks killed at a random instant, without --full in a step.
 
     The other names it and ends; both resume exactly.
@@ -64,7 +62,7 @@ def test_kill_one_of_two_ranks(bench: Bench) -> None:
             bench.check_resumed(run, reference, world=2)
 
 
-def test_hang_one_of_two_ranks(bench: Bench) -> None:
+def test_hang_one_of_two_ranks(bench):
     """One of two ranks stopped (SIGSTOP): the other names it and ends in bounded time."""
     for number in range(bench.count(1, 3)):
         run, victim = bench.folder / f"hung-rank-{number}", number % 2
@@ -82,7 +80,7 @@ def test_hang_one_of_two_ranks(bench: Bench) -> None:
             tiny.check_loadable(run)
 
 
-def test_resume_with_other_number_of_ranks(bench: Bench) -> None:
+def test_resume_with_other_number_of_ranks(bench):
     """1 -> 2 -> 4 -> 1 ranks at the same global batch: the same order, losses equal to 1e-5."""
     reference = bench.reference(**WITHOUT_BATCHNORM)
     for chain in [(1, 2), (2, 1), *bench.count((), [(1, 2, 4, 1), (4, 1), (2, 4), (1, 4)])]:
@@ -101,21 +99,14 @@ def test_resume_with_other_number_of_ranks(bench: Bench) -> None:
 ONE_NODE = ("--standalone", "--nproc-per-node=2")
 
 
-def torchrun(
-    bench: Bench,
-    run: Path,
-    launcher: Sequence[str] = ONE_NODE,
-    *,
-    is_slow: bool = True,
-    **settings: Any,
-) -> Forked:
+def torchrun(bench, run, launcher=ONE_NODE, *, is_slow=True, **settings):
     """The agent of `torchrun --standalone --nproc-per-node=2 train.py ...`."""
     words = bench.words(run, **{"rank_timeout_s": TORCHRUN_TIMEOUT_S, "batch_size": 4} | settings)
     program = ["-m", "tests.faults.plants"] if is_slow else [str(REPOSITORY / "train.py")]
     return bench.fork(partial(run_agent, [*launcher, *program, *words]))
 
 
-def ranks_of(agent: Forked) -> dict[int, int]:
+def ranks_of(agent):
     """Rank -> process id, from /proc."""
     found = {}
     for pid in children_of(agent.pid):
@@ -125,7 +116,7 @@ def ranks_of(agent: Forked) -> dict[int, int]:
     return found
 
 
-def ranks_in_training(agent: Forked, run: Path) -> dict[int, int]:
+def ranks_in_training(agent, run):
     """Both ranks after the first checkpoint."""
     wait_for(run / "checkpoints", content=".pt")
     ranks = ranks_of(agent)
@@ -133,17 +124,17 @@ def ranks_in_training(agent: Forked, run: Path) -> dict[int, int]:
     return ranks
 
 
-def running_of(ranks: dict[int, int]) -> list[int]:
+def running_of(ranks):
     return [pid for pid in ranks.values() if fields_of(pid)[:1] not in ([], ["Z"])]
 
 
-def check_completed(bench: Bench, run: Path, agent: Forked) -> None:
+def check_completed(bench, run, agent):
     """The agent ends well, and the run is as if nothing had happened."""
     assert agent.wait() == 0, f"{run.name}: {agent.output()[-1500:]}"
     tiny.check_equal(run, bench.reference(world=2))
 
 
-def test_rank_fails_under_torchrun(bench: Bench) -> None:
+def test_rank_fails_under_torchrun(bench):
     """A rank killed, stopped or terminated, and restarts by torchrun: bounded, named, resumed
     exactly.
     """
@@ -170,7 +161,7 @@ def test_rank_fails_under_torchrun(bench: Bench) -> None:
             check_completed(bench, run, torchrun(bench, run, is_slow=False))
 
 
-def test_kill_torchrun_agent(bench: Bench) -> None:
+def test_kill_torchrun_agent(bench):
     """The agent is killed by SIGKILL or SIGUSR1, also while its ranks start: they end, the run is
     resumed exactly.
     """
@@ -188,7 +179,7 @@ def test_kill_torchrun_agent(bench: Bench) -> None:
             check_completed(bench, run, torchrun(bench, run, is_slow=False))
 
 
-def test_lose_a_node(bench: Bench) -> None:
+def test_lose_a_node(bench):
     """The second of two elastic agents is killed: the first continues alone, with two micro-steps
     instead of one.
     """
@@ -199,7 +190,7 @@ def test_lose_a_node(bench: Bench) -> None:
     elastic = (*words.split(), f"--rdzv-endpoint=127.0.0.1:{port}")
     elastic = (*elastic, "--rdzv-conf=last_call_timeout=10")
 
-    def is_listening() -> bool:
+    def is_listening():
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 

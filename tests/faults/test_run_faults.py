@@ -5,21 +5,19 @@ import time
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.faults import plants, tiny
-from tests.faults.bench import Bench, wait_for
-from tests.faults.forkserver import Forked
+from tests.faults.bench import wait_for
 from tests.processes import send_and_wait
 
 pytestmark = pytest.mark.slow
 UNSAVED = {"checkpoint__every_steps": 0}
 
 
-def test_kill_training_run(bench: Bench) -> None:
+def test_kill_training_run(bench):
     """SIGKILL of a whole run at random instants, else in a step; `resume=auto` until done.
 
     A try is one kill of a live process.
@@ -56,7 +54,7 @@ def test_kill_training_run(bench: Bench) -> None:
         bench.tried -= 1  # the end of the run is no try of its own
 
 
-def test_stop_signal_in_training(bench: Bench) -> None:
+def test_stop_signal_in_training(bench):
     """SIGTERM and SIGINT at a random instant of training, without --full in a step: 143 or 130,
     saved at that step, resumed exactly.
     """
@@ -88,7 +86,7 @@ def test_stop_signal_in_training(bench: Bench) -> None:
             bench.check_resumed(run, reference, **UNSAVED)
 
 
-def test_other_signals_in_training(bench: Bench) -> None:
+def test_other_signals_in_training(bench):
     """A second Ctrl-C in a step, Ctrl-C before the first step, and SIGUSR1."""
     reference = bench.reference()
     with bench.attempt():  # the step does not end; the second Ctrl-C does not wait for it
@@ -113,7 +111,7 @@ def test_other_signals_in_training(bench: Bench) -> None:
         tiny.check_equal(run, reference)
 
 
-def test_resume_at_every_step(bench: Bench) -> None:
+def test_resume_at_every_step(bench):
     """A run ended at each step by SIGKILL and by SIGTERM, for each number of workers, resumed."""
     reference, workers = bench.reference(), bench.count((0,), (0, 2))
     steps = bench.count((5,), range(1, tiny.STEPS + 1))
@@ -129,9 +127,9 @@ def test_resume_at_every_step(bench: Bench) -> None:
             bench.check_resumed(run, reference, data__workers=count)
 
 
-def test_resume_with_other_layout_or_precision(bench: Bench) -> None:
+def test_resume_with_other_layout_or_precision(bench):
     """Layout, precision or workers change at each resume after a kill, against the first form."""
-    changes: list[tuple[str, float, tuple[Any, ...]]] = [
+    changes = [
         ("channels_last", 1e-4, ("false", "true", "false")),
         ("precision", 0.1, ("fp32", "bf16", "fp32")),
         ("data__workers", 0.0, (0, 3, 1)),
@@ -169,7 +167,7 @@ STOP_S = 2.0  # from a signal in an evaluation to the end, beside one validation
 EVALUATED = {"model": "tests.faults.plants:Slow", **UNSAVED}
 
 
-def start_evaluation(bench: Bench, run: Path, world: int, of_ema: bool) -> list[Forked]:
+def start_evaluation(bench, run, world, of_ema):
     """A run that has just begun the evaluation of the model, or of its moving average."""
     marker = bench.folder / f"{run.name}.marker"
     environment = {"PLANT_EVAL_MS": str(EVAL_MS), "PLANT_MARKER": str(marker)}
@@ -178,7 +176,7 @@ def start_evaluation(bench: Bench, run: Path, world: int, of_ema: bool) -> list[
     return runs
 
 
-def test_kill_in_evaluation(bench: Bench) -> None:
+def test_kill_in_evaluation(bench):
     """SIGKILL in an evaluation: the epoch is saved, the run resumes exactly."""
     for number in range(bench.count(1, 20)):
         run = bench.folder / f"evaluation-kill-{number}"
@@ -190,7 +188,7 @@ def test_kill_in_evaluation(bench: Bench) -> None:
             check_epoch_resumed(bench, run, 1)
 
 
-def test_stop_signal_in_evaluation(bench: Bench) -> None:
+def test_stop_signal_in_evaluation(bench):
     """SIGTERM or SIGINT in an evaluation, with 1 and 2 ranks: ends soon, the epoch is saved."""
     for world in (1, 2):
         for number in bench.numbers_until(bench.count(1, 5)):
@@ -211,7 +209,7 @@ def test_stop_signal_in_evaluation(bench: Bench) -> None:
                 check_epoch_resumed(bench, run, world)
 
 
-def check_epoch_resumed(bench: Bench, run: Path, world: int) -> None:
+def check_epoch_resumed(bench, run, world):
     """The first epoch's checkpoint is there, and the run completes as if nothing had happened."""
     epoch_end = run / f"checkpoints/step-{tiny.STEPS_PER_EPOCH:08d}.pt"
     assert epoch_end.is_file(), f"{run.name}: the epoch was not saved before its evaluation"

@@ -9,21 +9,19 @@ import shutil
 import signal
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cl_train.system.checkpoints import load
 from tests.faults import plants, tiny
-from tests.faults.bench import Bench, peak_mib, wait_for
+from tests.faults.bench import peak_mib, wait_for
 from tests.processes import children_of
 
 pytestmark = pytest.mark.slow
 
 
-def test_nan_in_loss_or_gradient(bench: Bench) -> None:
+def test_nan_in_loss_or_gradient(bench):
     """NaN or Inf planted in the loss, in a gradient, in one rank only; policies stop and skip."""
     losses = [(plants.bad_loss, "nan"), (plants.bad_gradient, "inf"), (plants.bad_loss, "inf")]
     for plant, value in [(plants.bad_gradient, "nan"), *bench.count((), losses)]:
@@ -60,13 +58,13 @@ def test_nan_in_loss_or_gradient(bench: Bench) -> None:
         check_finite(run)
 
 
-def check_finite(run: Path) -> None:
+def check_finite(run):
     state = tiny.final_state(run)
     for name, tensor in [*state["model"].items(), *state["average"].items()]:
         assert tensor.isfinite().all(), f"{run.name}: {name} is not finite"
 
 
-def test_loss_scale_collapse(bench: Bench) -> None:
+def test_loss_scale_collapse(bench):
     """Gradients that overflow at every scale: stops within 20 steps, with advice."""
     hook = partial(plants.bad_gradient, math.inf, range(1, 10_001))
     for scale in bench.count((4.0,), (4.0, 1.0, 1024.0)):
@@ -78,7 +76,7 @@ def test_loss_scale_collapse(bench: Bench) -> None:
             assert "precision=bf16" in output, f"{run.name}: no advice"
 
 
-def test_failing_loader_worker(bench: Bench) -> None:
+def test_failing_loader_worker(bench):
     """A loader worker is killed, hangs, raises, or leaves: the run ends in bounded time and names
     it.
     """
@@ -116,7 +114,7 @@ def test_failing_loader_worker(bench: Bench) -> None:
                 tiny.check_loadable(run)
 
 
-def test_disk_full_in_training_run(bench: Bench) -> None:
+def test_disk_full_in_training_run(bench):
     """The disk is full: failed saves cost nothing, failures for too long end the run; then it
     resumes exactly.
     """
@@ -137,7 +135,7 @@ def test_disk_full_in_training_run(bench: Bench) -> None:
             bench.check_resumed(run, reference)
 
 
-def test_shared_or_moved_run_folder(bench: Bench) -> None:
+def test_shared_or_moved_run_folder(bench):
     """A second run in the same folder, and a folder that moves between kill and resume."""
     with bench.attempt():
         run = bench.folder / "shared-shared"
@@ -153,11 +151,11 @@ def test_shared_or_moved_run_folder(bench: Bench) -> None:
         bench.check_resumed(elsewhere, bench.reference())
 
 
-def test_long_run_stays_bounded(bench: Bench) -> None:
+def test_long_run_stays_bounded(bench):
     """10,000 steps: checkpoints rotate; memory, open files and disk stay bounded."""
     steps, run = bench.count(None, 10_000), bench.folder / "long"
     epochs = -(-steps // tiny.STEPS_PER_EPOCH)
-    settings: dict[str, Any] = {"epochs": epochs, "data__workers": 1, "log_every": 6}
+    settings = {"epochs": epochs, "data__workers": 1, "log_every": 6}
     settings |= {"checkpoint__every_steps": 50, "checkpoint__every_epochs": 0}
     running = bench.start(run, evaluate_every=100, **settings)
     resident, open_files = [], []

@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import tarfile
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -30,7 +29,7 @@ from tests.imagenet_archives import (
 )
 
 
-def snapshot(folder: Path) -> dict[str, str]:
+def snapshot(folder):
     """Every path below `folder`, with the digest of files."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -40,7 +39,7 @@ def snapshot(folder: Path) -> dict[str, str]:
     }
 
 
-def test_synsets_are_in_the_order_of_ilsvrc_ids() -> None:
+def test_synsets_are_in_the_order_of_ilsvrc_ids():
     """Checked against the first images of the official ground truth, and their class folders."""
     assert len(SYNSETS) == len(set(SYNSETS)) == 1000
     official = {1: "n02119789", 490: "n01751748", 361: "n09193705", 171: "n02105855"}
@@ -48,7 +47,7 @@ def test_synsets_are_in_the_order_of_ilsvrc_ids() -> None:
     assert {number: SYNSETS[number - 1] for number in official} == official
 
 
-def test_labels_from_a_kit_and_a_text_file(tmp_path: Path) -> None:
+def test_labels_from_a_kit_and_a_text_file(tmp_path):
     """They follow the ids, not the order of the names."""
     kit, text = tmp_path / "kit.tar.gz", tmp_path / "labels.txt"
     kit.write_bytes(devkit(9))
@@ -73,9 +72,7 @@ def test_labels_from_a_kit_and_a_text_file(tmp_path: Path) -> None:
             validation_labels(source)
 
 
-def test_the_official_archives_become_a_folder_that_trains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_official_archives_become_a_folder_that_trains(tmp_path, capsys):
     """Names may begin with "./"; the flat files of val may be unpacked already, in place."""
     archives, out, flat = make_archives(tmp_path), tmp_path / "out", tmp_path / "flat/val"
     tars = [class_tar(wnid, 4, 1000 * place, "./") for place, wnid in enumerate(WNIDS)]
@@ -99,13 +96,13 @@ def test_the_official_archives_become_a_folder_that_trains(
     assert snapshot(flat) == snapshot(out / "val")
 
 
-def test_archives_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_archives_that_do_not_fit_are_named(tmp_path):
     archives, half = make_archives(tmp_path), tmp_path / "half"
     (half / "train/n01440764").mkdir(parents=True)
     kits = {count: tmp_path / f"kit{count}.tar.gz" for count in (8, 11)}
     for count, kit in kits.items():
         kit.write_bytes(devkit(count))
-    cases: list[tuple[Path, dict[str, Path], str]] = [
+    cases = [
         (half, {"train": archives["train"]}, "files of something else"),
         (tmp_path / "a", {"val": archives["val"], "devkit": kits[11]}, r"2 of 11 .*val_00000010"),
         (tmp_path / "b", {"val": archives["val"], "devkit": kits[8]}, r"number 9.* 8 labels"),
@@ -118,9 +115,7 @@ def test_archives_that_do_not_fit_are_named(tmp_path: Path) -> None:
             unpack(out, **given)
 
 
-def test_after_a_full_disk_or_a_damaged_archive_a_good_one_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_full_disk_or_a_damaged_archive_a_good_one_continues(tmp_path, monkeypatch):
     good, out = make_archives(tmp_path)["train"], tmp_path / "out"
     whole = good.read_bytes()
     good.write_bytes(whole[: len(whole) * 2 // 3])
@@ -135,17 +130,17 @@ def test_after_a_full_disk_or_a_damaged_archive_a_good_one_continues(
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Path:
+def prepared(tmp_path):
     unpack(tmp_path / "out", **make_archives(tmp_path))
     return tmp_path / "out"
 
 
-def check(root: Path, deep: bool = False, expect: str = "any") -> tuple[list[str], str]:
+def check(root, deep=False, expect="any"):
     lines, problems = verify(root, deep=deep, expect=expect, workers=1)
     return lines, "\n".join(problems)
 
 
-def test_a_good_folder_has_no_problems(prepared: Path) -> None:
+def test_a_good_folder_has_no_problems(prepared):
     png = prepared / "train/n01440764/n01440764_9.JPEG"  # as a few of ImageNet are
     Image.new("RGB", (8, 8)).save(png, "PNG")
     lines = ["train: 13 images in 3 classes", "val: 9 images in 3 classes"]
@@ -156,7 +151,7 @@ def test_a_good_folder_has_no_problems(prepared: Path) -> None:
     assert "val: 9 images" in problems
 
 
-def test_problems_are_named(prepared: Path) -> None:
+def test_problems_are_named(prepared):
     folder = prepared / "train/n01440764"
     (folder / "n01440764_0.JPEG").write_bytes(b"")
     (folder / "n01440764_1.JPEG").write_bytes(b"<html>not found</html>")
@@ -187,7 +182,7 @@ def test_problems_are_named(prepared: Path) -> None:
     assert "n01443537_0.JPEG: " in problems and "truncated" in problems
 
 
-def test_wrong_usage_is_named() -> None:
+def test_wrong_usage_is_named():
     for words, message in (
         ("verfy", r"did you mean verify\?"),
         ("tars", r"out=\.\.\. is missing"),

@@ -1,7 +1,5 @@
 """Every task refuses an output that holds something else, and changes nothing in it."""
 
-from pathlib import Path
-
 import pytest
 
 from cl_train.commands.prepare_imagenet import main
@@ -13,7 +11,7 @@ from tests.imagenet_archives import make_archives
 
 
 @pytest.fixture
-def inputs(tmp_path: Path) -> Path:
+def inputs(tmp_path):
     root = tmp_path / "in"
     write_folder(root / "images", train=6, val=4)
     write_parquet(root / "parquet")
@@ -24,7 +22,7 @@ def inputs(tmp_path: Path) -> Path:
     return root
 
 
-def words(task: str, root: Path) -> list[str]:
+def words(task, root):
     if task == "tars":
         names = {"train": "img_train.tar", "val": "img_val.tar", "devkit": "devkit_t12.tar.gz"}
         return [task, *(f"{key}={root}/archives/ILSVRC2012_{name}" for key, name in names.items())]
@@ -37,7 +35,7 @@ FOREIGN = ("file", "notes", "images/train/class_0", "parquet", "archives", "file
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_foreign_outputs_are_refused_unchanged(inputs: Path, task: str) -> None:
+def test_foreign_outputs_are_refused_unchanged(inputs, task):
     before = snapshot(inputs)
     inside = {"resize": ["images/new"], "shards": ["images/train/new", "images/val/new"]}
     for out in [*FOREIGN, *inside.get(task, [])]:
@@ -48,9 +46,7 @@ def test_foreign_outputs_are_refused_unchanged(inputs: Path, task: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(
-    inputs: Path, task: str
-) -> None:
+def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs, task):
     out = inputs / "notes"
     assert main([*words(task, inputs), f"out={out}", "overwrite=true"]) == 0
     done = snapshot(out)
@@ -67,7 +63,7 @@ def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(
     ("task", "name"),
     [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val"), ("parquet", TABLE)],
 )
-def test_a_failure_leaves_nothing_behind(inputs: Path, task: str, name: str) -> None:
+def test_a_failure_leaves_nothing_behind(inputs, task, name):
     if (inputs / name).is_dir():
         (inputs / name).rename(inputs / "moved")
     else:

@@ -1,8 +1,6 @@
 """From the parquet files of the Hugging Face hub and of `datasets` to folders and shards."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 WNIDS = ("n01440764", "n01443537")
 
 
-def write_parquet(root: Path) -> dict[str, bytes]:
+def write_parquet(root):
     """The files of Hugging Face's hub; returns the images by official name."""
     root.mkdir(parents=True, exist_ok=True)
     images = {}
@@ -34,13 +32,7 @@ def write_parquet(root: Path) -> dict[str, bytes]:
     return images
 
 
-def write_table(
-    path: Path,
-    images: list[Any],
-    labels: list[Any],
-    names: Any = None,
-    columns: str = "image label",
-) -> None:
+def write_table(path, images, labels, names=None, columns="image label"):
     """As `datasets` writes it, with a ClassLabel of these `names`."""
     image, label = columns.split()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +47,7 @@ def write_table(
 
 
 @pytest.mark.slow
-def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_path: Path) -> None:
+def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_path):
     images = write_parquet(tmp_path / "data")
     folder, shards = tmp_path / "folder", tmp_path / "shards"
     for _ in range(2):
@@ -75,13 +67,11 @@ def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_pa
 
 @pytest.mark.parametrize("to", ["folder", "shards"])
 @pytest.mark.parametrize("form", ["embedded", "absolute paths", "relative paths"])
-def test_tables_of_datasets_keep_class_names_in_both_forms(
-    tmp_path: Path, form: str, to: str
-) -> None:
+def test_tables_of_datasets_keep_class_names_in_both_forms(tmp_path, form, to):
     """Names in an order of their own, one with a slash; a PNG among the images."""
     root, names = tmp_path / "data", ["wolf", "cat/tabby", "bear"]
     contents = [jpeg(20, 30, seed=1), encoded(noise(20, 30), "PNG"), jpeg(20, 30, seed=2)]
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number, content in enumerate(contents):
         path = root / "pictures" / f"{number}.img"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +89,7 @@ def test_tables_of_datasets_keep_class_names_in_both_forms(
 
 
 TWO = [{"bytes": jpeg(20, 30, seed=number), "path": f"{number}.jpg"} for number in range(2)]
-WRONG: list[tuple[str, list[Any], list[Any], Any]] = [
+WRONG = [
     ("no integers", TWO, [0.0, 1.7], None),
     ("no integers", TWO, ["cat", "dog"], None),
     ("without a label", TWO, [0, None], None),
@@ -115,19 +105,17 @@ WRONG: list[tuple[str, list[Any], list[Any], Any]] = [
 
 
 @pytest.mark.parametrize(("message", "images", "labels", "names"), WRONG)
-def test_wrong_tables_are_refused_at_once(
-    tmp_path: Path, message: str, images: list[Any], labels: list[Any], names: Any
-) -> None:
+def test_wrong_tables_are_refused_at_once(tmp_path, message, images, labels, names):
     write_table(tmp_path / "data/train.parquet", images, labels, names)
     with pytest.raises(ConfigError, match=message):
         unpack_parquet(tmp_path / "data", tmp_path / "out", to="folder", workers=1)
 
 
-def test_incomplete_and_damaged_sets_are_named_and_leave_nothing(tmp_path: Path) -> None:
+def test_incomplete_and_damaged_sets_are_named_and_leave_nothing(tmp_path):
     data = tmp_path / "data"
     first, second = (data / f"train-0000{number}-of-00002.parquet" for number in (0, 1))
 
-    def check(message: str) -> None:
+    def check(message):
         with pytest.raises(ConfigError, match=message):
             unpack_parquet(tmp_path, tmp_path / "out", to="folder", workers=1)
         assert not (tmp_path / "out").exists()

@@ -1,8 +1,5 @@
 """Shards from a folder and from parquet files: the same images, order and losses."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ from cl_train.imagenet.shards import write_shards
 from cl_train.system.processes import map_in_processes
 from tests.data.image_folders import (
     FLOAT_CHANNELS_LAST,
-    Batches,
     data_of,
     encoded,
     jpeg,
@@ -25,14 +21,14 @@ from tests.data.image_folders import (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     root = write_folder(tmp_path / "folder", train=22, val=7)
     (root / "train/class_0/0001.5-a.JPEG").write_bytes(jpeg(50, 40))
     (root / "train/class_0/0001.png").write_bytes(encoded(noise(30, 40), "PNG"))
     return root
 
 
-def test_shards_hold_the_folders_images_in_the_folders_order(folder: Path, tmp_path: Path) -> None:
+def test_shards_hold_the_folders_images_in_the_folders_order(folder, tmp_path):
     (folder / "train/class_1/empty.jpg").write_bytes(b"")
     images, (bad,) = write_shards(folder, tmp_path / "shards", images_per_shard=7, workers=2)
     assert "empty.jpg" in bad and sorted(images.values()) == [6, 6, 6, 6, 7]
@@ -47,7 +43,7 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder: Path, tmp_p
     assert all(len(classes) == 2 for classes in labels), "classes are mixed"
 
 
-def batches(name: str, root: Path, **settings: Any) -> Batches:
+def batches(name, root, **settings):
     """Images and targets of two epochs and of the validation images."""
     data = data_of(name=name, root=str(root), image_size=32, seed=3, **settings)
     form = FLOAT_CHANNELS_LAST
@@ -58,7 +54,7 @@ def batches(name: str, root: Path, **settings: Any) -> Batches:
 
 
 @pytest.mark.slow
-def test_training_on_shards_has_the_batches_of_the_folder(folder: Path, tmp_path: Path) -> None:
+def test_training_on_shards_has_the_batches_of_the_folder(folder, tmp_path):
     write_shards(folder, tmp_path / "shards", images_per_shard=5, workers=1)
     reference = batches("folder", folder)
     same(batches("shards", tmp_path / "shards", workers=2), reference)
@@ -68,14 +64,12 @@ def test_training_on_shards_has_the_batches_of_the_folder(folder: Path, tmp_path
     same(by_shard, batches("shards", tmp_path / "shards", shuffle="shards"))
 
 
-def test_an_interrupted_writer_continues(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_writer_continues(folder, tmp_path, monkeypatch):
     write_shards(folder, tmp_path / "reference", images_per_shard=7, workers=1)
     out = tmp_path / "out"
 
-    def two_shards(*arguments: object, **options: object) -> object:
-        results = map_in_processes(*arguments, **options)  # type: ignore[arg-type]
+    def two_shards(*arguments, **options):
+        results = map_in_processes(*arguments, **options)
         yield next(results)
         yield next(results)
         raise KeyboardInterrupt

@@ -4,7 +4,6 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quick(monkeypatch, tmp_path) -> None:
     """Measurements have blocks of one step; auto has a cache of its own."""
     from cl_train.measure import paired
     from cl_train.step import utilisation
@@ -31,10 +30,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """
     before = copy.deepcopy(model.state_dict())
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # type: ignore[union-attr]
+    generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     yield
     assert random.getstate() == generators[0]
-    assert np.array_equal(np.random.get_state()[1], generators[1])  # type: ignore[index]
+    assert np.array_equal(np.random.get_state()[1], generators[1])
     assert torch.equal(torch.get_rng_state(), generators[2])
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
     assert all(

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -36,8 +35,8 @@ sys.meta_path.insert(0, Finder())
 WRONG_RELU = SLOW_RELU.replace("return relu(x, inplace)", "return relu(x, inplace) * 1.5")
 
 
-def compared(against: list[str], **changes: Any) -> tuple[dict[str, Any], str]:
-    settings: dict[str, Any] = {"model": ["resnet18"], "batch_size": [2], "image_size": 64}
+def compared(against, **changes):
+    settings = {"model": ["resnet18"], "batch_size": [2], "image_size": 64}
     settings |= {"precision": ["fp32"], "device": "cpu", "layouts": ["channels_last"]}
     settings |= {"against": against, "time_limit_s": 4.0} | changes
     document, text = measure_against(BenchmarkSettings(**settings))
@@ -45,7 +44,7 @@ def compared(against: list[str], **changes: Any) -> tuple[dict[str, Any], str]:
     return pair, text
 
 
-def test_a_python_or_variables() -> None:
+def test_a_python_or_variables():
     both = parse_environment([sys.executable, "OMP_NUM_THREADS=4", "A="])
     assert (both.python, both.variables) == (sys.executable, {"OMP_NUM_THREADS": "4", "A": ""})
     assert parse_environment(["A=1"]).python == sys.executable
@@ -54,14 +53,14 @@ def test_a_python_or_variables() -> None:
             parse_environment(words)
 
 
-def test_several_values_are_refused() -> None:
+def test_several_values_are_refused():
     with pytest.raises(ConfigError, match="against= compares one batch_size"):
         compared(["A=1"], batch_size=[2, 4])
     with pytest.raises(ConfigError, match="layouts="):
         compared(["A=1"], layouts=["channels_last_conv"])
 
 
-def test_videos_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_videos_are_compared(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # `Measured` sets it
     settings = BenchmarkSettings(frames=4, image_size=8, batch_size=[2])
     arguments = (settings, "tests.networks:UNet3d", "channels_last", torch.device("cpu"), "fp32")
@@ -78,9 +77,7 @@ def test_videos_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(norms) == len(list(measured.model.parameters())) and norms.count(0.0) == 1
 
 
-def test_a_benchmark_that_is_stopped_keeps_its_pairs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_benchmark_that_is_stopped_keeps_its_pairs(monkeypatch, tmp_path):
     pair = {"verdict": "faster", "ratio": 2.0}
     planted = Mock(side_effect=[pair, KeyboardInterrupt])
     monkeypatch.setattr(environments, "compare_environments", planted)
@@ -93,15 +90,13 @@ def test_a_benchmark_that_is_stopped_keeps_its_pairs(
 
 
 @pytest.mark.slow
-def test_a_slow_operator_of_an_environment_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_operator_of_an_environment_is_named(tmp_path, monkeypatch, capfd):
     """The operators are those that ran; the times are planted, as noise is no part of this test."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "sitecustomize.py").write_text(SLOW_RELU)
     ask = Runner.ask
 
-    def planted(runner: Runner, do: str, **request: Any) -> Any:
+    def planted(runner, do, **request):
         if do == "block_s":
             return 0.03 if runner.environment.variables else 0.01
         answer = ask(runner, do, **request)
@@ -120,7 +115,7 @@ def test_a_slow_operator_of_an_environment_is_named(
 
 
 @pytest.mark.slow
-def test_other_results_are_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_results_are_not_comparable(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "sitecustomize.py").write_text(WRONG_RELU)
     pair, text = compared([f"PYTHONPATH={tmp_path}"], time_limit_s=1.0)
@@ -129,7 +124,7 @@ def test_other_results_are_not_comparable(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_an_environment_without_torch_is_refused(tmp_path: Path) -> None:
+def test_an_environment_without_torch_is_refused(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     with pytest.raises(ConfigError, match=r"torch 2\.4 and torchvision"):
         compared([f"PYTHONPATH={tmp_path}"])

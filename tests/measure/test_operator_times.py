@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -39,7 +38,7 @@ SLEEP_MS = 20.0
 clock = SimpleNamespace(now_s=0.0)  # replaces the processor's
 
 
-def sleep_if(tensor: torch.Tensor, layout: str) -> Any:
+def sleep_if(tensor, layout):
     if classify(tensor) == layout:
         clock.now_s += SLEEP_MS / 1000
 
@@ -47,13 +46,13 @@ def sleep_if(tensor: torch.Tensor, layout: str) -> Any:
 class PlantedTimes(TorchDispatchMode):
     """Every operator takes 0.1 ms, `detach` nothing, and Python only what sleeps."""
 
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
         if function is not torch.ops.aten.detach.default:
             clock.now_s += 1e-4
         return function(*args, **(kwargs or {}))
 
 
-def model_with(*planted: Any) -> nn.Module:
+def model_with(*planted):
     torch.manual_seed(0)
     body = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
     model = nn.Sequential(*body, *map(Call, planted), nn.Conv2d(8, 8, 3))
@@ -61,13 +60,13 @@ def model_with(*planted: Any) -> nn.Module:
     return model
 
 
-def times_of(model: nn.Module, **options: Any) -> OperatorTimes:
+def times_of(model, **options):
     images = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
     return times_on(model, images, **options)
 
 
-def times_on(model: nn.Module, batch: Any, **options: Any) -> OperatorTimes:
-    def timer(*arguments: Any) -> OperatorTimes:
+def times_on(model, batch, **options):
+    def timer(*arguments):
         with PlantedTimes():
             return time_operators(*arguments)
 
@@ -82,13 +81,13 @@ def times_on(model: nn.Module, batch: Any, **options: Any) -> OperatorTimes:
 
 
 class SlowConvolution(nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         sleep_if(x, "channels_last")
         return super().forward(x)
 
 
 @pytest.mark.slow
-def test_planted_sleeps_are_the_first_rows_with_their_time() -> None:
+def test_planted_sleeps_are_the_first_rows_with_their_time():
     model = model_with(
         lambda x: sleep_if(x, "channels_last") or x * 1,
         lambda x: sleep_if(x, "contiguous") or x * 1,
@@ -113,7 +112,7 @@ def test_planted_sleeps_are_the_first_rows_with_their_time() -> None:
     assert sum(sleep_line in line for line in times.advice()) == 4
 
 
-def small(rank: int = 2) -> nn.Sequential:
+def small(rank=2):
     conv, norm = (nn.Conv2d, nn.BatchNorm2d) if rank == 2 else (nn.Conv3d, nn.BatchNorm3d)
     return nn.Sequential(conv(3, 8, 3), norm(8), nn.ReLU(), conv(8, 8, 3))
 
@@ -121,15 +120,15 @@ def small(rank: int = 2) -> nn.Sequential:
 class Gpu:
     """A device with a queue, 100 times as fast as the host that fills it; times in ms."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.host = self.device = 0.0
 
-    def launch(self, ms: float) -> None:
+    def launch(self, ms):
         self.host += 0.01
         self.device = max(self.host, self.device) + ms
 
-    def event(self, **words: Any) -> Any:
-        def record(stream: object = None) -> None:
+    def event(self, **words):
+        def record(stream=None):
             self.host += 0.002
             event.at = max(self.host, self.device)
 
@@ -141,11 +140,11 @@ class Gpu:
 class Kernels(TorchDispatchMode):
     """An operator takes the host 0.1 ms and the device 1 us, `detach` nothing."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu):
         super().__init__()
         self.gpu = gpu
 
-    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
         self.gpu.host += 0.05
         if function is not torch.ops.aten.detach.default:
             self.gpu.launch(0.001)
@@ -153,7 +152,7 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch):
     """The host's launches, which take 100 times as long here, do not count."""
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
@@ -167,7 +166,7 @@ def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch: pytest.Mon
 
 
 IMAGES = torch.randn(2, 3, 8, 8)
-BATCHES: dict[str, tuple[Any, Any]] = {
+BATCHES = {
     "video": (partial(small, 3), torch.randn(2, 3, 6, 8, 8)),
     "frozen": (lambda: small().requires_grad_(False), IMAGES),
     "no backward": (small, IMAGES),
@@ -177,9 +176,7 @@ BATCHES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches_are_timed_and_the_model_is_unchanged(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_timed_and_the_model_is_unchanged(name, monkeypatch):
     monkeypatch.setattr(
         operator_times, "utilisation", lambda gflop, step, *_: {"training": step > 1.5 * gflop}
     )
@@ -199,7 +196,7 @@ def test_batches_are_timed_and_the_model_is_unchanged(
 
 
 @pytest.mark.slow
-def test_copies_are_a_row_and_convolutions_a_table() -> None:
+def test_copies_are_a_row_and_convolutions_a_table():
     layers = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
     model = nn.Sequential(model_with(lambda x: x.contiguous()), *layers)
     convert(model)
@@ -220,14 +217,14 @@ def test_copies_are_a_row_and_convolutions_a_table() -> None:
 
 
 @pytest.mark.slow
-def test_backward_python_belongs_to_the_innermost_module_and_to_its_line() -> None:
+def test_backward_python_belongs_to_the_innermost_module_and_to_its_line():
     class Slow(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x * 1
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, gradient):
             if classify(gradient) == "channels_last":
                 clock.now_s += SLEEP_MS / 1000  # this line
             return gradient * 1
@@ -241,16 +238,16 @@ def test_backward_python_belongs_to_the_innermost_module_and_to_its_line() -> No
     )
 
 
-def times_with(*calls: TimedCall) -> OperatorTimes:
+def times_with(*calls):
     return OperatorTimes(list(calls), np.array([[10.0, 10.0]] * 9), {})
 
 
-def shifted(call: TimedCall, difference_ms: float, **fields: Any) -> TimedCall:
+def shifted(call, difference_ms, **fields):
     ms = np.array([[1.0, 1.0 + difference_ms + index / 1e4] for index in range(9)])
     return replace(call, ms=ms, **fields)
 
 
-def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small() -> None:
+def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small():
     relu, image = call_of([], "aten.relu.default"), torch.empty(1, 2, 2, 2, device="meta")
     many = [shifted(relu, 0.5, module=f"m{index}", kind="element-wise") for index in range(4)]
     copy = shifted(relu, 0.02, module="copy", kind=COPY_KIND, source="net.py:7")
@@ -274,11 +271,11 @@ def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small
     }
 
 
-def call_of(ms: list[tuple[float, float]], name: str = "aten.relu.default") -> TimedCall:
+def call_of(ms, name="aten.relu.default"):
     return TimedCall(name, "forward", name, "element-wise", ms=np.array(ms))
 
 
-def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explained() -> None:
+def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explained():
     differences = (-3, -1, 1, 2, 3, 4, 5, 6, 7)
     noisy = call_of([(1, 1 + difference) for difference in differences], "aten.noisy.default")
     certain = call_of([(1, 2 + index / 10) for index in range(9)], "aten.certain.default")
@@ -295,7 +292,7 @@ def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explai
 
 
 @pytest.mark.slow
-def test_a_row_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
+def test_a_row_becomes_a_program_of_torch_alone(tmp_path):
     rows = times_of(model_with(nn.MaxPool2d(2))).tables["operators"]
     in_both = [row for row in rows if len(row.calls[0].arguments) == 2]
     found = {row.calls[0].operator.split(".")[1]: row for row in in_both}
@@ -314,9 +311,7 @@ def test_a_row_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_tells_all_and_writes_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_tells_all_and_writes_its_files(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["model=shufflenet_v2_x0_5", "data.image_size=64", "precision=fp32"]
     files = ["repro=slow.py", "chart=times.png", "out=audit.json"]

@@ -6,9 +6,7 @@ of ours.
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import make_dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -26,69 +24,67 @@ from tests.networks import UNet3d
 class Made(nn.Module):
     """`run` of this module, which holds `parts`, and of the arguments."""
 
-    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, run, **parts):
         super().__init__()
         self.run = run
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return self.run(self, *args, **kwargs)
 
 
-def body() -> nn.Module:
+def body():
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
 
 
-def pooled(x: torch.Tensor) -> torch.Tensor:
+def pooled(x):
     return x.mean((2, 3))
 
 
-def features(head: Callable[..., Any] = pooled, first: nn.Module | None = None) -> nn.Module:
+def features(head=pooled, first=None):
     """The body, and a function of its feature maps."""
     return Made(lambda model, x: head(model.body(x)), body=first or body())
 
 
-def with_head(run: Callable[..., Any], head: Any) -> nn.Module:
+def with_head(run, head):
     """The body, and `run` of the head and the feature maps."""
     return Made(lambda model, x: run(model.head, model.body(x)), body=body(), head=head)
 
 
-def as_if_contiguous(x: torch.Tensor) -> torch.Tensor:
+def as_if_contiguous(x):
     """The tensor's memory read in contiguous order: a permutation in channels_last."""
     return torch.as_strided(x, x.shape, torch.empty(x.shape).stride())
 
 
-def backward(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def backward(_, x):
     x = x.clone()
     if x.requires_grad:
         x.register_hook(lambda gradient: as_if_contiguous(gradient).clone())
     return x
 
 
-def block() -> nn.Module:
+def block():
     """The bug is in this module's own forward, between two of its layers."""
     first, second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
     return Made(lambda m, x: m.second(as_if_contiguous(m.first(x))), first=first, second=second)
 
 
-def wrong(
-    planted: Callable[[nn.Module, torch.Tensor], torch.Tensor], draw: Any = lambda x: x
-) -> nn.Module:
+def wrong(planted, draw=lambda x: x):
     """`planted` of a channels_last input; of any, draws its own random numbers."""
 
-    def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(module, x):
         x = draw(x)
         return x if x.is_contiguous() else planted(module, x)
 
     return Made(run)
 
 
-def in_mode(training: bool) -> nn.Module:
+def in_mode(training):
     return wrong(lambda module, x: x * 1.5 if module.training == training else x)
 
 
-def network(middle: nn.Module) -> nn.Module:
+def network(middle):
     torch.manual_seed(0)
     stem = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5)
@@ -105,7 +101,7 @@ RAW_VIEW = nn.Sequential(nn.ReLU(), Made(lambda _, x: as_if_contiguous(x)))
 
 
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
-def test_a_sound_model_agrees_and_stays_as_it_is(precision: str) -> None:
+def test_a_sound_model_agrees_and_stays_as_it_is(precision):
     model = network(nn.Identity())
     with unchanged(model):
         report = check_parity(model, image_size=12, precision=precision)
@@ -127,9 +123,7 @@ def test_a_sound_model_agrees_and_stays_as_it_is(precision: str) -> None:
         (in_mode(training=False), "fp32", "1 (Made), in eval mode", "torch.float64 in eval mode"),
     ],
 )
-def test_a_planted_bug_is_named(
-    middle: nn.Module, precision: str, where: str, computed_in: str
-) -> None:
+def test_a_planted_bug_is_named(middle, precision, where, computed_in):
     report = check_parity(network(middle), image_size=12, precision=precision)
     assert report.passed is False and report.first_divergence is not None
     assert report.first_divergence.startswith(where) and report.first_divergence in str(report)
@@ -140,10 +134,10 @@ def test_a_planted_bug_is_named(
     assert error is None or error > 0.3, "JSON has no infinity"
 
 
-def rounding(planted: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def rounding(planted):
     """The network; `planted` of most gradients in channels_last, but for float64."""
 
-    def run(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(_, x):
         x = x.clone()
         if x.requires_grad and x.dtype != torch.float64 and not x.is_contiguous():
             x.register_hook(planted)
@@ -154,7 +148,7 @@ def rounding(planted: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     return model
 
 
-def test_float64_decides_about_gradients_that_fp32_rounds() -> None:
+def test_float64_decides_about_gradients_that_fp32_rounds():
     """As in mobileone_s0, where single gradients deviate by 38 % in fp32, and 4e-13 in float64."""
     report = check_parity(rounding(lambda gradient: 1.4 * gradient), image_size=12)
     assert report.passed and "times less exact in fp32" in str(report)
@@ -164,7 +158,7 @@ def test_float64_decides_about_gradients_that_fp32_rounds() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_one_mode_alone_is_checked_if_asked_for(training: bool) -> None:
+def test_one_mode_alone_is_checked_if_asked_for(training):
     model = network(in_mode(training))
     assert check_parity(model, image_size=12, mode="train").passed is not training
     assert check_parity(model, image_size=12, mode="infer").passed is training
@@ -172,7 +166,7 @@ def test_one_mode_alone_is_checked_if_asked_for(training: bool) -> None:
         check_parity(model, image_size=12, mode="eval")
 
 
-DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.2, True),
     "rand_like": lambda x: x + torch.rand_like(x),
     "bernoulli_": lambda x: x * torch.empty_like(x).bernoulli_(0.8),
@@ -181,7 +175,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("draw", list(DRAWS))
-def test_random_models_agree_and_planted_errors_in_them_are_found(draw: str) -> None:
+def test_random_models_agree_and_planted_errors_in_them_are_found(draw):
     sound = check_parity(network(wrong(lambda _, x: x, DRAWS[draw])), image_size=12)
     planted = check_parity(network(wrong(lambda _, x: x * 1.2, DRAWS[draw])), image_size=12)
     assert sound.passed, str(sound)
@@ -191,7 +185,7 @@ def test_random_models_agree_and_planted_errors_in_them_are_found(draw: str) -> 
 conv3d = F.conv3d
 
 
-def wrong_conv3d(*arguments: Any) -> torch.Tensor:
+def wrong_conv3d(*arguments):
     """As torch has had it for bf16 in channels_last: other values."""
     output = conv3d(*arguments)
     is_converted = output.is_contiguous(memory_format=torch.channels_last_3d)
@@ -201,9 +195,7 @@ def wrong_conv3d(*arguments: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_wrong_convolution_of_videos_is_found(
-    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_convolution_of_videos_is_found(is_wrong, monkeypatch):
     if is_wrong:
         monkeypatch.setattr(F, "conv3d", wrong_conv3d)
     torch.manual_seed(0)
@@ -224,9 +216,7 @@ ONE_SIZE = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.Flatten(), nn.Linear(4 * 32 *
         (nn.Conv2d(3, 4, 3), {"image_size": 32, "batch_size": 3}, "[3, 3, 32, 32]"),
     ],
 )
-def test_small_images_where_the_model_takes_them(
-    model: nn.Module, given: dict[str, Any], batch: str
-) -> None:
+def test_small_images_where_the_model_takes_them(model, given, batch):
     report = check_parity(model, **given)
     assert report.passed and report.batch == batch
 
@@ -245,9 +235,7 @@ UNSEEDED = network(wrong(lambda _, x: x, lambda x: x * OUTSIDE.random()))
         (UNSEEDED, {"image_size": 12}, "random numbers"),
     ],
 )
-def test_a_check_that_could_not_fail_has_not_passed(
-    model: nn.Module, given: dict[str, Any], reason: str
-) -> None:
+def test_a_check_that_could_not_fail_has_not_passed(model, given, reason):
     report = check_parity(model, **given)
     assert report.passed is None and reason in str(report) and "cannot be checked" in str(report)
 
@@ -255,22 +243,22 @@ def test_a_check_that_could_not_fail_has_not_passed(
 Output = make_dataclass("Output", ["logits", "hidden"])
 
 
-def segmentation() -> nn.Module:
+def segmentation():
     heads = nn.ModuleDict({"out": nn.Conv2d(8, 4, 1), "aux": nn.Conv2d(8, 4, 1)})
     return with_head(lambda heads, x: {name: head(x) for name, head in heads.items()}, heads)
 
 
-def detector() -> nn.Module:
+def detector():
     """Takes a list of images, returns a list of dicts."""
 
-    def run(model: Any, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def run(model, images):
         boxes = [pooled(model.body(image[None])) for image in images]
         return [{"boxes": box, "labels": torch.zeros(1, dtype=torch.int64)} for box in boxes]
 
     return Made(run, body=body())
 
 
-def two_inputs() -> nn.Module:
+def two_inputs():
     return Made(
         lambda m, image, token: pooled(m.body(image)) * m.table(token),
         body=body(),
@@ -278,11 +266,11 @@ def two_inputs() -> nn.Module:
     )
 
 
-def viewing() -> nn.Module:
+def viewing():
     return with_head(lambda head, x: head(x.view(len(x), -1)), nn.Linear(8 * 16 * 16, 4))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "logits": features,
     "dict": segmentation,
     "dict with a selected entry": segmentation,
@@ -302,8 +290,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         lambda gru, x: gru(x.flatten(2).transpose(1, 2))[0][:, -1], nn.GRU(8, 6, batch_first=True)
     ),
     "complex": lambda: with_head(  # inside and out
-        lambda weight, x: torch.fft.fft2(x.float()) * weight,
-        nn.Parameter(torch.ones(8, 1, 1) + 0j),
+        lambda weight, x: torch.fft.fft2(x.float()) * weight, nn.Parameter(torch.ones(8, 1, 1) + 0j)
     ),
     # Creates fp32 tensors whatever the model's dtype is: does not run in float64.
     "fp32 only": lambda: with_head(lambda head, x: head(pooled(x).float()), nn.Linear(8, 4)),
@@ -325,7 +312,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "wrong channels": lambda: nn.Conv2d(1, 8, 3),
     "attribute that cannot be copied": lambda: with_head(lambda _, x: pooled(x), (c for c in "ab")),
 }
-ARGUMENTS: dict[str, dict[str, Any]] = {
+ARGUMENTS = {
     "dict with a selected entry": {"output": "out"},
     "dict with a wrong entry": {"output": "nosuch"},
     "dict with a loss": {"loss": lambda out: out["out"].square().mean()},
@@ -339,7 +326,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "view": {"image_size": 16},
 }
 # Where the layouts do not agree: they differ, or words of the refusal.
-PARITY: dict[str, Any] = {
+PARITY = {
     "dict with a wrong entry": "aux",
     "classes": "output",
     "reads strides": False,
@@ -359,7 +346,7 @@ SPEED = {
 }
 
 
-def outcome_of(function: Callable[..., Any], arguments: dict[str, Any], problem: Any) -> Any:
+def outcome_of(function, arguments, problem):
     """The result, or None where the function refuses in one line, which has the words `problem`."""
     if isinstance(problem, bool):
         return function(**arguments)
@@ -391,10 +378,10 @@ def test_parity_and_speed(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_compared_eager() -> None:
+def test_a_compiled_model_is_compared_eager():
     assert check_parity(torch.compile(features()), image_size=12).passed
 
 
-def test_the_line_of_a_view_is_named() -> None:
+def test_the_line_of_a_view_is_named():
     report = check_parity(viewing(), image_size=16)
     assert ".view(len(x), -1)" in str(report) and ".reshape" in str(report)

@@ -6,8 +6,6 @@ import json
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,20 +25,18 @@ from cl_train.measure.timed_step import Workload
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
-from cl_train.system.processes import StopRequest
 from tests.data.image_folders import write_folder
 
-Output, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 SMALL, DROPOUT = "tests.networks:small", "tests.networks:dropout"
 QUICK = {"batch_size": [2], "image_size": 32, "device": "cpu", "precision": ["fp32"]}
 
 
-def settings(**changes: Any) -> BenchmarkSettings:
+def settings(**changes):
     given = QUICK | {"model": [SMALL], "time_limit_s": 0.0, "target_ci": 5.0, "parity": False}
     return BenchmarkSettings(**(given | changes))
 
 
-def test_a_result_has_speeds_pairs_and_parity(capsys: Output) -> None:
+def test_a_result_has_speeds_pairs_and_parity(capsys):
     document = run_suite(settings(parity=True, mode=["train", "infer"]))
     for mode, result in zip(("train", "infer"), document["results"], strict=True):
         assert result["mode"] == mode and result["parity"]["channels_last"]["passed"] is True
@@ -51,7 +47,7 @@ def test_a_result_has_speeds_pairs_and_parity(capsys: Output) -> None:
     assert "images/s" in capsys.readouterr().out
 
 
-def test_video_is_measured_and_audited_with_its_frames() -> None:
+def test_video_is_measured_and_audited_with_its_frames():
     video = "tests.networks:video"
     document = run_suite(settings(model=[video], frames=6, image_size=12, parity=True))
     (result,) = document["results"]
@@ -63,9 +59,7 @@ def test_video_is_measured_and_audited_with_its_frames() -> None:
     assert entry["audit"]["lost_forward"] and json.dumps(entry)
 
 
-def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(
-    monkeypatch: Patch,
-) -> None:
+def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monkeypatch):
     failed = ParityReport(False, "fp32", "[4, 3, 32, 32]", "features.0 (Conv2d)")
     monkeypatch.setattr(suite, "check_parity", lambda *args, **kwargs: failed)
     names = ["tests.networks:raising", SMALL]
@@ -75,7 +69,7 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(
     assert "features.0 (Conv2d)" in second["text"] and "not comparable" in second["text"]
 
 
-def comparison(blocks: list[list[float]]) -> Comparison:
+def comparison(blocks):
     """The outcome of a benchmark whose blocks took these milliseconds."""
     done = Alternation(blocks, 15.0, "time_limit", EARLY_ERROR)
     speeds = tuple(
@@ -87,13 +81,13 @@ def comparison(blocks: list[list[float]]) -> Comparison:
     return Comparison(speeds, "fp32", 2, 2, done.rounds, 15.0, "time_limit")
 
 
-def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch: Patch, capsys: Output) -> None:
+def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch, capsys):
     """Rounds of planted times: one model is decided at once, the other in its third visit."""
     clock = [0.0]
-    visits: list[tuple[bool, int]] = []
+    visits = []
     ratios = iter([[1.5] * 4, [1.2, 0.9] * 4, [1.2, 0.9] * 4, [1.2, 1.1] * 16])
 
-    def planted(model: torch.nn.Module, workload: Any, layouts: Any, **ends: Any) -> Comparison:
+    def planted(model, workload, layouts, **ends):
         visits.append((ends["until_decided"], round(ends["time_limit_s"])))
         clock[0] += 20.0
         earlier = ends["earlier"].speeds if ends["earlier"] else ()
@@ -114,7 +108,7 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch: Patch, capsys:
     assert command in capsys.readouterr().out
 
 
-def test_what_no_early_look_decides_is_decided_at_the_last_one(monkeypatch: Patch) -> None:
+def test_what_no_early_look_decides_is_decided_at_the_last_one(monkeypatch):
     """Five rounds: 1.1x, give or take 3 %."""
     ratios = [1.1 * change for change in (0.97, 1.03, 1.0, 0.98, 1.02) for _ in range(2)]
     early = comparison([[100.0] * 10, [100.0 / ratio for ratio in ratios]])
@@ -126,9 +120,7 @@ def test_what_no_early_look_decides_is_decided_at_the_last_one(monkeypatch: Patc
     assert pairs[0]["ci95"][0] > 1.05 > early.ratio.low
 
 
-def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(monkeypatch, tmp_path):
     faster = comparison([[100.0] * 8, [50.0] * 8])
     monkeypatch.setattr(suite, "benchmark_layouts", Mock(side_effect=[faster, KeyboardInterrupt]))
     out = tmp_path / "new" / "benchmark.json"
@@ -143,7 +135,7 @@ def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(
 @pytest.mark.parametrize(
     "changes", [{"model": ["resnt18"]}, {"layouts": ["contiguous"]}, {"model": []}, {"mode": []}]
 )
-def test_wrong_settings_are_refused(changes: dict[str, Any]) -> None:
+def test_wrong_settings_are_refused(changes):
     with pytest.raises(ConfigError, match=r"resnet18|layouts|is empty"):
         run_suite(settings(**changes))
 
@@ -162,7 +154,7 @@ SPEED = {
 }
 
 
-def row(name: str, **more: Any) -> dict[str, Any]:
+def row(name, **more):
     base = {"model": name, "image_size": 64, "convolutions": 3, "parity": {"passed": True}}
     base |= {"audit": AUDIT, **more}
     return {**base, "verdict": verdict(base)}
@@ -177,7 +169,7 @@ def row(name: str, **more: Any) -> dict[str, Any]:
         ({"train": SPEED, "infer": SPEED}, "train faster (1.50x); infer faster (1.50x); "),
     ],
 )
-def test_verdicts(more: dict[str, Any], words: str) -> None:
+def test_verdicts(more, words):
     assert row("a", **more)["verdict"].startswith(words)
 
 
@@ -185,7 +177,7 @@ def test_verdicts(more: dict[str, Any], words: str) -> None:
     ("name", "image_size"),
     [("resnet18", 64), ("inception_v3", 299), ("maxvit_t", 224), ("timm/mobilevit_xxs", 224)],
 )
-def test_a_model_of_one_image_size_keeps_it(name: str, image_size: int, monkeypatch: Patch) -> None:
+def test_a_model_of_one_image_size_keeps_it(name, image_size, monkeypatch):
     built = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(zoo.models, "build_model", built)
     with pytest.raises(InterruptedError):
@@ -193,18 +185,18 @@ def test_a_model_of_one_image_size_keeps_it(name: str, image_size: int, monkeypa
     assert built.call_args.kwargs["image_size"] == image_size
 
 
-def test_a_model_whose_check_does_not_fit_is_measured_all_the_same(monkeypatch: Patch) -> None:
+def test_a_model_whose_check_does_not_fit_is_measured_all_the_same(monkeypatch):
     monkeypatch.setattr(zoo, "check_parity", Mock(side_effect=ConfigError("too little memory")))
     entry = zoo_row(SMALL, ZOO)
     assert entry["parity"] == {"passed": None, "why": "too little memory"}
     assert entry["converted"] == 2 and entry["audit"]["lost"] == 0
 
 
-def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch: Patch) -> None:
+def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
     """A live exception would keep the models of the first one in memory."""
-    measured: list[bool] = []
+    measured = []
 
-    def planted(model: torch.nn.Module, workload: Workload, time_limit_s: float) -> Comparison:
+    def planted(model, workload, time_limit_s):
         assert sys.exception() is None
         measured.append(workload.settings.cuda_graph)
         if workload.settings.cuda_graph:
@@ -219,7 +211,7 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch: Pat
     assert measured == [True, False]
 
 
-def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
+def test_tables_are_continued_and_written_in_both_forms(tmp_path):
     path, with_speed = tmp_path / "zoo.json", replace(ZOO, speed=True)
     rows = row("b", train=SPEED, infer=SPEED), {"model": "a", "error": "out of memory"}
     for number, made in enumerate(rows, 1):
@@ -245,7 +237,7 @@ def test_tables_are_continued_and_written_in_both_forms(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_zoo_runs_continues_times_and_refuses(tmp_path: Path, capsys: Output) -> None:
+def test_the_zoo_runs_continues_times_and_refuses(tmp_path, capsys):
     given = "device=cpu precision=fp32 batch_size=2 data.image_size=64 time_limit_s=0.5"
     words = ["model=shufflenet_v2_x0_5", *given.split(), f"out={tmp_path}"]
     assert main(words) == 0
@@ -266,12 +258,10 @@ def test_the_zoo_runs_continues_times_and_refuses(tmp_path: Path, capsys: Output
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_zoo_before_its_next_model(
-    signum: signal.Signals, tmp_path: Path, monkeypatch: Patch, capfd: Output
-) -> None:
-    measured: list[str] = []
+def test_a_signal_ends_the_zoo_before_its_next_model(signum, tmp_path, monkeypatch, capfd):
+    measured = []
 
-    def row_from_child(name: str, settings: ZooSettings, request: StopRequest) -> dict[str, Any]:
+    def row_from_child(name, settings, request):
         measured.append(name)
         signal.raise_signal(signum)
         assert request.stop == signum
@@ -287,9 +277,7 @@ PEERS = pytest.param(lambda words: peers.main(["loader", *words]), ["timm"], mar
 
 
 @pytest.mark.parametrize(("main", "others"), [(loader_benchmark.main, []), PEERS])
-def test_the_cores_that_a_rate_needs(
-    main: Any, others: list[str], tmp_path: Path, capsys: Output
-) -> None:
+def test_the_cores_that_a_rate_needs(main, others, tmp_path, capsys):
     words = ["data.image_size=32", "data.workers=1", "images=32", "batch_size=8", "rounds=2"]
     words += ["gpu_images_per_s=1e9", "json=true"]
     assert main([f"data.root={write_folder(tmp_path, train=40, val=2)}", *words]) == 0

@@ -5,9 +5,7 @@ in a clean model.
 import json
 import linecache
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +20,11 @@ from cl_train.measure.audit import audit
 from cl_train.step.precision import Precision
 
 
-def images(*shape: int) -> torch.Tensor:
+def images(*shape):
     return torch.randn(shape or (2, 3, 8, 8)).to(memory_format=torch.channels_last)
 
 
-def converted(model: nn.Module) -> nn.Module:
+def converted(model):
     cl_train.convert(model)
     return model
 
@@ -34,30 +32,30 @@ def converted(model: nn.Module) -> nn.Module:
 class Call(nn.Module):
     """Calls a function of a tensor or of several."""
 
-    def __init__(self, function: Callable[..., Any], body: nn.Module | None = None) -> None:
+    def __init__(self, function, body=None):
         super().__init__()
         self.function, self.body = function, body
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return self.function(*args, **kwargs)
 
 
-def with_gradient(backward: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def with_gradient(backward):
     """A function whose forward pass copies."""
 
     class Planted(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, gradient):
             return backward(gradient)
 
     return Planted.apply
 
 
-def windows(x: torch.Tensor) -> torch.Tensor:
+def windows(x):
     """Window partitioning, attention's part left out, and back."""
     n, c, h, w = x.shape
     parts = x.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, c)
@@ -65,7 +63,7 @@ def windows(x: torch.Tensor) -> torch.Tensor:
     return mixed.reshape(n, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h, w)
 
 
-LOSSES: dict[str, Any] = {
+LOSSES = {
     "contiguous": lambda x: x.contiguous(),
     "clone": lambda x: x.clone(memory_format=torch.contiguous_format),
     "to": lambda x: x.to(memory_format=torch.contiguous_format),
@@ -84,12 +82,12 @@ LOSSES: dict[str, Any] = {
 IMAGE_BYTES = 2 * 8 * 16 * 16 * 4
 
 
-def model_with(loss: Any = None) -> nn.Module:
+def model_with(loss=None):
     block = nn.Sequential(nn.BatchNorm2d(8), Call(LOSSES[loss]) if loss else nn.ReLU())
     return converted(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), block, nn.Conv2d(8, 4, 3)))
 
 
-def train(model: nn.Module) -> None:
+def train(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         with cl_train.layout_guard():
@@ -99,7 +97,7 @@ def train(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_planted_loss_is_found_at_its_line(name: str) -> None:
+def test_a_planted_loss_is_found_at_its_line(name):
     direction = "backward" if "gradient" in name else "forward"
     words = {"contiguous gradient": "gradient.contiguous()", "instance norm": "F.instance_norm"}
     advice = {"mixed windows": "permute(0, 2, 3, 1)", "written into contiguous": "empty_like"}
@@ -122,7 +120,7 @@ def test_a_planted_loss_is_found_at_its_line(name: str) -> None:
     assert re.search(r"32, 32\]|8, 16, 2, 16, 2\]", message)
 
 
-def test_a_clean_model_and_one_in_contiguous_give_nothing() -> None:
+def test_a_clean_model_and_one_in_contiguous_give_nothing():
     report = audit(model_with(), images(2, 3, 16, 16))
     assert report.of("lost") == [] == report.of("restored") and report.moved_bytes == 0
     assert report.totals["kept"] > 8 and not report.losses() and not report.notes()
@@ -144,18 +142,16 @@ def test_a_clean_model_and_one_in_contiguous_give_nothing() -> None:
 class GrowingBuffer(nn.Module):
     """A forward pass replaces the buffer by one of another shape."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.anchors, self.expanded = nn.Buffer(torch.zeros(0)), nn.Buffer(torch.ones(1).expand(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.anchors = torch.ones(x.shape[-1])
         return x
 
 
-def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was(monkeypatch):
     """Planted times: a step of 10 ms, copies of 1 MB per ms."""
     assert audit_module.copy_ms_per_byte(torch.device("cpu")) > 0
     monkeypatch.setattr(audit_module, "copy_ms_per_byte", lambda device: 1e-6)
@@ -180,7 +176,7 @@ def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was(
     assert plain["copy_ms"] == pytest.approx(1e-6 * report.moved_bytes) and plain["copy_ms"] > 0
 
 
-def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_global_mean() -> None:
+def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_global_mean():
     report = audit(converted(torchvision.models.resnet18()), images(2, 3, 64, 64))
     assert report.of("lost") == [] and "no operator loses channels_last" in str(report)
     (created,) = report.of("created")
@@ -191,7 +187,7 @@ def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_globa
     assert report.inherited() == {payer: created.where}
 
 
-CREATED: dict[str, Any] = {
+CREATED = {
     "div": lambda x: F.adaptive_avg_pool2d(x, 1),
     "select_backward": lambda x: x[:, :, -1, -1],
     "new_zeros": lambda x: x[:, :, torch.tensor([0, 1])],
@@ -200,7 +196,7 @@ CREATED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("operator", CREATED)
-def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(operator: str) -> None:
+def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(operator):
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU6(), Call(CREATED[operator])
     model, x = converted(nn.Sequential(*layers)), images(2, 3, 16, 16)
     report = audit(model, x)
@@ -217,11 +213,11 @@ def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(operator
         model(x).square().sum().backward()
 
 
-def test_models_take_batches_of_any_form() -> None:
-    def scaled(image: torch.Tensor, scale: torch.Tensor) -> Any:
+def test_models_take_batches_of_any_form():
+    def scaled(image, scale):
         return {"out": body(image) * scale}
 
-    def detect(images: list[torch.Tensor], targets: Any = ()) -> Any:
+    def detect(images, targets=()):
         features = body(torch.stack(images).to(memory_format=torch.channels_last))
         return {"loss": features.mean() * (1 + len(targets))}
 
@@ -239,7 +235,7 @@ def test_models_take_batches_of_any_form() -> None:
             assert {call.direction for call in report.calls} == {"forward"}
 
 
-def test_video_is_watched_in_five_dimensions() -> None:
+def test_video_is_watched_in_five_dimensions():
     layers = nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), Call(LOSSES["contiguous"])
     model = converted(nn.Sequential(*layers, nn.Conv3d(8, 8, 3)))
     video = torch.randn(2, 3, 6, 8, 8).to(memory_format=torch.channels_last_3d)
@@ -252,7 +248,7 @@ def test_video_is_watched_in_five_dimensions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_the_losses_of_models_of_torchvision() -> None:
+def test_the_losses_of_models_of_torchvision():
     model = converted(torchvision.models.shufflenet_v2_x0_5())
     for kind in (model, torch.jit.script(model), torch.fx.symbolic_trace(model)):
         lost = audit(kind, images(2, 3, 64, 64)).of("lost")
@@ -263,7 +259,7 @@ def test_the_losses_of_models_of_torchvision() -> None:
     assert (flattened.name, flattened.line) == ("clone", "x = torch.flatten(x, 1)")
 
 
-def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> None:
+def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward():
     frozen = converted(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())).requires_grad_(False)
     for model in (frozen, nn.ReLU()):
         assert audit(model, images()).calls
@@ -278,7 +274,7 @@ def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward() -> No
 # --- the guard ------------------------------------------------------------------------------------
 
 
-def test_losses_are_allowed_by_pattern_or_only_warned_about() -> None:
+def test_losses_are_allowed_by_pattern_or_only_warned_about():
     model = model_with("contiguous")
     patterns = ("clone", "1.*", "Call", "test_audit.py:*", "*/test_audit.py:*", "*x.contiguous()*")
     for pattern in patterns:
@@ -289,12 +285,12 @@ def test_losses_are_allowed_by_pattern_or_only_warned_about() -> None:
         for _ in range(2):
             model(images())
     assert {Path(warning.filename).name for warning in warned} == {"test_audit.py"}
-    with pytest.raises(ValueError, match="raise or warn"), cl_train.layout_guard("stop"):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="raise or warn"), cl_train.layout_guard("stop"):
         pass
     assert not torch.nn.modules.module._global_forward_hooks
 
 
-def train_with_ddp(model: nn.Module, folder: Path) -> None:
+def train_with_ddp(model, folder):
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -303,18 +299,18 @@ def train_with_ddp(model: nn.Module, folder: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def train_with_lightning(model: nn.Module, folder: Path) -> None:
+def train_with_lightning(model, folder):
     import lightning
 
     class Module(lightning.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = model
 
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        def training_step(self, batch, index):
             return self.net(batch.to(memory_format=torch.channels_last)).square().sum()
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -335,9 +331,7 @@ def train_with_lightning(model: nn.Module, folder: Path) -> None:
         (train_with_lightning, r"test_audit\.py"),
     ],
 )
-def test_loops_are_guarded(
-    loop: Callable[[nn.Module, Path], None], where: str, tmp_path: Path
-) -> None:
+def test_loops_are_guarded(loop, where, tmp_path):
     loop(converted(torchvision.models.resnet18(num_classes=4)), tmp_path)
     with cl_train.layout_guard():  # not converted: there is nothing to lose
         torchvision.models.resnet18()(torch.randn(2, 3, 32, 32)).mean().backward()

@@ -3,7 +3,6 @@
 """
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,50 +23,50 @@ mix, table = nn.Linear(S * S, S * S), torch.randperm(S * S)
 by_head = nn.Linear(3, 2)
 
 
-def tokens(x: torch.Tensor) -> torch.Tensor:
+def tokens(x):
     return x.flatten(2).transpose(1, 2)
 
 
-def image(t: torch.Tensor) -> torch.Tensor:
+def image(t):
     return t.transpose(1, 2).unflatten(2, (S, S))
 
 
-def heads(t: torch.Tensor) -> torch.Tensor:
+def heads(t):
     return t.unflatten(2, (2, C // 2)).transpose(1, 2)
 
 
-def merged(t: torch.Tensor) -> torch.Tensor:
+def merged(t):
     return t.transpose(1, 2).flatten(2)
 
 
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attended(q, k, v):
     return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
 
-def positioned(scores: torch.Tensor) -> torch.Tensor:
+def positioned(scores):
     positions = by_head(POSITIONS.expand(len(scores), -1, -1, -1)).permute(0, 3, 1, 2)
     weights = scores.softmax(-1) + positions.softmax(-1)
     weights /= weights.sum(-1).unsqueeze(-1)
     return weights
 
 
-def partition(x: torch.Tensor) -> torch.Tensor:
+def partition(x):
     """Windows of 4 x 4 pixels, [windows, tokens, channels]."""
     parts = x.permute(0, 2, 3, 1).unflatten(2, (S // 4, 4)).unflatten(1, (S // 4, 4))
     return parts.transpose(2, 3).reshape(-1, 16, C)
 
 
-def reverse(t: torch.Tensor) -> torch.Tensor:
+def reverse(t):
     parts = t.unflatten(0, (-1, S // 4, S // 4)).unflatten(3, (4, 4))
     return parts.transpose(2, 3).reshape(-1, S, S, C).permute(0, 3, 1, 2)
 
 
-def grid(x: torch.Tensor) -> torch.Tensor:
+def grid(x):
     line = torch.linspace(-1, 1, S)
     return torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).expand(len(x), -1, -1, -1)
 
 
-KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+KEPT = {
     "tokens": lambda x: image(linear(norm(tokens(x))).relu()),
     "attention of one head": lambda x: image(attended(*linear(tokens(x)).expand(3, -1, -1, -1))),
     "attention of heads": lambda x: image(merged(attended(*[heads(linear(tokens(x)))] * 3))),
@@ -111,7 +110,7 @@ KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "copied and given back": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
 }
 
-LOST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+LOST = {
     "tokens copied": lambda x: tokens(x).transpose(1, 2).contiguous().view(x.shape),
     "tokens flattened": lambda x: x.flatten(2).contiguous().unflatten(2, (S, S)),
     "product of channels": lambda x: torch.bmm(
@@ -147,16 +146,16 @@ LOST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def is_channels_last(x: torch.Tensor) -> bool:
+def is_channels_last(x):
     return x.is_contiguous(memory_format=torch.channels_last)
 
 
-def model_of(block: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def model_of(block):
     return converted(nn.Sequential(nn.Conv2d(3, C, 3), Call(block), nn.Conv2d(C, C, 3)))
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_block_that_keeps_the_layout_gives_no_alarm(name: str) -> None:
+def test_a_block_that_keeps_the_layout_gives_no_alarm(name):
     assert is_channels_last(KEPT[name](images(2, C, S, S)))
     x = images(2, 3, S + 2, S + 2)
     report = audit(model_of(KEPT[name]), x)
@@ -169,7 +168,7 @@ def test_a_block_that_keeps_the_layout_gives_no_alarm(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_a_block_that_loses_the_layout_is_named_at_its_line(name: str) -> None:
+def test_a_block_that_loses_the_layout_is_named_at_its_line(name):
     assert not is_channels_last(LOST[name](images(2, C, S, S)))
     x = images(2, 3, S + 2, S + 2)
     report = audit(model_of(LOST[name]), x, backward=False)

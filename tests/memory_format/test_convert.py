@@ -5,8 +5,6 @@ that follows them.
 import copy
 import json
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
-from cl_train.system.distributed import Dist, processes
+from cl_train.system.distributed import processes
 from cl_train.training.build import build_train_state, step_settings
 from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks
@@ -35,13 +33,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process
 CHANNELS_LAST = torch.channels_last
 
 
-def convolutions(*more: nn.Module) -> nn.Sequential:
+def convolutions(*more):
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), *more
     )
 
 
-def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def strides(model):
     return {name: tensor.stride() for name, tensor in model.state_dict().items()}
 
 
@@ -63,18 +61,18 @@ def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
         (torch.empty(2, 3, 4, 4, 4, memory_format=torch.channels_last_3d), "channels_last"),
     ],
 )
-def test_classify(tensor: torch.Tensor, expected: str) -> None:
+def test_classify(tensor, expected):
     assert classify(tensor) == expected
 
 
-def with_scale() -> nn.Module:
+def with_scale():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3))
     model.scale = nn.Parameter(torch.ones(2, 4, 5, 5))
     return model
 
 
 ORIGINAL = "parametrizations.weight.original"
-CONVERSIONS: list[tuple[nn.Module, dict[str, Any], dict[str, tuple[int, ...]], str]] = [
+CONVERSIONS = [
     (convolutions(), {}, {"0.weight": (27, 1, 9, 3), "2.weight": (8, 1, 8, 8)}, "channels_last"),
     (
         with_scale(),
@@ -104,12 +102,7 @@ CONVERSIONS: list[tuple[nn.Module, dict[str, Any], dict[str, tuple[int, ...]], s
 
 
 @pytest.mark.parametrize(("model", "arguments", "changed", "memory_format"), CONVERSIONS)
-def test_strides_of_converted_models(
-    model: nn.Module,
-    arguments: dict[str, Any],
-    changed: dict[str, tuple[int, ...]],
-    memory_format: str,
-) -> None:
+def test_strides_of_converted_models(model, arguments, changed, memory_format):
     before, values = strides(model), copy.deepcopy(model.state_dict())
     assert model_memory_format(model) == "contiguous"
     report = convert(model, **arguments)
@@ -122,7 +115,7 @@ def test_strides_of_converted_models(
         assert torch.equal(value, values[name]), name
 
 
-def test_conversions_equal_those_of_torch() -> None:
+def test_conversions_equal_those_of_torch():
     for mode, of_torch in (("full", nn.Module.to), ("conv", convert_conv2d_weight_memory_format)):
         model = nn.Sequential(torchvision.models.mobilenet_v2(), with_scale())
         converted = copy.deepcopy(model)
@@ -131,7 +124,7 @@ def test_conversions_equal_those_of_torch() -> None:
         assert strides(converted) == strides(model)
 
 
-def test_conversion_keeps_parameters_hooks_requires_grad_and_gradients() -> None:
+def test_conversion_keeps_parameters_hooks_requires_grad_and_gradients():
     model, calls = convolutions(), list[int]()
     model[2].weight.requires_grad_(False)
     model[0].register_forward_hook(lambda *_: calls.append(1))
@@ -147,7 +140,7 @@ def test_conversion_keeps_parameters_hooks_requires_grad_and_gradients() -> None
     assert calls == [1, 2, 1, 2]
 
 
-def test_conversion_keeps_ties_and_aliases_and_leaves_memory_shared_in_two_shapes() -> None:
+def test_conversion_keeps_ties_and_aliases_and_leaves_memory_shared_in_two_shapes():
     model = nn.ModuleDict({name: nn.Conv2d(3, 8, 3) for name in "abcd"})
     model["b"].weight = model["a"].weight  # tied: one Parameter
     model["c"].weight = nn.Parameter(model["a"].weight.data)  # aliased: two Parameters, one memory
@@ -161,7 +154,7 @@ def test_conversion_keeps_ties_and_aliases_and_leaves_memory_shared_in_two_shape
     assert "shares its memory" in str(report)
 
 
-def test_overlapping_parts_of_a_larger_memory_stay_tied() -> None:
+def test_overlapping_parts_of_a_larger_memory_stay_tied():
     flat = torch.randn(1000)
     model = nn.ModuleDict({name: nn.Conv2d(3, 16, 3, bias=False) for name in "abcd"})
     model["a"].weight = nn.Parameter(flat[:288].view(32, 1, 3, 3))
@@ -176,7 +169,7 @@ def test_overlapping_parts_of_a_larger_memory_stay_tied() -> None:
     assert "shares its memory" in str(report)
 
 
-def test_select_by_pattern_and_predicate() -> None:
+def test_select_by_pattern_and_predicate():
     model = torchvision.models.resnet18()
     names = set(convert(model, "select", ["layer1", "*downsample*"]).changed)
     assert {"layer1.0.conv1.weight", "layer2.0.downsample.0.weight"} < names and len(names) == 7
@@ -187,17 +180,17 @@ def test_select_by_pattern_and_predicate() -> None:
     assert classify(grouped.conv1.weight) == "channels_last"
 
 
-def exported() -> Any:
+def exported():
     return torch.export.export(nn.Conv2d(3, 8, 3), (torch.randn(2, 3, 8, 8),))
 
 
-def with_weight(change: Any) -> nn.Module:
+def with_weight(change):
     model = convolutions()
     model[0].weight = nn.Parameter(change(model[0].weight.data))
     return model
 
 
-def mesh() -> Any:
+def mesh():
     return init_device_mesh("cpu", (1,))
 
 
@@ -221,9 +214,7 @@ def mesh() -> Any:
         (lambda: with_weight(lambda weight: TwoTensor(weight, weight.clone())), {}, "TwoTensor"),
     ],
 )
-def test_what_cannot_be_converted_is_refused_and_unchanged(
-    build: Any, arguments: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_converted_is_refused_and_unchanged(build, arguments, message, tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -236,7 +227,7 @@ def test_what_cannot_be_converted_is_refused_and_unchanged(
         torch.distributed.destroy_process_group()
 
 
-def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_are_known() -> None:
+def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_are_known():
     image = torch.empty(4, 1, 4, 4)
     assert to_memory_format(image, torch.contiguous_format) is image
     marked = to_memory_format(image, CHANNELS_LAST)
@@ -247,18 +238,18 @@ def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_ar
 
 # --- two processes on gloo: gradients share memory and strides with DDP's buckets, graphed or not -
 
-CASES: tuple[dict[str, object], ...] = ({}, {"ddp_static_graph": True}, {"cuda_graph": True})
+CASES = ({}, {"ddp_static_graph": True}, {"cuda_graph": True})
 
 
 @pytest.mark.slow
-def test_gradients_have_the_strides_of_weights_and_buckets(tmp_path: Path) -> None:
+def test_gradients_have_the_strides_of_weights_and_buckets(tmp_path):
     ranks = fork_two_ranks(tmp_path, main)
     assert not any("Grad strides do not match" in rank.output() for rank in ranks)
     losses = json.loads(ranks[0].output().splitlines()[-1])
     assert losses == pytest.approx(losses[:1] * len(CASES), rel=1e-5)
 
 
-def loss_after_looking(words: dict[str, object], dist: Dist) -> float:
+def loss_after_looking(words, dist):
     """Six steps, then one more backward pass whose gradients are looked at before they are
     dropped.
     """
@@ -287,7 +278,7 @@ def loss_after_looking(words: dict[str, object], dist: Dist) -> float:
     return loss.item() / 2
 
 
-def main() -> None:
+def main():
     with processes("cpu", timeout_s=LIMIT_S) as dist:
         losses = [loss_after_looking(words, dist) for words in CASES]
         if dist.is_main:

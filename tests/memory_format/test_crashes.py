@@ -2,8 +2,6 @@
 trains, wherever a step of channels_last would run.
 """
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -11,20 +9,19 @@ from torch import nn
 import cl_train
 from cl_train.errors import ConfigError
 from cl_train.memory_format.crashes import refuse_known_crash
-from tests.conftest import Run
 
 CRASHES = "oneDNN writes outside its memory"
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def stem(channels: int = 3, **options: int) -> nn.Module:
+def stem(channels=3, **options):
     """The stem of RepVGG: refused at 96 px."""
     conv = nn.Conv2d(channels, 48, 1, **{"stride": 2, "bias": False, **options})
     return nn.Sequential(conv, nn.BatchNorm2d(48), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -47,9 +44,7 @@ def stem(channels: int = 3, **options: int) -> nn.Module:
         (nn.Sequential(nn.MaxPool2d(2), *stem()), (4, 3, 96, 96), False),  # 48 px arrive
     ],
 )
-def test_the_shape_that_trains_decides(
-    model: nn.Module, shape: tuple[int, ...], is_refused: bool, one_thread: None
-) -> None:
+def test_the_shape_that_trains_decides(model, shape, is_refused, one_thread):
     images = torch.randn(shape, dtype=next(model.parameters()).dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if is_refused:
@@ -60,14 +55,14 @@ def test_the_shape_that_trains_decides(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_several_threads_share_the_rows_of_small_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_share_the_rows_of_small_images(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     model, images = stem(), torch.randn(4, 3, 18, 18)
     with pytest.raises(ConfigError, match=r"0 \(stride 2, 3 input channels"):
         refuse_known_crash(model, lambda: model(images))
 
 
-def test_functions_for_users_say_it() -> None:
+def test_functions_for_users_say_it():
     model = stem()
     images = torch.randn(2, 3, 96, 96).to(memory_format=torch.channels_last)
     with pytest.raises(ConfigError, match=CRASHES):
@@ -88,21 +83,19 @@ IMAGES = torch.randn(2, 3, 32, 32)
 @pytest.mark.parametrize(
     "name", ["audit", "check_parity", "choose_memory_format", "compare_layouts"]
 )
-def test_what_is_no_model_is_named(name: str) -> None:
+def test_what_is_no_model_is_named(name):
     with pytest.raises(ValueError, match="a str is no model"):
         getattr(cl_train, name)("resnet18", *([IMAGES] if name == "audit" else []))
 
 
-def repvgg(num_classes: int) -> nn.Module:
+def repvgg(num_classes):
     return nn.Sequential(*stem(), nn.Linear(48, num_classes))
 
 
 @pytest.mark.parametrize(
     "more", [(), ("batch_size=auto",), ("data.size_schedule=[[0,32],[1,96]]",)]
 )
-def test_training_refuses_it_and_auto_trains_contiguous(
-    train: Callable[..., Run], more: tuple[str, ...]
-) -> None:
+def test_training_refuses_it_and_auto_trains_contiguous(train, more):
     words = ["data=synthetic", "data.root=null", "data.image_size=96", "data.synthetic_images=16"]
     words += [f"model={__name__}:repvgg", "batch_size=4", "epochs=2", "log_to=[]", *more]
     with pytest.raises(ConfigError, match=CRASHES):

@@ -4,9 +4,7 @@ changes is restored.
 Training runs on the same models: tests/training/test_build.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -29,18 +27,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of deprecated kinds of mode
 class Body(nn.Module):
     """A convolution and a head; `finish` makes the output of the features."""
 
-    def __init__(
-        self, finish: Callable[..., Any] = lambda x: x, convolution: nn.Module | None = None
-    ) -> None:
+    def __init__(self, finish=lambda x: x, convolution=None):
         super().__init__()
         self.conv = convolution or nn.Conv2d(3, 4, 3)
         self.finish = finish
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         return self.finish(self.conv(x))
 
 
-def with_tensor(tensor: torch.Tensor) -> nn.Module:
+def with_tensor(tensor):
     model = Body()
     model.tensor = tensor if isinstance(tensor, nn.Parameter) else nn.Buffer(tensor)
     return model
@@ -49,7 +45,7 @@ def with_tensor(tensor: torch.Tensor) -> nn.Module:
 class Swaps(Body):
     """Replaces its own parameter in forward."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.conv.weight = nn.Parameter(self.conv.weight.detach() * 2)
         return self.conv(x)
 
@@ -59,7 +55,7 @@ class Cache(Body):
     deep-copied.
     """
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         self.cache = self.conv(x)
         return self.conv(F.pad(self.cache[:, :3], (1, 1, 1, 1)))
 
@@ -69,7 +65,7 @@ PLAIN = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 WEIGHTS = [torch.randn(4, 4, 3, 3)]
 # How the audit of a model with this output ends: "ok", or "loses" and the operators; else words of
 # the refusal.
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+OUTPUTS = {
     "tensor": (lambda x: x, "ok"),
     "dict": (lambda x: {"logits": x, "name": "a"}, "ok"),
     "own class": (lambda x: type("Output", (), {"logits": x})(), "output="),
@@ -80,13 +76,13 @@ OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "inference mode": (torch.inference_mode()(lambda x: F.conv2d(x, WEIGHTS[0])), "ok"),
     "window partitioning": (windows, "loses clone"),
 }
-TENSORS: dict[str, torch.Tensor] = {
+TENSORS = {
     "sparse 4-D parameter": nn.Parameter(torch.ones(2, 2, 2, 2).to_sparse()),
     "expanded parameter": nn.Parameter(torch.zeros(1).expand(2, 3, 4, 4)),
     "complex parameter": nn.Parameter(torch.ones(1, 3, 1, 1, dtype=torch.complex64)),
     "empty parameter": nn.Parameter(torch.empty(0, 3, 4, 4)),
 }
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+MODELS = {
     **{name: (partial(Body, finish), expected) for name, (finish, expected) in OUTPUTS.items()},
     **{name: (partial(with_tensor, tensor), "ok") for name, tensor in TENSORS.items()},
     "lazy": (lambda: nn.Sequential(nn.LazyConv2d(4, 3)), "run one batch"),
@@ -107,7 +103,7 @@ SLOW = ("compiled", "scripted inside", "traced")
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS],
 )
-def test_odd_model(name: str) -> None:
+def test_odd_model(name):
     build, expected = MODELS[name]
     torch.manual_seed(0)
     model = build()
@@ -127,7 +123,7 @@ def test_odd_model(name: str) -> None:
     assert not getattr(model, "_forward_pre_hooks", None)
 
 
-def test_an_entry_of_the_output_and_the_loss_are_selected() -> None:
+def test_an_entry_of_the_output_and_the_loss_are_selected():
     for finish, key in ((lambda x: {"a": x, "b": x * 2}, "b"), (lambda x: (x, x * 2), 1)):
         assert audit(Body(finish), images(), output=key).totals["kept"]
         with pytest.raises(ConfigError, match="no such entry"):
@@ -138,7 +134,7 @@ def test_an_entry_of_the_output_and_the_loss_are_selected() -> None:
         audit(Body(), images(), loss=lambda output: output)
 
 
-def test_buffers_are_restored_after_nan_activations() -> None:
+def test_buffers_are_restored_after_nan_activations():
     model = small(3)
     ema = EMA(model, 0.9)
     backup = BufferBackup(model=model, average=ema.module)
@@ -155,7 +151,7 @@ def test_buffers_are_restored_after_nan_activations() -> None:
         assert all(map(torch.equal, (*model.buffers(), *ema.module.buffers()), expected))
 
 
-def test_a_variance_that_overflows_does_not_become_good() -> None:
+def test_a_variance_that_overflows_does_not_become_good():
     """Its loss is finite: what is divided by an infinite variance is 0."""
     model = small(3)
     backup = BufferBackup(model=model)
@@ -170,7 +166,7 @@ def test_a_variance_that_overflows_does_not_become_good() -> None:
     assert backup.values_after(is_bad=True)["model.1.running_mean"][0] == 5.0
 
 
-def test_a_buffer_that_the_forward_pass_replaces_is_restored() -> None:
+def test_a_buffer_that_the_forward_pass_replaces_is_restored():
     model = nn.Module()
     model.calls = nn.Buffer(torch.zeros(()))
     backup = BufferBackup(model=model)

@@ -5,10 +5,7 @@ found.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from cl_train.memory_format.operators import PROBES, conformance, conformance_pr
 CPU = torch.device("cpu")
 
 
-def pixel_major(tensor: torch.Tensor) -> bool:
+def pixel_major(tensor):
     """Channels innermost: the strides of C, W, H, (D,) N ascend."""
     n, c, *rest = tensor.stride()
     order = [c, *reversed(rest), n]
@@ -32,7 +29,7 @@ def pixel_major(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_table_agrees_with_direct_strides(dtype: torch.dtype) -> None:
+def test_the_table_agrees_with_direct_strides(dtype):
     rows = {(row["operator"], row["direction"]): row["eager"] for row in conformance(CPU, dtype)}
     assert len({operator for operator, _ in rows}) == len(PROBES) >= 110
     assert sum("Error" in eager for eager in rows.values()) <= 3
@@ -47,14 +44,14 @@ def test_the_table_agrees_with_direct_strides(dtype: torch.dtype) -> None:
         backward = rows.get((operator, "backward"))
         assert (backward is not None) == output.requires_grad
         if backward is not None:
-            gradients: list[torch.Tensor] = []
+            gradients = []
             x.register_hook(gradients.append)
             output.backward(torch.ones_like(output, memory_format=memory_format))
             assert pixel_major(gradients[0]) == backward.startswith("channels_last"), operator
 
 
 @contextmanager
-def planted(operator: Any, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def planted(operator, wrong, monkeypatch):
     """`operator` has a wrong decomposition."""
     table = {**core_aten_decompositions(), operator: wrong}
     with monkeypatch.context() as patch:
@@ -64,7 +61,7 @@ def planted(operator: Any, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 aten = torch.ops.aten
 COPIED = "contiguous (512, 64, 8, 1)"
-WRONG: dict[str, tuple[str, Any, Any, str]] = {
+WRONG = {
     "strides": ("F.relu(x)", aten.relu.default, lambda x: x.clamp(min=0).contiguous(), COPIED),
     "values": ("F.silu(x)", aten.silu.default, lambda x: x * x.sigmoid() * 1.01, "values, by"),
     "shape": (
@@ -85,9 +82,7 @@ WRONG: dict[str, tuple[str, Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_planted_differences_are_found_with_what_differs(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_differences_are_found_with_what_differs(name, monkeypatch):
     expression, operator, wrong, difference = WRONG[name]
     clean = conformance(CPU, torch.float32, ("fake", "decompose"), [expression])
     assert not any(map(differs, clean))
@@ -96,7 +91,7 @@ def test_planted_differences_are_found_with_what_differs(
     assert rows[0]["decompose"].startswith(difference) and rows[0]["fake"] == "same"
 
 
-def test_a_difference_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
+def test_a_difference_becomes_a_program_of_torch_alone(tmp_path):
     """Of a bug that torch has had since 2.11: compiled, roll returns contiguous memory."""
     probes = ["F.relu(x)", "torch.as_strided(x.roll(1, 0), (5, 10), (4, 1), 0)"]
     rows = conformance(CPU, torch.float32, ("decompose",), probes)
@@ -112,7 +107,7 @@ def test_a_difference_becomes_a_program_of_torch_alone(tmp_path: Path) -> None:
     assert not shows(done.stdout, rows[0] | {"decompose": "values, by 0.01 of 1.5"}, "decompose")
 
 
-def test_the_command_counts_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_counts_differences(tmp_path, capsys):
     words = ["operators=true", "against=fake", "precision=fp32", "select=x.roll*,F.relu(x)"]
     program = tmp_path / "bug.py"
     assert main([*words, "max_differences=1", f"repro={program}"]) == 1
@@ -128,10 +123,8 @@ def test_the_command_counts_differences(tmp_path: Path, capsys: pytest.CaptureFi
         main(["against=fake"])
 
 
-def test_an_operator_that_fails_has_a_row_of_its_own_but_is_not_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def failing(*_: object) -> None:
+def test_an_operator_that_fails_has_a_row_of_its_own_but_is_not_compared(monkeypatch, capsys):
+    def failing(*_):
         raise RuntimeError("planted")
 
     monkeypatch.setattr("torch.nn.functional.elu", failing)

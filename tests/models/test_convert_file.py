@@ -8,9 +8,6 @@ import itertools
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ IMAGES, SMALL = (2, 3, 32, 32), "tests.networks:small"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about its own formats
 
 
-def squeezenet() -> nn.Module:
+def squeezenet():
     torch.manual_seed(0)
     model = torchvision.models.squeezenet1_1(num_classes=10).eval()
     convert(model, memory_format=torch.channels_last)
@@ -53,7 +50,7 @@ KINDS = {"state dict": "models.pth", "checkpoint": "c.pt", "safetensors": "w.saf
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(tmp_path_factory):
     """Each kind of file, made by its own library from a channels_last model."""
     folder, model = tmp_path_factory.mktemp("files"), squeezenet()
     paths = {kind: folder / name for kind, name in KINDS.items()}
@@ -70,16 +67,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_is_converted_and_equal_in_both_directions(
-    name: str, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_every_kind_is_converted_and_equal_in_both_directions(name, files, tmp_path):
     source, target = files[name], tmp_path / files[name].name
     model_name = "squeezenet1_1" if name in ("state dict", "safetensors") else None
     trust = name in ("TorchScript", "exported program")
     if trust:
         with pytest.raises(ConfigError, match="trust=true"):
             convert_file(source, target)
-    words: dict[str, Any] = {"input": IMAGES, "trust": trust}
+    words = {"input": IMAGES, "trust": trust}
     done, is_proved = convert_file(source, target, model=model_name, **words)
     assert is_proved and done.startswith(name)
     x, model = torch.randn(IMAGES), load_model(target, "squeezenet1_1", trust=trust)[0]
@@ -99,9 +94,7 @@ def test_every_kind_is_converted_and_equal_in_both_directions(
 
 
 @pytest.mark.parametrize(("suffix", "count"), [(".pth", 4), (".safetensors", 5)])
-def test_weights_without_a_model_compare_values_only(
-    suffix: str, count: int, tmp_path: Path
-) -> None:
+def test_weights_without_a_model_compare_values_only(suffix, count, tmp_path):
     """Wrapped, 5-dimensional, NaN, and tied: they stay tied in a file that can hold them."""
     weight = torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last)
     video = torch.randn(8, 3, 3, 3, 3).to(memory_format=torch.channels_last_3d)
@@ -121,7 +114,7 @@ def test_weights_without_a_model_compare_values_only(
         load_model(target)
 
 
-def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Path]) -> None:
+def test_what_cannot_be_converted_is_refused(tmp_path, files):
     (tmp_path / "text.pth").write_text("hello")
     torch.save({"a": 1}, tmp_path / "empty.pth")
     damaged = bytearray(files["checkpoint"].read_bytes())
@@ -133,7 +126,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Pa
     state = {f"model.{name}": value for name, value in small(3).state_dict().items()}
     torch.save({"state_dict": state | {"loss.weight": torch.ones(3)}}, own)
     unreadable = ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "a.pt")
-    cases: list[tuple[Path | str, str, dict[str, Any], str]] = [
+    cases = [
         *((tmp_path / name, "out.pth", {}, name) for name in unreadable),
         (weights, str(weights), {}, "another name"),
         (own, "out.pth", {"model": SMALL}, r"does not fit the file: .* lacks .* prefix=model\. "),
@@ -153,9 +146,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, files: dict[str, Pa
 
 
 @pytest.mark.slow
-def test_the_command(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(files, tmp_path, capsys):
     source, target = str(files["checkpoint"]), tmp_path / "c.pt"
     target.write_bytes(b"precious")
     wrong = (f"out={target}", "overwrite=true"), ("memory_format=x", "(?s)out=.*memory_format")
@@ -183,14 +174,12 @@ CARD = ModelCard("channels_last", SMALL, "fp32", ("cat", "dog", "emu"), PREPROCE
     "suffix",
     [*(".pth", ".safetensors"), *(pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS)],
 )
-def test_each_kind_runs_without_this_package_and_carries_the_card(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_each_kind_runs_without_this_package_and_carries_the_card(suffix, tmp_path):
     torch.manual_seed(0)
     model, x, target = small(3).eval(), torch.randn(5, 3, 32, 32), tmp_path / f"out{suffix}"
     checkpoints.write(tmp_path / "in.pt", {"model": model.state_dict(), "facts": CARD.to_dict()})
     assert convert_file(tmp_path / "in.pt", target, model=SMALL)[1]
-    recorded: Any = dict.fromkeys(CARD.to_dict(), "")
+    recorded = dict.fromkeys(CARD.to_dict(), "")
     if suffix == ".onnx":
         session = importlib.import_module("onnxruntime").InferenceSession(target)
         recorded = session.get_modelmeta().custom_metadata_map
@@ -225,13 +214,11 @@ def test_each_kind_runs_without_this_package_and_carries_the_card(
      {**CARD.to_dict(), "std": [0, 1, 1]}, {**CARD.to_dict(), "interpolation": ["bilinear"]},
      {**CARD.to_dict(), "resize": "31"}],
 )  # fmt: skip
-def test_a_card_of_odd_values_is_unknown(metadata: object) -> None:
+def test_a_card_of_odd_values_is_unknown(metadata):
     assert ModelCard.read(metadata).preprocessing is None
 
 
-def test_a_zoo_model_by_name_and_a_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_zoo_model_by_name_and_a_run_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     torch.manual_seed(0)
@@ -250,7 +237,7 @@ def test_a_zoo_model_by_name_and_a_run_folder(
 
 
 VERSIONED = "tests.networks:versioned"
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WRAPPERS = {
     "plain": lambda model: model,
     "DDP of a compiled model": lambda model: nn.Sequential(
         OrderedDict(module=nn.Sequential(OrderedDict(_orig_mod=model)))
@@ -261,11 +248,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_versions_of_modules_travel(wrapper: str, suffix: str, tmp_path: Path) -> None:
+def test_versions_of_modules_travel(wrapper, suffix, tmp_path):
     wrapped = WRAPPERS[wrapper](networks.versioned(5).eval())
     torch.save({"state_dict": wrapped.state_dict()}, tmp_path / "in.pth")
     prefix = "backbone." if wrapper == "prefix" else None
-    words: dict[str, Any] = {"model": VERSIONED, "input": IMAGES}
+    words = {"model": VERSIONED, "input": IMAGES}
     assert convert_file(tmp_path / "in.pth", tmp_path / f"a{suffix}", prefix=prefix, **words)[1]
     assert convert_file(tmp_path / f"a{suffix}", tmp_path / "b.pth", **words)[1]
     plain, (model, *_) = networks.versioned(5), load_model(tmp_path / "b.pth", VERSIONED)
@@ -276,14 +263,14 @@ def test_versions_of_modules_travel(wrapper: str, suffix: str, tmp_path: Path) -
         assert torch.equal(each.get_parameter("0.weight"), wrapped.state_dict().popitem(False)[1])
 
 
-def test_a_file_of_an_older_version_is_loaded_as_torch_does(tmp_path: Path) -> None:
+def test_a_file_of_an_older_version_is_loaded_as_torch_does(tmp_path):
     """BatchNorm counts its batches since its version 2."""
     state = {n: v for n, v in small(3).state_dict().items() if "num_batches" not in n}
     torch.save(state, tmp_path / "old.pth")
     model = build_model(SMALL, num_classes=3, weights=str(tmp_path / "old.pth"))
     assert torch.equal(model.get_buffer("1.running_mean"), torch.zeros(8))
     state = networks.versioned(3).state_dict()
-    state._metadata[""] = {"version": 1}  # type: ignore[attr-defined]
+    state._metadata[""] = {"version": 1}
     torch.save(state, tmp_path / "old.pth")
     with pytest.raises(ConfigError, match="do not fit the model: version should be set to 2"):
         build_model(VERSIONED, num_classes=3, weights=str(tmp_path / "old.pth"))
@@ -294,12 +281,12 @@ def test_a_file_of_an_older_version_is_loaded_as_torch_does(tmp_path: Path) -> N
 STATE = {"conv.weight": torch.ones(4, 3, 3, 3), "conv.bias": torch.zeros(4)}
 
 
-def prefixed(prefix: str) -> dict[str, torch.Tensor]:
+def prefixed(prefix):
     return {f"{prefix}{name}": value for name, value in STATE.items()}
 
 
 ENTRIES = ("state_dict", "model", "model_state_dict", "model_ema", "ema")
-WRAPPED: dict[str, tuple[Any, str]] = {  # the file, and words of what was taken
+WRAPPED = {  # the file, and words of what was taken
     "plain": (STATE, ""),
     **{name: ({name: STATE, "optimizer": {}, "epoch": 3}, f"'{name}'") for name in ENTRIES},
     "by option": ({"model": STATE, "ema": prefixed("backbone."), "epoch": 1}, "'backbone.'"),
@@ -323,7 +310,7 @@ WRAPPED: dict[str, tuple[Any, str]] = {  # the file, and words of what was taken
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrapped_weights(name: str, tmp_path: Path) -> None:
+def test_wrapped_weights(name, tmp_path):
     content, taken = WRAPPED[name]
     torch.save(content, tmp_path / "w.pth")
     asked = {"entry": "ema", "prefix": "backbone."} if name == "by option" else {}
@@ -332,19 +319,19 @@ def test_wrapped_weights(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
+def test_a_checkpoint_of_lightning(tmp_path):
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
-        def __init__(self, args: argparse.Namespace) -> None:
+        def __init__(self, args):
             super().__init__()
             self.save_hyperparameters()
             self.model = small(3)
 
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        def training_step(self, batch, index):
             return self.model(torch.randn(2, 3, 32, 32)).sum()
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     off = dict.fromkeys(
@@ -359,18 +346,18 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
 
 
 class WithExtraState(nn.Conv2d):
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self):
         return {"updates": 7}
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def set_extra_state(self, state):
         assert state == {"updates": 7}
 
 
-def with_extra_state(num_classes: int) -> nn.Module:
+def with_extra_state(num_classes):
     return WithExtraState(3, num_classes, 3)
 
 
-def after_convolution(change: Callable[[torch.Tensor], Any]) -> Callable[[int], nn.Module]:
+def after_convolution(change):
     return lambda num_classes: nn.Sequential(
         nn.Conv2d(3, num_classes, 3), Fault(lambda _, x, number: change(x))
     )
@@ -381,22 +368,22 @@ viewing = after_convolution(lambda x: x.view(x.shape[0], -1))
 named = after_convolution(lambda x: {"a": x})
 
 
-def lines(num_classes: int) -> nn.Module:
+def lines(num_classes):
     return nn.Conv1d(3, num_classes, 3)
 
 
-def rows(num_classes: int) -> nn.Module:
+def rows(num_classes):
     return nn.Linear(8, num_classes)
 
 
-def bias_before_head(num_classes: int) -> nn.Module:
+def bias_before_head(num_classes):
     """The last bias is not the classifier's."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes, False)
     )
 
 
-OWN: list[tuple[str, dict[str, Any], str]] = [  # a function of this module
+OWN = [  # a function of this module
     ("bias_before_head", {}, ""),
     ("with_extra_state", {}, ""),
     ("named", {}, ""),
@@ -410,9 +397,7 @@ OWN: list[tuple[str, dict[str, Any], str]] = [  # a function of this module
 
 
 @pytest.mark.parametrize(("made", "options", "problem"), OWN)
-def test_what_is_not_proved_is_said(
-    made: str, options: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_what_is_not_proved_is_said(made, options, problem, tmp_path):
     torch.save(globals()[made](5).state_dict(), tmp_path / "in.pt")
     words = {"model": f"{__name__}:{made}", "input": (2, 3, 8, 8), **options}
     try:
@@ -428,12 +413,12 @@ class Scaled(nn.Module):
     product of two numbers, so that no order of sums changes it.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3, bias=False, dtype=dtype)
         nn.init.dirac_(self.conv.weight)
 
-    def forward(self, images: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(self, images, scale):
         return self.conv(images) * scale[..., None]
 
 
@@ -445,20 +430,18 @@ class Scaled(nn.Module):
         pytest.param(torch.float32, ".onnx", marks=pytest.mark.slow),
     ],
 )
-def test_a_program_is_compared_on_noise_like_its_own_example(
-    dtype: torch.dtype, suffix: str, tmp_path: Path
-) -> None:
+def test_a_program_is_compared_on_noise_like_its_own_example(dtype, suffix, tmp_path):
     example = torch.ones(2, 3, 8, 8, dtype=dtype), torch.ones(2, 1, 1, dtype=dtype)
     program = torch.export.export(Scaled(dtype).eval(), example)
     torch.export.save(program, tmp_path / "in.pt2")
     assert convert_file(tmp_path / "in.pt2", tmp_path / f"out{suffix}", trust=True)[1]
 
 
-def test_a_scripted_model_is_compared_in_its_dtype_unless_it_is_frozen(tmp_path: Path) -> None:
+def test_a_scripted_model_is_compared_in_its_dtype_unless_it_is_frozen(tmp_path):
     scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval().double())
     scripted.save(str(tmp_path / "in.pt"))
     torch.jit.freeze(scripted).save(str(tmp_path / "frozen.pt"))
-    words: dict[str, Any] = {"input": (2, 3, 8, 8), "trust": True}
+    words = {"input": (2, 3, 8, 8), "trust": True}
     assert convert_file(tmp_path / "in.pt", tmp_path / "out.pt", **words)[1]
     with pytest.raises(NotConverted, match="frozen"):
         convert_file(tmp_path / "frozen.pt", tmp_path / "none.pt", **words)
@@ -466,16 +449,14 @@ def test_a_scripted_model_is_compared_in_its_dtype_unless_it_is_frozen(tmp_path:
 
 
 @pytest.mark.parametrize(("made", "shape"), [("lines", (2, 3, 8)), ("rows", (2, 8))])
-def test_a_model_of_other_inputs_than_images_is_exported(
-    made: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_a_model_of_other_inputs_than_images_is_exported(made, shape, tmp_path):
     torch.save(globals()[made](5).state_dict(), tmp_path / "in.pt")
     target, model = tmp_path / "out.pt2", f"{__name__}:{made}"
     assert convert_file(tmp_path / "in.pt", target, model=model, input=shape)[1]
 
 
 X = torch.randn(IMAGES)
-IN_MEMORY: dict[str, Callable[[nn.Module], Any]] = {
+IN_MEMORY = {
     "fx": torch.fx.symbolic_trace,
     "scripted": torch.jit.script,
     "traced": lambda model: torch.jit.trace(model, X),
@@ -486,7 +467,7 @@ IN_MEMORY: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", IN_MEMORY)
-def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(kind: str) -> None:
+def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(kind):
     model = nn.Sequential(*list(torchvision.models.resnet18().children())[:5]).eval()
     is_export = kind == "exported"
     modes = ("full",) if is_export else ("full", "conv")

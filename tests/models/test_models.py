@@ -1,7 +1,5 @@
 """Models by name: the zoo, one's own, and what is said of names that do not exist."""
 
-from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 
 import pytest
@@ -20,7 +18,7 @@ from tests import networks
 SMALL = "tests.networks:small"
 DEPTHS = ("DropPath", "StochasticDepth")
 
-REFUSED: list[tuple[str, str | None, str]] = [
+REFUSED = [
     ("resnt50", None, "did you mean .*resnet50"),
     ("timm/resnet5o", None, "did you mean .*timm/resnet50"),
     ("no_such_package.nowhere:build", None, "'no_such_package.nowhere' .*: no such module"),
@@ -36,12 +34,12 @@ REFUSED: list[tuple[str, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("name", "weights", "problem"), REFUSED)
-def test_unknown_names_are_refused(name: str, weights: str | None, problem: str) -> None:
+def test_unknown_names_are_refused(name, weights, problem):
     with pytest.raises(ConfigError, match=problem):
         build_model(name, num_classes=3, weights=weights)
 
 
-def test_all_classification_models_are_known() -> None:
+def test_all_classification_models_are_known():
     names = model_names()
     assert len(names) >= 80 and {"resnet50", "vit_b_16", "googlenet"} <= set(names)
     assert not any("fcn" in name or "r3d" in name or "raft" in name for name in names)
@@ -61,7 +59,7 @@ def test_all_classification_models_are_known() -> None:
         pytest.param("vit_b_32", 64, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_has_the_classes_and_the_image_size_of_the_data(name: str, size: int) -> None:
+def test_a_model_has_the_classes_and_the_image_size_of_the_data(name, size):
     model = build_model(name, num_classes=7, image_size=size).eval()
     assert model(torch.randn(1, 3, size, size)).shape == (1, 7)
 
@@ -71,7 +69,7 @@ def test_a_model_has_the_classes_and_the_image_size_of_the_data(name: str, size:
     "name",
     ["resnet18", "squeezenet1_1", "googlenet", "vgg11", "densenet121", "swin_t", "convnext_tiny"],
 )
-def test_a_pretrained_head_is_replaced(name: str) -> None:
+def test_a_pretrained_head_is_replaced(name):
     options = {"init_weights": False} if name == "googlenet" else {}
     model = torchvision.models.get_model(name, num_classes=1000, **options)
     replace_classifier(model, 7)
@@ -80,8 +78,8 @@ def test_a_pretrained_head_is_replaced(name: str) -> None:
         assert logits.shape == (2, 7)
 
 
-def test_images_that_a_model_cannot_take_are_refused_at_once() -> None:
-    def built(model: str, batch_size: int, size: int, **more: Any) -> nn.Module:
+def test_images_that_a_model_cannot_take_are_refused_at_once():
+    def built(model, batch_size, size, **more):
         cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size), **more)
         model = build.build_model(cfg, 3)
         build.try_shapes(cfg, model)
@@ -98,9 +96,7 @@ def test_images_that_a_model_cannot_take_are_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize(("suffix", "save"), [(".pth", torch.save), (".safetensors", save_file)])
-def test_a_file_of_other_classes_gives_all_but_the_head(
-    suffix: str, save: Any, tmp_path: Path
-) -> None:
+def test_a_file_of_other_classes_gives_all_but_the_head(suffix, save, tmp_path):
     saved, path = build_model(SMALL, num_classes=3), tmp_path / f"weights{suffix}"
     save(saved.state_dict(), path)
     model = build_model(SMALL, num_classes=3, weights=str(path), keep_classifier=True)
@@ -111,8 +107,8 @@ def test_a_file_of_other_classes_gives_all_but_the_head(
         build_model(SMALL, num_classes=4, weights=str(path), keep_classifier=True)
 
 
-def test_drop_path_reaches_each_source_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def test_drop_path_reaches_each_source_of_models(monkeypatch):
+    asked = {}
     monkeypatch.setattr(networks, "small", lambda **given: asked.update(given) or nn.Linear(1, 1))
     build_model(SMALL, num_classes=3, drop_path=0.25)
     assert asked == {"num_classes": 3, "drop_path": 0.25}
@@ -126,13 +122,13 @@ def test_drop_path_reaches_each_source_of_models(monkeypatch: pytest.MonkeyPatch
             build_model(name, num_classes=3, drop_path=0.25)
 
 
-def test_a_model_that_cannot_be_built_is_not_taken_for_missing_weights() -> None:
+def test_a_model_that_cannot_be_built_is_not_taken_for_missing_weights():
     with pytest.raises(ConfigError, match=r"cannot be built with drop_path=0\.25.*TypeError"):
         build_model("resnet50", num_classes=3, weights="DEFAULT", drop_path=0.25)
 
 
-def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*_: object, **__: object) -> None:
+def test_weights_that_cannot_be_downloaded(monkeypatch):
+    def offline(*_, **__):
         raise URLError("Name or service not known")
 
     monkeypatch.setattr(torchvision.models, "get_model", offline)
@@ -140,14 +136,14 @@ def test_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> N
         build_model("resnet18", num_classes=3, weights="DEFAULT", image_size=32)
 
 
-def test_a_drop_path_that_two_places_share_is_set_at_both() -> None:
+def test_a_drop_path_that_two_places_share_is_set_at_both():
     shared = torchvision.ops.StochasticDepth(0.0, "row")
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
     sources.set_drop_path(model, 0.25)
     assert [model[index][0].p for index in (0, 1)] == [0.25, 0.25]
 
 
-def test_deit3_drops_every_path_alike_and_scales_its_layers() -> None:
+def test_deit3_drops_every_path_alike_and_scales_its_layers():
     name = "timm/deit3_small_patch16_224"
     model = sources.build_model(name, num_classes=2, image_size=32, drop_path=0.05)
     sources.set_drop_path(model, 0.05)

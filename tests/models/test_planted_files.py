@@ -8,9 +8,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,14 +26,14 @@ EXECUTED = Path("executed")  # whatever runs code creates it, in the working fol
 
 
 @pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 class Weight(nn.Module):
     """Has one parameter, `weight`, as `WEIGHT`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 3, 3, 3))
 
@@ -43,14 +41,14 @@ class Weight(nn.Module):
 class Touch:
     """Creates the file when it is unpickled."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.system, (f"touch {EXECUTED}",)
 
 
 class Setting(nn.Module):
     """Creates the file when it is loaded by TorchScript."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.path = str(EXECUTED)
 
@@ -64,7 +62,7 @@ class Setting(nn.Module):
         self.training = state[1]
         torch.save(torch.zeros(1), self.path)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x
 
 
@@ -74,17 +72,17 @@ torch.save({"a": TOUCH}, UNSAFE)
 WEIGHT = {"weight": torch.zeros(4, 3, 3, 3)}
 
 
-def saved(content: Any, **options: Any) -> Path:
+def saved(content, **options):
     torch.save(content, "saved.pth", **options)
     return Path("saved.pth")
 
 
-def raw(content: bytes, name: str = "raw.pth") -> Path:
+def raw(content, name="raw.pth"):
     Path(name).write_bytes(content)
     return Path(name)
 
 
-def rewritten(source: Path, changes: dict[str, bytes]) -> Path:
+def rewritten(source, changes):
     """`source`, with members of its archive replaced or added."""
     with zipfile.ZipFile(source) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -96,37 +94,37 @@ def rewritten(source: Path, changes: dict[str, bytes]) -> Path:
     return source
 
 
-def pickle_zip(content: Any) -> Path:
+def pickle_zip(content):
     """torch.save's zip format with an ordinary pickle inside."""
     return rewritten(saved(WEIGHT), {"data.pkl": pickle.dumps(content, protocol=2)})
 
 
-def exported(changes: dict[str, bytes] | None = None) -> Path:
+def exported(changes=None):
     program = torch.export.export(nn.Sequential(nn.Conv2d(3, 4, 3)), (torch.randn(1, 3, 8, 8),))
     torch.export.save(program, "plain.pt2")
     return rewritten(Path("plain.pt2"), changes or {})
 
 
-def export_with_pickle() -> Path:
+def export_with_pickle():
     weight = {"path_name": "weight_0", "is_param": True, "use_pickle": True, "tensor_meta": None}
     config = json.dumps({"config": {"weight": weight}}).encode()
     weights = {"model_weights_config.json": config, "weight_0": UNSAFE.getvalue()}
     return exported({f"data/weights/{name}": content for name, content in weights.items()})
 
 
-def scripted() -> Path:
+def scripted():
     torch.jit.script(Setting()).save("scripted.pt")
     EXECUTED.unlink(missing_ok=True)
     return Path("scripted.pt")
 
 
-def checkpoint(content: dict[str, Any]) -> Path:
+def checkpoint(content):
     """A file with a valid digest, which anybody can compute."""
     checkpoints.write(Path("checkpoint.pt"), content)
     return Path("checkpoint.pt")
 
 
-FILES: dict[str, Callable[[], Path]] = {
+FILES = {
     "pickle": lambda: raw(pickle.dumps({"a": TOUCH})),
     "pickle in a zip": lambda: pickle_zip({"a": TOUCH}),
     "pickle under state_dict": lambda: pickle_zip({"state_dict": {"a": TOUCH}}),
@@ -155,7 +153,7 @@ SLOW = [name for name in FILES if name.startswith(("exported", "TorchScript"))]
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FILES]
 )
-def test_planted_file(name: str) -> None:
+def test_planted_file(name):
     """In everything that reads such a file: `weights=` of training, `resume=`, and convert."""
     path, read = FILES[name](), set[str]()
     for reader, call in (
@@ -172,14 +170,14 @@ def test_planted_file(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["use_pickle", "sample inputs", "custom object"])
-def test_trusted_programs_are_not_unpickled(name: str) -> None:
+def test_trusted_programs_are_not_unpickled(name):
     may_refuse = contextlib.suppress(ConfigError)
     with pytest.raises(ConfigError, match="would unpickle") if "object" in name else may_refuse:
         convert_file(FILES[f"exported {name}"](), "out.pt2", trust=True, input=(1, 3, 8, 8))
     assert not EXECUTED.exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-def test_the_commands_refuse_with_one_line() -> None:
+def test_the_commands_refuse_with_one_line():
     path = scripted()
     with pytest.raises(ConfigError, match="trust=true"):
         audit.main(["model=resnet18", f"weights={path}"])

@@ -3,9 +3,6 @@
 The recorder of these tests runs on the CPU; `test_gpu.py` has the CUDA graph itself.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -16,7 +13,7 @@ from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
-from cl_train.step.train_step import StepParts, StepResult, train_step
+from cl_train.step.train_step import train_step
 from tests.conftest import CPU_PRECISIONS
 from tests.step.test_train_step import make_batch, make_parts
 
@@ -26,42 +23,42 @@ CPU = torch.device("cpu")
 class CountingRecorder(Recorder):
     """Remembers the calls; like a CUDA graph, a replay writes into the result of the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(CPU)
-        self.asked: list[str] = []
+        self.asked = []
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work):
         self.asked.append("run")
         return super().run(work)
 
-    def record(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def record(self, work):
         self.asked.append("record")
         result = torch.empty(0)
 
-        def replay() -> torch.Tensor:
+        def replay():
             values = work()
             return result.resize_(values.shape).copy_(values)
 
         return replay
 
 
-def state(parts: StepParts) -> list[Any]:
+def state(parts):
     """Weights, statistics, moments and the loss scale."""
     weights = [parts.wrapped_model.state_dict(), parts.weights.state_dict()]
     return [*weights, parts.optimizer.state_dict()["state"], parts.scaler.state_dict()]
 
 
-def values(sums: StepResult) -> list[float]:
+def values(sums):
     return [float(value) for value in (sums.loss, sums.correct1, sums.correct5, sums.skipped)]
 
 
 @pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
+def test_step_by_step_as_train_step(name, optimizer):
     """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow
     in the middle.
     """
-    given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": 1.0, "label_smoothing": 0.1}
+    given = {"optimizer": optimizer, "clip_norm": 1.0, "label_smoothing": 0.1}
     eager, recorded = make_parts(name, **given), make_parts(name, **given)
     step = GraphedStep(recorded, CountingRecorder())
     for parts in (eager, recorded):
@@ -83,7 +80,7 @@ def test_step_by_step_as_train_step(name: str, optimizer: str) -> None:
         assert recorded.scaler.get_scale() == 256, "two overflows halved 1024 twice"
 
 
-def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
+def test_batches_of_another_shape_or_layout_are_recorded_anew():
     """With the results of eager steps, though a replay writes where the one before wrote, from its
     copy of a batch.
     """
@@ -102,7 +99,7 @@ def test_batches_of_another_shape_or_layout_are_recorded_anew() -> None:
     assert recorder.asked[6:] == ["run"], "strides are part of a recording"
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
+def test_what_cannot_be_recorded_is_refused():
     overhead = {"compile": True, "compile_mode": "reduce-overhead"}
     static = {"ddp_static_graph": True, "accumulate_steps": 2}
     for settings, message in (

@@ -1,11 +1,9 @@
 """Learning rates by formula, parameter groups by name, fused kernels where there are any."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import timm
@@ -16,12 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train import convert
-from cl_train.config.schema import (
-    FUSED_OPTIMIZERS,
-    OPTIMIZERS,
-    OptimConfig,
-    ScheduleConfig,
-)
+from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, OptimConfig, ScheduleConfig
 from cl_train.errors import ConfigError
 from cl_train.step import train_step
 from cl_train.step.optim import (
@@ -33,13 +26,13 @@ from cl_train.step.optim import (
     lr_at,
     set_lr,
 )
-from cl_train.step.train_step import StepParts, update_weights
-from cl_train.training.state import TrainState, collect, restore
+from cl_train.step.train_step import update_weights
+from cl_train.training.state import collect, restore
 from tests.networks import small
 from tests.step.test_train_step import make_parts, state_of
 
 # Of ten epochs of ten steps: learning rates by step.
-CURVES: list[tuple[dict[str, object], dict[int, float]]] = [
+CURVES = [
     ({"name": "cosine", "warmup_epochs": 0}, {0: 1.0, 50: 0.5, 99: 0.00025}),
     ({"name": "step", "step_epochs": 3, "gamma": 0.1}, {29: 1.0, 30: 0.1, 59: 0.1, 89: 0.01}),
     ({"name": "step", "milestones": [3.0, 6.0, 8.0]}, {29: 1.0, 30: 0.1, 60: 0.01, 80: 0.001}),
@@ -53,26 +46,24 @@ CURVES: list[tuple[dict[str, object], dict[int, float]]] = [
 
 
 @pytest.mark.parametrize(("schedule", "expected"), CURVES)
-def test_learning_rates(schedule: dict[str, object], expected: dict[int, float]) -> None:
-    cfg = ScheduleConfig(**schedule)  # type: ignore[arg-type]
+def test_learning_rates(schedule, expected):
+    cfg = ScheduleConfig(**schedule)
     rate_at = partial(lr_at, cfg=cfg, lr=1.0, steps_per_epoch=10, total_steps=100)
     assert {step: rate_at(step) for step in expected} == pytest.approx(expected, abs=1e-5)
 
 
-def optimizer_of(
-    model: nn.Module, lr: float | torch.Tensor = 0.1, **options: Any
-) -> torch.optim.Optimizer:
+def optimizer_of(model, lr=0.1, **options):
     return build_optimizer(OptimConfig(**options), model, dict(model.named_parameters()), lr)
 
 
-def by_name(model: nn.Module, groups: list[dict[str, Any]], key: str) -> dict[str, Any]:
+def by_name(model, groups, key):
     """The value of each parameter's group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(parameter)]: group[key] for group in groups for parameter in group["params"]}
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "resnet18"])
-def test_layer_decay_equals_timms(name: str) -> None:
+def test_layer_decay_equals_timms(name):
     model = timm.create_model(name, num_classes=3)
     optimizer = optimizer_of(model, layer_decay=0.75, decay_norm_and_bias=False, name="adamw")
     set_lr(optimizer, 1.0)
@@ -81,7 +72,7 @@ def test_layer_decay_equals_timms(name: str) -> None:
     assert by_name(model, optimizer.param_groups, "lr") == pytest.approx(theirs)
 
 
-def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
+def test_layer_decay_and_the_heads_ratio_of_other_models():
     model = torchvision.models.resnet18(num_classes=3)
     cfg, named = OptimConfig(layer_decay=0.5, head_lr_ratio=10), dict(model.named_parameters())
     optimizer = build_optimizer(cfg, model, named, 1.0, {"fc.weight", "fc.bias"})
@@ -103,7 +94,7 @@ def test_layer_decay_and_the_heads_ratio_of_other_models() -> None:
 ALL = [name for name, _ in small(3).named_parameters()]
 
 
-def test_freeze() -> None:
+def test_freeze():
     for patterns, trained in (
         (["0", "1"], ALL[3:]),
         (["[0-3]*"], ALL[5:]),
@@ -123,7 +114,7 @@ def test_freeze() -> None:
             freeze(small(3), [pattern], set())
 
 
-def test_parameters_without_decay_are_those_of_timm() -> None:
+def test_parameters_without_decay_are_those_of_timm():
     model = nn.Sequential(small(3), nn.LayerNorm(3), nn.MultiheadAttention(4, 2))
     vit = timm.create_model("deit3_small_patch16_224", depth=1, img_size=32)
     reference = timm.optim.create_optimizer_v2(vit, "sgd", lr=0.1, weight_decay=0.1)
@@ -136,7 +127,7 @@ def test_parameters_without_decay_are_those_of_timm() -> None:
         assert {group["lr"] for group in groups} == {0.1}
 
 
-REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+REFERENCES = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adamw": torch.optim.AdamW,
     "rmsprop": partial(torch.optim.RMSprop, alpha=0.9, momentum=0.9),
@@ -144,9 +135,7 @@ REFERENCES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is_one(
-    name: str,
-) -> None:
+def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is_one(name):
     model, is_fused, rate = nn.Conv2d(3, 4, 3), name in FUSED_OPTIMIZERS, torch.tensor(0.1)
     reference = copy.deepcopy(model)
     optimizer = optimizer_of(model, rate, name=name, weight_decay=0.1)
@@ -160,7 +149,7 @@ def test_torchs_optimizers_are_the_plain_ones_with_a_fused_kernel_where_there_is
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
-def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum() -> None:
+def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum():
     """Fused SGD would start from unwritten memory. Two steps follow a skipped one."""
     weight, cfg = nn.Parameter(torch.ones(5000)), OptimConfig(weight_decay=0.0)
     optimizer = build_optimizer(cfg, nn.Module(), {"weight": weight}, lr=0.5)
@@ -174,7 +163,7 @@ def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum() -> None
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=0)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+def train(model, optimizer, first, count):
     for step in range(first, first + count):
         images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(step))
         model(images).square().mean().backward()
@@ -183,7 +172,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
 
 
 @pytest.mark.parametrize("name", ["lamb", "lion", "muon", "adan", "rmsproptf", "nadamw"])
-def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
+def test_timms_optimizers_are_timms_and_continue_exactly(name):
     """Three steps equal those of `create_optimizer_v2`, though the second begins from a
     checkpoint.
     """
@@ -198,7 +187,7 @@ def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
     train(resumed, ours, 0, 1)
     again = build_optimizer(cfg, fresh, dict(fresh.named_parameters()), 0.01)
 
-    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+    def state(model, optimizer):
         parts = make_parts("fp32", model=model, layout=torch.contiguous_format)
         return state_of(replace(parts, optimizer=optimizer))
 
@@ -207,7 +196,7 @@ def test_timms_optimizers_are_timms_and_continue_exactly(name: str) -> None:
     torch.testing.assert_close(fresh.state_dict(), reference.state_dict(), rtol=0, atol=0)
 
 
-def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
+def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set():
     model = small(3)
     assert optimizer_of(model, library="timm", name="lion").defaults["betas"] == (0.9, 0.99)
     lamb = optimizer_of(model, library="timm", name="lamb", beta2=0.95, eps=1e-5).defaults
@@ -216,7 +205,7 @@ def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set() -> None:
     assert (adamw["betas"], adamw["eps"]) == ((0.9, 0.999), 1e-8)
 
 
-def test_unknown_and_unusable_optimizers_of_timm_are_refused() -> None:
+def test_unknown_and_unusable_optimizers_of_timm_are_refused():
     check_optimizer(OptimConfig(library="timm", name="lion", beta1=0.95, beta2=0.98))
     unusable = {"lam": "lamb", "kron": "not a supported", "bnbadam": "bnb"}
     for name, beta1, said in (
@@ -230,18 +219,18 @@ def test_unknown_and_unusable_optimizers_of_timm_are_refused() -> None:
 class FusedKernels(TorchDispatchMode):
     """Notes whether every tensor that a fused kernel gets is contiguous."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.contiguous: list[bool] = []
+        self.contiguous = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "_fused_" in str(func):
             tensors = [tensor for tensors in args for tensor in tensors]
             self.contiguous.append(all(tensor.is_contiguous() for tensor in tensors))
         return func(*args, **(kwargs or {}))
 
 
-def odd_layers() -> nn.Module:
+def odd_layers():
     """Odd sizes, so that kernels have remainders; depthwise and 1x1 weights; 3-D."""
     torch.manual_seed(0)
     flat = [nn.Conv2d(3, 37, 7), nn.Conv2d(37, 37, 3, groups=37), nn.Conv2d(37, 13, 1)]
@@ -252,9 +241,7 @@ def odd_layers() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def updated(
-    precision: str, options: dict[str, Any], kernels: FusedKernels
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def updated(precision, options, kernels):
     """Weights and optimizer state after twelve updates with an overflow and a checkpoint."""
     parts = parts_of(precision, options)
     for step in range(12):
@@ -277,7 +264,7 @@ def updated(
     return state["model"], state["optimizer"]["state"]
 
 
-def parts_of(precision: str, options: dict[str, Any]) -> StepParts:
+def parts_of(precision, options):
     kind, clip_norm, more = options["kind"], options.get("clip_norm"), options.get("more", {})
     layout = torch.preserve_format
     parts = make_parts(precision, model=odd_layers(), layout=layout, clip_norm=clip_norm)
@@ -285,7 +272,7 @@ def parts_of(precision: str, options: dict[str, Any]) -> StepParts:
     return replace(parts, optimizer=kind(parameters, lr=0.01, fused=True, **more))
 
 
-FUSED: dict[str, dict[str, Any]] = {
+FUSED = {
     "sgd": {"kind": torch.optim.SGD, "more": {"momentum": 0.9, "weight_decay": 0.1}},
     "sgd without momentum": {"kind": torch.optim.SGD, "clip_norm": 0.5},
     "adamw": {"kind": torch.optim.AdamW},
@@ -296,9 +283,7 @@ FUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_kernels_get_contiguous_views_and_update_the_same_bits(
-    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_kernels_get_contiguous_views_and_update_the_same_bits(name, precision, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # a kernel's parts begin elsewhere than with one thread
     ours, theirs = FusedKernels(), FusedKernels()
@@ -314,7 +299,7 @@ def test_fused_kernels_get_contiguous_views_and_update_the_same_bits(
     assert all(ours.contiguous) and not any(theirs.contiguous)
 
 
-def test_a_gradient_with_other_strides_than_its_weight_is_used_as_it_is() -> None:
+def test_a_gradient_with_other_strides_than_its_weight_is_used_as_it_is():
     weight = torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last)
     gradient = torch.randn(4, 3, 5, 5)
     parameter = nn.Parameter(weight)

@@ -1,8 +1,5 @@
 """Number formats on a CPU: the same code paths as on a GPU, so that none of them rots."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch import backends
@@ -23,7 +20,7 @@ CPU = torch.device("cpu")
 NEWER = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
 
 
-def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
+def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted():
     assert set(PRECISIONS) == {"auto", *BY_NAME}
     precision = resolve_precision("auto", CPU)
     assert precision.name in ("bf16", "fp32") and precision.reason
@@ -33,9 +30,9 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted() -> None:
 
 @pytest.mark.parametrize("bf16_s, expected", [(0.25, "bf16"), (0.9, "fp32"), (2.0, "fp32")])
 def test_auto_is_bf16_on_a_cpu_only_where_a_matrix_product_is_faster_in_it(
-    bf16_s: float, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def planted_s(product: Callable[[], torch.Tensor]) -> float:
+    bf16_s, expected, monkeypatch
+):
+    def planted_s(product):
         return bf16_s if product().dtype == torch.bfloat16 else 1.0
 
     monkeypatch.setattr(precision_module, "thread_s", planted_s)
@@ -44,7 +41,7 @@ def test_auto_is_bf16_on_a_cpu_only_where_a_matrix_product_is_faster_in_it(
     assert resolve_precision("auto", CPU).name == expected
 
 
-def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold() -> None:
+def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
     """All but BatchNorm is fp16; the average follows the fp32 weights."""
     model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
     weights, average = Fp32Weights(model, BY_NAME["fp16_o2"]), EMA(model, decay=0.5)
@@ -72,16 +69,16 @@ def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold() -
     torch.testing.assert_close(change, expected, rtol=0.05, atol=0)
 
 
-def nothing() -> None:
+def nothing():
     pass
 
 
-def set_newer(owner: Any, precision: str) -> Callable[[], None]:
+def set_newer(owner, precision):
     return lambda: setattr(owner, "fp32_precision", precision)
 
 
 @pytest.fixture
-def default_switches() -> Iterator[None]:
+def default_switches():
     yield
     backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
@@ -100,20 +97,18 @@ def default_switches() -> Iterator[None]:
         set_newer(backends.cudnn.conv, "ieee"),
     ],
 )
-def test_kernel_selection_is_restored_whichever_switches_a_program_uses(
-    program: Callable[[], None],
-) -> None:
+def test_kernel_selection_is_restored_whichever_switches_a_program_uses(program):
     """Older and newer ones; in the block both can be read, for example by a user's model."""
 
-    def switches() -> list[object]:
-        reads: list[Callable[[], object]] = [
-            *(lambda part=part: part.fp32_precision for part in NEWER),  # type: ignore[misc]
+    def switches():
+        reads = [
+            *(lambda part=part: part.fp32_precision for part in NEWER),
             lambda: backends.cuda.matmul.allow_tf32,
             torch.get_float32_matmul_precision,
             lambda: backends.cudnn.allow_tf32,
             lambda: backends.cudnn.benchmark,
         ]
-        states: list[object] = []
+        states = []
         for read in reads:
             try:
                 states.append(read())
@@ -135,7 +130,7 @@ def test_kernel_selection_is_restored_whichever_switches_a_program_uses(
             assert earlier in (restored, "differ")
 
 
-def test_the_average_follows_by_the_decay_in_the_models_layout() -> None:
+def test_the_average_follows_by_the_decay_in_the_models_layout():
     model = small(3).to(memory_format=torch.channels_last)
     average = EMA(model, decay=0.75)
     before = model[3].weight.detach().clone()

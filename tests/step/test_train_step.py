@@ -23,15 +23,15 @@ CPU = torch.device("cpu")
 
 
 def make_parts(
-    name: str,
+    name,
     *,
-    model: nn.Module | None = None,
-    layout: torch.memory_format = torch.channels_last,
-    clip_norm: float | None = None,
-    init_scale: float = 1024.0,
-    optimizer: str = "sgd",
-    label_smoothing: float = 0.0,
-) -> StepParts:
+    model=None,
+    layout=torch.channels_last,
+    clip_norm=None,
+    init_scale=1024.0,
+    optimizer="sgd",
+    label_smoothing=0.0,
+):
     torch.manual_seed(0)
     precision = resolve_precision(name, CPU)
     model = cast_model((model or small(3)).to(memory_format=layout), precision)
@@ -42,7 +42,7 @@ def make_parts(
     return StepParts(model, weights, built, scaler, precision, CPU, loss, clip_norm)
 
 
-def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
+def make_batch(parts, images=8, seed=1):
     generator = torch.Generator().manual_seed(seed)
     is_channels_last = parts.wrapped_model[0].weight.stride()[1] == 1
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
@@ -51,12 +51,12 @@ def make_batch(parts: StepParts, images: int = 8, seed: int = 1) -> Batch:
     return Batch(pixels, torch.randint(0, 3, (images,), generator=generator))
 
 
-def state_of(parts: StepParts) -> TrainState:
+def state_of(parts):
     batch_format = DeviceFormat(CPU, parts.precision.input_dtype, torch.contiguous_format)
     return TrainState(parts.wrapped_model, parts, batch_format, partial(train_step, parts))
 
 
-def weights(parts: StepParts) -> torch.Tensor:
+def weights(parts):
     return parts.wrapped_model[3].weight.detach().clone()
 
 
@@ -65,7 +65,7 @@ DTYPES = {"fp16": torch.float16, "fp16_o2": torch.float16, "bf16": torch.bfloat1
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_each_precision_trains_in_each_layout(name: str, layout: torch.memory_format) -> None:
+def test_each_precision_trains_in_each_layout(name, layout):
     """The model computes in the precision, and a call is one step of the optimizer."""
     parts, seen, calls = make_parts(name, layout=layout), set(), []
     layer = parts.wrapped_model[3]
@@ -82,7 +82,7 @@ def test_each_precision_trains_in_each_layout(name: str, layout: torch.memory_fo
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "fp16_o2"])
-def test_clipping_sees_unscaled_gradients(name: str) -> None:
+def test_clipping_sees_unscaled_gradients(name):
     """After a step from rest with lr 0.1 the change of all weights has the norm lr * clip_norm,
     whatever the scale.
     """
@@ -104,9 +104,7 @@ def test_clipping_sees_unscaled_gradients(name: str) -> None:
         *((name, optimizer, "nan") for name in ("fp32", "bf16") for optimizer in OPTIMIZERS),
     ],
 )
-def test_a_gradient_that_is_not_finite_skips_the_step(
-    name: str, optimizer: str, value: str
-) -> None:
+def test_a_gradient_that_is_not_finite_skips_the_step(name, optimizer, value):
     """And halves the loss scale, if there is one. The next step is taken."""
     parts = make_parts(name, optimizer=optimizer)
     train_step(parts, [make_batch(parts)])
@@ -119,7 +117,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(
     assert not torch.equal(weights(parts), before)
 
 
-def test_accumulation_equals_the_larger_batch() -> None:
+def test_accumulation_equals_the_larger_batch():
     """Without BatchNorm, four micro-batches of four are one batch of sixteen."""
     results = []
     for pieces in (1, 4):
@@ -138,13 +136,13 @@ LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 3
 LABELS = torch.tensor([0, 1, 2, 3, 4, 4])
 
 
-def mixed(smoothing: float = 0.0) -> torch.Tensor:
+def mixed(smoothing=0.0):
     return mixup_target(LABELS, 5, lam=0.7, smoothing=smoothing)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None) -> None:
+def test_binary_cross_entropy_is_timms(smoothing, threshold):
     ours = Loss("bce", label_smoothing=smoothing, bce_threshold=threshold)
     theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold)
     torch.testing.assert_close(ours(LOGITS, LABELS), theirs(LOGITS, LABELS))
@@ -152,7 +150,7 @@ def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None
     torch.testing.assert_close(ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing)))
 
 
-def test_cross_entropy_is_timms_and_float32_for_half_precision_logits() -> None:
+def test_cross_entropy_is_timms_and_float32_for_half_precision_logits():
     ours = Loss(label_smoothing=0.1)
     theirs = LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS)
     torch.testing.assert_close(ours(LOGITS, LABELS), theirs)
@@ -164,7 +162,7 @@ def test_cross_entropy_is_timms_and_float32_for_half_precision_logits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [("inception_v3", 299), ("googlenet", 64)])
-def test_auxiliary_heads_count(name: str, size: int) -> None:
+def test_auxiliary_heads_count(name, size):
     torch.manual_seed(0)
     model = build_model(name, num_classes=5)
     targets, weight = torch.tensor([1, 2]), {"inception_v3": 0.4, "googlenet": 0.3}[name]

@@ -22,7 +22,7 @@ SLOW = ("vgg19_bn", "resnext50_32x4d", "mnasnet0_5", "densenet121", "efficientne
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_flops_are_the_published_ones(name: str) -> None:
+def test_flops_are_the_published_ones(name):
     weights = next(iter(torchvision.models.get_model_weights(name)))
     size = weights.transforms().crop_size[0]
     with torch.device("meta"):
@@ -31,7 +31,7 @@ def test_flops_are_the_published_ones(name: str) -> None:
     assert flops_of(lambda: model(image)) == pytest.approx(published, 0.02)
 
 
-def test_without_memory_there_is_no_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_there_is_no_utilisation(monkeypatch):
     """The run that has trained, or the comparison that has measured, is worth more."""
     error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
     monkeypatch.setattr("cl_train.step.utilisation.timed_s", Mock(side_effect=error))
@@ -51,9 +51,7 @@ def test_without_memory_there_is_no_utilisation(monkeypatch: pytest.MonkeyPatch)
         ("resnet18", ("conv1", "bn1", "layer1"), 2.33),
     ],
 )
-def test_a_backward_pass_counts_as_far_as_it_runs(
-    name: str, frozen: tuple[str, ...], passes: float
-) -> None:
+def test_a_backward_pass_counts_as_far_as_it_runs(name, frozen, passes):
     with torch.device("meta"):
         model, images = torchvision.models.get_model(name), torch.empty(2, 3, 64, 64)
     for parameter_name, parameter in model.named_parameters():
@@ -63,7 +61,7 @@ def test_a_backward_pass_counts_as_far_as_it_runs(
     assert step / forward == pytest.approx(passes, abs=0.05)
 
 
-def test_shares_are_of_the_faster_of_two_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_are_of_the_faster_of_two_peaks(monkeypatch):
     measured = measured_tflop_per_s(BY_NAME["fp32"], torch.device("cpu"))
     assert measured.keys() == {"matrix product", "3x3 convolution"}
     assert all(0 < rate < 100 for rate in measured.values())
@@ -98,9 +96,7 @@ def test_shares_are_of_the_faster_of_two_peaks(monkeypatch: pytest.MonkeyPatch) 
         ("NVIDIA A1000", None, None),
     ],
 )
-def test_the_peak_is_that_of_the_whole_gpu_by_name(
-    name: str, fp16: float | None, fp32: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_is_that_of_the_whole_gpu_by_name(name, fp16, fp32, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     of = [data_sheet_tflop_per_s(BY_NAME[each], torch.device("cuda")) for each in ("fp16", "fp32")]
     assert of == [fp16, fp32]

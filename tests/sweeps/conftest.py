@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture
-def tables_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def tables_only(monkeypatch) -> None:
     """Reports without the chart and TensorBoard, which take most of the time."""
     from cl_train.sweeps import report
 

@@ -8,12 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,7 +22,7 @@ from cl_train.sweeps import launch as sweep_module
 from cl_train.sweeps import slots as slots_module
 from cl_train.sweeps.job import LOG_NAME, problem_of, start_job
 from cl_train.sweeps.launch import run_sweep
-from cl_train.sweeps.plan import Job, Sweep, plan_sweep, read_sweep
+from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
 from cl_train.sweeps.report import compare_folders
 from cl_train.sweeps.slots import Slot, plan_slots
 from cl_train.system import files
@@ -32,7 +30,6 @@ from cl_train.system.processes import MachineLoad, usable_cores
 from tests.processes import LIMIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-Output = pytest.CaptureFixture[str]
 BOTH = "channels_last=true,false"
 
 # Leaves the records of a run: channels_last=true is 1.5 times as fast. Some models misbehave until
@@ -79,7 +76,7 @@ run.write(folder)
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables_only: None) -> Path:
+def stand_in(tmp_path, monkeypatch, tables_only):
     """The program of jobs."""
     path = tmp_path / "program" / "stand_in.py"
     path.parent.mkdir()
@@ -88,7 +85,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables_only: None)
     return path
 
 
-def calls(stand_in: Path) -> dict[str, str]:
+def calls(stand_in):
     """The jobs that have run since the last call, in the order of their starts, and the GPUs of
     each.
     """
@@ -97,27 +94,27 @@ def calls(stand_in: Path) -> dict[str, str]:
     return dict(line.split() for line in lines)
 
 
-def problems(folder: Path) -> dict[str, str | None]:
+def problems(folder):
     """Of each job of the sweep in `folder`, by its name."""
     return {job.name: problem_of(folder / job.name) for job in read_sweep(folder).jobs}
 
 
-def resume(folder: Path, *words: str) -> int:
+def resume(folder, *words):
     return run_sweep(["-m", f"resume_sweep={folder}", "wait_for_quiet_s=0", *words])
 
 
-def saved_plan(tmp_path: Path) -> Sweep:
+def saved_plan(tmp_path):
     planned = plan_sweep(["-m", BOTH, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
     planned.folder.mkdir()
     planned.save()
     return planned
 
 
-def compared(folder: Path, key: str = "pairs") -> Any:
+def compared(folder, key="pairs"):
     return json.loads((folder / "comparison.json").read_text())[key]
 
 
-def launch(stand_in: Path, folder: Path, models: str) -> "subprocess.Popen[str]":
+def launch(stand_in, folder, models):
     """A sweep of `models` in another process, when its job of vgg16 runs."""
     program = (
         "import sys; from cl_train.sweeps import job, launch as sweep, report; "
@@ -157,7 +154,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("words", "ends"), NAMES)
-def test_the_names_of_jobs(words: str, ends: str) -> None:
+def test_the_names_of_jobs(words, ends):
     planned = plan_sweep(["-m", *words.split(), "epochs=2"])
     assert planned.folder.parent == Path("multirun")
     for job, end in zip(planned.jobs, ends.split(), strict=True):
@@ -180,7 +177,7 @@ def test_the_names_of_jobs(words: str, ends: str) -> None:
         (f"{BOTH} data.root=/x", ""),
     ],
 )
-def test_a_sweep_without_a_verdict_is_announced(words: str, expected: str, capsys: Output) -> None:
+def test_a_sweep_without_a_verdict_is_announced(words, expected, capsys):
     plan_sweep(["-m", *words.split()])
     output = capsys.readouterr().out
     assert expected in output and bool(expected) == bool(output)
@@ -203,9 +200,7 @@ def test_a_sweep_without_a_verdict_is_announced(words: str, expected: str, capsy
         (f"{BOTH} hydra.sweep.dir={{sweep}}/new", "nproc=N"),  # under torchrun
     ],
 )
-def test_what_is_refused(
-    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(words, named, tmp_path, monkeypatch):
     planned = saved_plan(tmp_path)
     (tmp_path / "resnet18_contiguous").mkdir()
     monkeypatch.setattr(sweep_module, "visible_gpus", list)
@@ -218,9 +213,7 @@ def test_what_is_refused(
 
 
 @pytest.mark.slow
-def test_compare_and_the_sweep_reach_the_same_verdict(
-    stand_in: Path, tmp_path: Path, capsys: Output
-) -> None:
+def test_compare_and_the_sweep_reach_the_same_verdict(stand_in, tmp_path, capsys):
     folder = tmp_path / "sweep"
     assert run_sweep(["-m", BOTH, "model=resnet18", f"hydra.sweep.dir={folder}"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -249,9 +242,7 @@ def test_compare_and_the_sweep_reach_the_same_verdict(
 
 
 @pytest.mark.slow
-def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
-    stand_in: Path, tmp_path: Path, capsys: Output
-) -> None:
+def test_bad_jobs_do_not_stop_the_others_and_are_run_again(stand_in, tmp_path, capsys):
     folder = tmp_path / "sweep"
     words = ["channels_last=true", "model=resnet18,alexnet,vgg11,resnet50"]
     assert run_sweep(["-m", *words, f"hydra.sweep.dir={folder}"]) == 1
@@ -272,9 +263,7 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(
 
 
 @pytest.mark.slow
-def test_resuming_uses_only_folders_that_the_sweep_has_started(
-    stand_in: Path, tmp_path: Path, capsys: Output
-) -> None:
+def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in, tmp_path, capsys):
     """One has a log alone, one a checkpoint and a measured batch size, one is somebody else's."""
     words = [BOTH, "model=resnet18,resnet34", "batch_size=auto"]
     planned = plan_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
@@ -293,7 +282,7 @@ def test_resuming_uses_only_folders_that_the_sweep_has_started(
 
 
 @pytest.mark.slow
-def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Path) -> None:
+def test_several_processes_are_started_by_torchrun(stand_in, tmp_path):
     stand_in.write_text(
         "import os; os.write(1, '{RANK} of {WORLD_SIZE};'.format(**os.environ).encode())"
     )
@@ -302,9 +291,7 @@ def test_several_processes_are_started_by_torchrun(stand_in: Path, tmp_path: Pat
     assert "0 of 2;" in log and "1 of 2;" in log
 
 
-def test_jobs_run_in_the_environments_that_are_compared(
-    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_run_in_the_environments_that_are_compared(stand_in, tmp_path, monkeypatch):
     folder, other = tmp_path / "sweep", "environment='SPEED=125,TORCH=2.11.0'"
     words = ["-m", f"{other},here", "compare_by=environment", f"hydra.sweep.dir={folder}"]
     words += ["model=resnet18", "channels_last=false", "wait_for_quiet_s=0", "repeats=2"]
@@ -328,9 +315,7 @@ def test_jobs_run_in_the_environments_that_are_compared(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_job_and_still_writes_the_report(
-    stand_in: Path, tmp_path: Path, signum: int
-) -> None:
+def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in, tmp_path, signum):
     folder = tmp_path / "sweep"
     (stand_in.parent / "saved").touch()
     process = launch(stand_in, folder, "resnet18,vgg16,resnet34")
@@ -346,8 +331,8 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(
 
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
-    stand_in: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stand_in, tmp_path, capsys, monkeypatch
+):
     """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
     folder = tmp_path / "sweep"
     saved = stand_in.parent / "saved"  # when the resumed sweep waits for the job
@@ -365,14 +350,14 @@ def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
 
 
 def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(
-    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stand_in, tmp_path, monkeypatch
+):
     planned = saved_plan(tmp_path)
     started = planned.folder / planned.jobs[0].name
     started.mkdir()
     (started / LOG_NAME).touch()
 
-    def wait_in_vain(path: Path, *, waiting_for: str, is_stopped: Callable[[], bool]) -> None:
+    def wait_in_vain(path, *, waiting_for, is_stopped):
         assert path == started / ".lock" and not is_stopped()
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(is_stopped)
@@ -397,8 +382,8 @@ QUICK = ("-m", BOTH, "model=resnet18", "wait_for_quiet_s=0")
     ],
 )
 def test_disturbed_jobs_run_again_as_long_as_it_helps(
-    repeats: str, disturbed_jobs: int, reruns: int, verdict: str, stand_in: Path, tmp_path: Path
-) -> None:
+    repeats, disturbed_jobs, reruns, verdict, stand_in, tmp_path
+):
     """Of four jobs: two run again; four, then the last one of them; all, but only once."""
     (stand_in.parent / "busy").write_text(str(disturbed_jobs))
     folder = tmp_path / "sweep"
@@ -418,7 +403,7 @@ def test_disturbed_jobs_run_again_as_long_as_it_helps(
 
 
 @pytest.mark.slow
-def test_a_sweep_gets_more_repeats(stand_in: Path, tmp_path: Path, capsys: Output) -> None:
+def test_a_sweep_gets_more_repeats(stand_in, tmp_path, capsys):
     (stand_in.parent / "noise").write_text("0 50 -50 0 0 0 0 0")
     folder = tmp_path / "sweep"
     assert run_sweep([*QUICK, "repeats=2", f"hydra.sweep.dir={folder}"]) == 0
@@ -434,9 +419,7 @@ def test_a_sweep_gets_more_repeats(stand_in: Path, tmp_path: Path, capsys: Outpu
 
 
 @pytest.mark.slow
-def test_repeats_auto_ends_when_every_pair_is_decided(
-    stand_in: Path, tmp_path: Path, capsys: Output
-) -> None:
+def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, tmp_path, capsys):
     """The second model is noisy at first; the first one gets no more repeats."""
     quiet = "0 0.1 -0.1 0"
     (stand_in.parent / "noise").write_text(f"{quiet} 0 30 -30 0 {quiet} {quiet} {quiet} {quiet}")
@@ -458,9 +441,7 @@ def test_repeats_auto_ends_when_every_pair_is_decided(
     assert compared(folder)[0]["n"] == 2
 
 
-def test_a_sweep_waits_for_a_quiet_machine(
-    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_waits_for_a_quiet_machine(stand_in, tmp_path, monkeypatch):
     loads_pct = [80.0, 80.0, 1.0, 1.0]
     monkeypatch.setattr(MachineLoad, "others_pct", lambda self: loads_pct.pop(0))
     monkeypatch.setattr(sweep_module, "_SAMPLE_S", 0.01)
@@ -480,9 +461,7 @@ def test_a_sweep_waits_for_a_quiet_machine(
         {"unknown": 1},
     ],
 )
-def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(
-    planted: dict[str, Any], stand_in: Path, tmp_path: Path
-) -> None:
+def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(planted, stand_in, tmp_path):
     path = saved_plan(tmp_path).folder / "sweep.json"
     document = json.loads(path.read_text())
     document["jobs"][0] |= planted
@@ -492,7 +471,7 @@ def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(
     assert not (stand_in.parent / "calls").exists()
 
 
-def test_a_job_does_not_follow_a_link_out_of_its_sweep(stand_in: Path, tmp_path: Path) -> None:
+def test_a_job_does_not_follow_a_link_out_of_its_sweep(stand_in, tmp_path):
     planned = saved_plan(tmp_path)
     (tmp_path / "precious").mkdir()
     for planned_job in planned.jobs:
@@ -501,7 +480,7 @@ def test_a_job_does_not_follow_a_link_out_of_its_sweep(stand_in: Path, tmp_path:
     assert not any((tmp_path / "precious").iterdir())
 
 
-def test_a_running_job_has_a_place(tmp_path: Path) -> None:
+def test_a_running_job_has_a_place(tmp_path):
     assert sweep_module.place_of(tmp_path) == "starts"
     line = "Epoch: [{}][10/125] Time 0.198 (0.198) Speed 1012.1 (1010.9) ETA {}\n"
     (tmp_path / LOG_NAME).write_text(line.format(0, "1:20") + line.format(1, "0:52") + "Epoch: [2")
@@ -509,9 +488,7 @@ def test_a_running_job_has_a_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pairs_stay_on_one_gpu_and_alternate(
-    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pairs_stay_on_one_gpu_and_alternate(stand_in, tmp_path, monkeypatch):
     """Two CPU slots take the place of GPUs. A job begins when the other GPU has had one."""
     both_run = (
         'while len({line.split()[-1] for line in open(here / "calls")}) < 2:\n'
@@ -535,7 +512,7 @@ def test_pairs_stay_on_one_gpu_and_alternate(
     assert {pair["verdict"] for pair in compared(tmp_path / "sweep")} == {"faster"}
 
 
-def job(*words: str, nproc: int = 1) -> Job:
+def job(*words, nproc=1):
     return Job(0, "a", ["model=resnet18", *words], nproc)
 
 
@@ -554,9 +531,7 @@ def job(*words: str, nproc: int = 1) -> Job:
         ("2,2", "2,5", 16, job(), "each once"),
     ],
 )
-def test_gpus_and_cores(
-    asked: str, visible: str, cores: int, settings: Job, expected: Any, monkeypatch: Any
-) -> None:
+def test_gpus_and_cores(asked, visible, cores, settings, expected, monkeypatch):
     assert len(set(usable_cores())) == len(usable_cores()) > 0
     monkeypatch.setattr(slots_module, "usable_cores", lambda: list(range(cores)))
     plan = partial(plan_slots, asked.split(","), visible.split(","))

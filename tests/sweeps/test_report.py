@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -26,7 +24,7 @@ FAILED = [{"job": 3, "overrides": "model=vgg11", "why": "killed by SIGKILL"}]
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def report(tmp_path_factory):
     """Two repeats of resnet18, with 1.5 times the speed; vit_b_16 is slower, and alexnet not
     comparable.
     """
@@ -43,13 +41,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 @pytest.fixture(scope="module")
-def written(report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(report, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     write_report(report, folder)
     return folder
 
 
-def test_the_report_has_the_agreed_fields(written: Path) -> None:
+def test_the_report_has_the_agreed_fields(written):
     document = json.loads((written / "comparison.json").read_text())
     assert document["schema_version"] == 1
     first = document["pairs"][0]
@@ -65,7 +63,7 @@ def test_the_report_has_the_agreed_fields(written: Path) -> None:
     assert len(lines) == 4 and {"ci95_low", "ci95_high", "notes"} < set(lines[0].split(","))
 
 
-def test_the_verdict_in_words(report: Report, tmp_path: Path) -> None:
+def test_the_verdict_in_words(report, tmp_path):
     first, second, third = verdict_sentence(report).splitlines()
     ratio = "channels_last has 1.50 times the speed of contiguous (95 % interval 1.12 to 2.00)"
     assert first == f"resnet18 (bf16): {ratio}: faster."
@@ -78,7 +76,7 @@ def test_the_verdict_in_words(report: Report, tmp_path: Path) -> None:
     assert "None" not in verdict_sentence(by_precision) + as_markdown(by_precision)
 
 
-def test_the_markdown_page(report: Report) -> None:
+def test_the_markdown_page(report):
     text = as_markdown(report)
     assert "batch_size differs" in text and "precision bf16" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
@@ -90,7 +88,7 @@ def test_the_markdown_page(report: Report) -> None:
     assert [cells[5] for cells in table] == ["90.00 / 91.00"] * 3
 
 
-def test_the_chart_shows_each_verdict_in_its_colour(written: Path, tmp_path: Path) -> None:
+def test_the_chart_shows_each_verdict_in_its_colour(written, tmp_path):
     pytest.importorskip("matplotlib")
     with Image.open(written / "comparison.png") as image:
         counts = image.convert("RGB").getcolors(maxcolors=1_000_000) or []
@@ -100,9 +98,7 @@ def test_the_chart_shows_each_verdict_in_its_colour(written: Path, tmp_path: Pat
     assert not write_chart({"": []}, "Speed", ("a", "b"), tmp_path / "none.png")
 
 
-def test_pairs_that_hold_different_things_equal_without_matplotlib(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=64)]
     others = [run_of(tmp_path), run_of(tmp_path, channels_last="true", precision="fp32")]
@@ -113,7 +109,7 @@ def test_pairs_that_hold_different_things_equal_without_matplotlib(
     assert {"batch_size", "precision"} <= {*header.split(",")} and len(rows) == 2
 
 
-def test_tensorboard_has_one_run_per_side_with_both_losses(report: Report, tmp_path: Path) -> None:
+def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
     for _ in range(2):  # the second report replaces the first
         write_report(report, tmp_path)
     folder = tmp_path / DASHBOARD
@@ -135,7 +131,7 @@ def test_tensorboard_has_one_run_per_side_with_both_losses(report: Report, tmp_p
     assert layouts == 1, "TensorBoard would merge two"
 
 
-def test_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_are_compared(tmp_path, capsys):
     first = folder_of(100.0).write(tmp_path / "a")
     second = folder_of(150.0, channels_last="true").write(tmp_path / "b")
     before = sorted(tmp_path.rglob("*"))

@@ -3,10 +3,7 @@ a traceback.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,12 +15,10 @@ from cl_train.errors import ConfigError
 from cl_train.sweeps.report import compare_folders
 from cl_train.sweeps.verdict import compare_pair, compare_runs
 from cl_train.system.run_folder import read_run
-from tests.sweeps.run_folders import Folder, folder_of, run_of
-
-Change = dict[str, Any] | Callable[[Folder, Folder], object]
+from tests.sweeps.run_folders import folder_of, run_of
 
 
-def apply(change: Change, first: Folder, second: Folder) -> None:
+def apply(change, first, second):
     """Call a function, or set values by place: a file, or a key of config, summary or all records
     of the second side, of its record N ("N.loss"), or of a summary ("first.model", "both.model").
     """
@@ -41,21 +36,21 @@ def apply(change: Change, first: Folder, second: Folder) -> None:
             document[key] = value
 
 
-def line(text: Any, index: int = 3) -> Change:
+def line(text, index=3):
     return lambda first, second: second.records.insert(index, text)
 
 
-def later(hours: float, device: str = "cpu") -> Change:
+def later(hours, device="cpu"):
     times = {f"{number}.time": 1.7e9 + 1000 + 60 * number + hours * 3600 for number in range(13)}
     return {**times, "both.device": device}
 
 
-def resumed(name: str, before: Any, after: Any) -> Change:
+def resumed(name, before, after):
     """Resumed after six windows: a fact in the records before and after."""
     return {f"{number}.{name}": before if number < 6 else after for number in range(13)}
 
 
-def asked_and_ran(asked: str, ran: str) -> Change:
+def asked_and_ran(asked, ran):
     return {
         "config.channels_last": asked,
         "summary.channels_last_requested": asked,
@@ -63,15 +58,15 @@ def asked_and_ran(asked: str, ran: str) -> Change:
     }
 
 
-def others_pct(first: float | None, second: float | None, device: str = "cpu") -> Change:
+def others_pct(first, second, device="cpu"):
     return {"first.others_pct": first, "summary.others_pct": second, "both.device": device}
 
 
-def without(*names: str) -> Change:
+def without(*names):
     return lambda first, second: [second.summary.pop(name) for name in names]
 
 
-COMPARABLE: list[Change] = [
+COMPARABLE = [
     {},
     {"config.seed": 1, "summary.seed": 1},
     {"config.log_every": 5},
@@ -88,7 +83,7 @@ COMPARABLE: list[Change] = [
     {"summary.amp": {"skipped_steps": 2}},
 ]
 # A word of the reason, and changes.
-NOT_COMPARABLE: list[tuple[Any, ...]] = [
+NOT_COMPARABLE = [
     # other settings and facts
     ("data.name", {"config.data": {"name": "folder"}}),
     ("turbo", {"config.turbo": True}),
@@ -123,13 +118,13 @@ NOT_COMPARABLE: list[tuple[Any, ...]] = [
     ("resumed with other settings", {"summary.resumed_with": ["batch_size"]}),
     ("loader-bound", {"records.data_wait_pct": 80.0, "records.images_per_s": 100.0}),
 ]
-DAMAGED: list[tuple[Any, ...]] = [
+DAMAGED = [
     ("window", {"records": []}),
     ("metrics.jsonl", {"records": None}, *({"4.images_per_s": x} for x in (math.nan, None, 0))),
     ("summary.json", {"summary": [1]}, {"summary": '{"status": "comp'}),
     ("config.yaml", *({"config": text} for text in (None, "- a list", "a: ["))),
 ]
-CASES: list[tuple[Change, str, str]] = [
+CASES = [
     *((change, "faster", "") for change in COMPARABLE),
     *((change, "not_comparable", word) for word, *changes in NOT_COMPARABLE for change in changes),
     *((change, "error", word) for word, *changes in DAMAGED for change in changes),
@@ -137,9 +132,7 @@ CASES: list[tuple[Change, str, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_crafted_pair(
-    number: int, tmp_path: Path, tables_only: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_crafted_pair(number, tmp_path, tables_only, capsys):
     change, expected, word = CASES[number]
     first, second = folder_of(100.0), folder_of(150.0, channels_last="true")
     apply(change, first, second)
@@ -162,7 +155,7 @@ def test_crafted_pair(
         capsys.readouterr()
 
 
-def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
+def test_a_run_folder_is_read_back(tmp_path):
     folder = folder_of(100.0)
     folder.config = yaml.safe_dump(asdict(Config()), sort_keys=False)  # the program's own
     run = read_run(folder.write(tmp_path / "run"))
@@ -197,7 +190,7 @@ SEEDS = [({}, 1, 100.0), (CL, 1, 150.0), (CL | S1, 1, 152.0), (S1, 1, 101.0), (C
         ("channels_last", SEEDS, 1.5, 2),  # seeds are repeats too, and seed 2 has no partner
     ],
 )
-def test_repeats_are_paired(by: str, runs: Any, ratio: float, count: int, tmp_path: Path) -> None:
+def test_repeats_are_paired(by, runs, ratio, count, tmp_path):
     """By number and seed, else in the order in which they ran."""
     read = []
     for number, (changes, repeat, speed) in enumerate(runs):
@@ -218,9 +211,7 @@ def test_repeats_are_paired(by: str, runs: Any, ratio: float, count: int, tmp_pa
         ),
     ],
 )
-def test_what_differs_is_named_once_with_both_values(
-    tmp_path: Path, change: dict[str, Any], text: str
-) -> None:
+def test_what_differs_is_named_once_with_both_values(tmp_path, change, text):
     second = run_of(tmp_path, 150.0, channels_last="true", **change)
     [pair] = compare_runs([run_of(tmp_path), second])
     assert pair.verdict == "not_comparable"
@@ -238,9 +229,7 @@ def test_what_differs_is_named_once_with_both_values(
         ("nproc", {}, {"world_size": 2, "global_batch_size": 64}, "1 2"),  # in the summary
     ],
 )
-def test_other_keys_can_be_compared(
-    by: str, baseline: Any, candidate: Any, shown: str, tmp_path: Path
-) -> None:
+def test_other_keys_can_be_compared(by, baseline, candidate, shown, tmp_path):
     second = folder_of(150.0, **({} if by == "nproc" else candidate))
     second.summary |= candidate if by == "nproc" else {}
     runs = [read_run(second.write(tmp_path / "second")), run_of(tmp_path, **baseline)]
@@ -252,7 +241,7 @@ def test_other_keys_can_be_compared(
 
 
 @pytest.mark.parametrize("group", ["optim", "schedule"])
-def test_choices_of_a_group_can_be_compared_by_its_name(group: str, tmp_path: Path) -> None:
+def test_choices_of_a_group_can_be_compared_by_its_name(group, tmp_path):
     """What the files of the group change is accepted."""
     configs = [check_command_line([f"{group}={choice}"])[0] for choice in group_choices(group)]
     runs = [replace(run_of(tmp_path), settings=dict(flatten(asdict(cfg)))) for cfg in configs]
@@ -260,10 +249,10 @@ def test_choices_of_a_group_can_be_compared_by_its_name(group: str, tmp_path: Pa
     assert len(pairs) == len(runs) - 1 > 2 and {pair.verdict for pair in pairs} == {"inconclusive"}
 
 
-def test_what_may_have_changed_speed_or_loss_is_noted(tmp_path: Path) -> None:
+def test_what_may_have_changed_speed_or_loss_is_noted(tmp_path):
     first, second = run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true")
 
-    def notes(**changes: Any) -> str:
+    def notes(**changes):
         one = replace(first, summary=first.summary | {"git.commit": "a"})
         pair = compare_pair([one], [replace(second, **changes)])
         assert pair.verdict == "faster"
@@ -281,14 +270,14 @@ def test_what_may_have_changed_speed_or_loss_is_noted(tmp_path: Path) -> None:
     assert compare_pair(compiled[:1], compiled[1:]).notes[0].startswith("compiled: ")
 
 
-def test_a_run_without_the_key_is_not_comparable(tmp_path: Path) -> None:
+def test_a_run_without_the_key_is_not_comparable(tmp_path):
     runs = [run_of(tmp_path), run_of(tmp_path, 150.0, turbo=True)]
     [pair] = compare_runs(runs, by="turbo")
     assert pair.verdict == "not_comparable"
     assert pair.notes[0] == "turbo of run0 is unknown"
 
 
-def test_every_run_without_a_partner_is_named(tmp_path: Path) -> None:
+def test_every_run_without_a_partner_is_named(tmp_path):
     given = (("false", 8), ("false", 16), ("true", 32), ("true", 64))
     runs = [run_of(tmp_path, channels_last=value, batch_size=size) for value, size in given]
     for chosen in (runs, runs[1:], runs[:3]):
@@ -310,8 +299,8 @@ def test_every_run_without_a_partner_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_verdict_is_not_made_by_waiting_for_data(
-    candidate_images_per_s: float, waits_pct: tuple[float, float], verdict: str, tmp_path: Path
-) -> None:
+    candidate_images_per_s, waits_pct, verdict, tmp_path
+):
     first = run_of(tmp_path)
     second = run_of(tmp_path, candidate_images_per_s, channels_last="true")
     sides = [
@@ -324,7 +313,7 @@ def test_a_verdict_is_not_made_by_waiting_for_data(
     assert all(load in pair.notes[0] for load in loads)
 
 
-def test_repeats_of_auto_that_chose_differently_are_not_comparable(tmp_path: Path) -> None:
+def test_repeats_of_auto_that_chose_differently_are_not_comparable(tmp_path):
     baseline = [run_of(tmp_path) for _ in range(2)]
     auto = [run_of(tmp_path, 150.0, channels_last="auto") for _ in range(2)]
     for chosen, reason in (
@@ -340,7 +329,7 @@ def test_repeats_of_auto_that_chose_differently_are_not_comparable(tmp_path: Pat
         assert reason in pair.notes[0]
 
 
-def test_equal_runs_and_two_runs_in_either_order_can_be_compared(tmp_path: Path) -> None:
+def test_equal_runs_and_two_runs_in_either_order_can_be_compared(tmp_path):
     pair = compare_pair([run_of(tmp_path)], [run_of(tmp_path)])
     assert pair.verdict == "inconclusive", "one run per side never shows: no difference"
     assert list(pair.sides) == [f"contiguous ({tmp_path}/run{number})" for number in (0, 1)]

@@ -9,11 +9,9 @@ import pickle
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -25,33 +23,31 @@ from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, 
 from tests.processes import LIMIT_S
 
 
-def small_state(value: float = 1.0) -> dict[str, Any]:
+def small_state(value=1.0):
     return {"model": {"w": torch.full((64, 3, 3, 3), float(value))}}
 
 
-def store_of(folder: Path, keep: int = 1) -> CheckpointStore:
+def store_of(folder, keep=1):
     return CheckpointStore(folder, keep=keep, background=False)
 
 
-def value_of(path: Path) -> float:
+def value_of(path):
     return float(load(path)["model"]["w"].mean())
 
 
-def refusing(number: int) -> Mock:
+def refusing(number):
     """A function of the system that fails."""
     return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_round_trip_keeps_values_and_plain_types_and_layouts_are_not_told_apart(
-    tmp_path: Path, layout: torch.memory_format
-) -> None:
+def test_round_trip_keeps_values_and_plain_types_and_layouts_are_not_told_apart(tmp_path, layout):
     path = tmp_path / "a.pt"
     plain = {"n": None, "b": True, "f": 1.5, "s": "ü", "l": [1, {"x": b"y"}], 3: "int key"}
     weights = {"w": torch.randn(8, 4, 3, 3), "ambiguous": torch.randn(8, 4, 1, 1)}
     laid_out = {name: weight.to(memory_format=layout) for name, weight in weights.items()}
     write(path, snapshot(plain | laid_out))
-    loaded: dict[Any, Any] = load(path)
+    loaded = load(path)
     assert {key: loaded[key] for key in plain} == plain
     assert [loaded[name].stride() for name in weights] == [(36, 9, 3, 1), (4, 1, 1, 1)]
     assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
@@ -61,13 +57,13 @@ def test_round_trip_keeps_values_and_plain_types_and_layouts_are_not_told_apart(
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), {"a": {1.5: 2}}, torch.nn.ReLU()])
-def test_other_types_are_refused_before_anything_is_written(tmp_path: Path, value: Any) -> None:
+def test_other_types_are_refused_before_anything_is_written(tmp_path, value):
     with pytest.raises(TypeError, match=r"state\['x'\]"):
         store_of(tmp_path / "c").write_step({"x": value}, 1)
     assert os.listdir(tmp_path) == []
 
 
-def test_weights_of_both_formats_are_read(tmp_path: Path) -> None:
+def test_weights_of_both_formats_are_read(tmp_path):
     shared = torch.arange(6.0)
     for zipped in (True, False):
         state = collections.OrderedDict(w=shared, tied=shared)
@@ -77,7 +73,7 @@ def test_weights_of_both_formats_are_read(tmp_path: Path) -> None:
 
 save = partial(partial, torch.save)
 # More damage: tests/faults, test_planted_files.py
-BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+BAD = {
     "missing": (lambda path: None, "No such file"),
     "folder": (Path.mkdir, "Is a directory"),
     "foreign": (save({"model": {}}), "weights="),
@@ -89,7 +85,7 @@ for data in (b"", b"PK\x03\x04", b"x" * 1000, pickle.dumps(print), b"\x80\x02]]]
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_other_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+def test_other_files_are_refused_in_one_line(tmp_path, name):
     make, said = BAD[name]
     make(path := tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -98,7 +94,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_store_keeps_the_last_ones_and_the_best(tmp_path: Path, background: bool) -> None:
+def test_store_keeps_the_last_ones_and_the_best(tmp_path, background):
     (tmp_path / ".step-00000001.pt.tmp-77").write_bytes(b"half")  # of a killed writer
     (tmp_path / "mine.txt").write_text("kept")
     store, state = CheckpointStore(tmp_path, keep=2, background=background), small_state()
@@ -113,17 +109,13 @@ def test_store_keeps_the_last_ones_and_the_best(tmp_path: Path, background: bool
     assert newest(store) == (last.name, 0)
 
 
-def test_best_is_a_copy_where_hard_links_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_is_a_copy_where_hard_links_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     store_of(tmp_path).write_step(small_state(5), 1, best=True)
     assert value_of(tmp_path / "best.pt") == 5 and os.stat(tmp_path / "best.pt").st_nlink == 1
 
 
-def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_save(
-    tmp_path: Path,
-) -> None:
+def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_save(tmp_path):
     store = store_of(tmp_path, keep=3)
     assert store.newest() is None
     for step in (1, 2, 3):
@@ -141,7 +133,7 @@ def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_s
         store.newest()
 
 
-def newest(store: CheckpointStore) -> tuple[str, int]:
+def newest(store):
     """The file that a resume takes, and how many newer ones it skips; each is named."""
     found = store.newest()
     assert found is not None and all("step-" in line for line in found[2])
@@ -150,11 +142,11 @@ def newest(store: CheckpointStore) -> tuple[str, int]:
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
 def test_a_rename_that_is_not_durable_is_no_checkpoint_but_some_file_systems_sync_no_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+    tmp_path, monkeypatch, number
+):
     of_folder, of_file = refusing(number), os.fsync
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         (of_folder if is_folder else of_file)(descriptor)
 
@@ -163,7 +155,7 @@ def test_a_rename_that_is_not_durable_is_no_checkpoint_but_some_file_systems_syn
         write(tmp_path / "a.pt", small_state())
 
 
-def test_superseded_files_are_never_overwritten(tmp_path: Path) -> None:
+def test_superseded_files_are_never_overwritten(tmp_path):
     store = store_of(tmp_path, keep=3)
     for value in (1, 2, 3):  # three times: train to step 24, then go back and save step 12
         store.write_step(small_state(value), 24)
@@ -173,9 +165,7 @@ def test_superseded_files_are_never_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-00000012.pt"]
 
 
-def test_an_unreadable_folder_is_not_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_folder_is_not_an_empty_one(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "listdir", refusing(errno.EACCES))
     monkeypatch.setattr(os, "scandir", refusing(errno.EACCES))
     with pytest.raises(PermissionError):
@@ -183,8 +173,8 @@ def test_an_unreadable_folder_is_not_an_empty_one(
 
 
 def test_what_a_full_disk_refuses_is_written_later_and_ends_the_run_after_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     store = store_of(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refusing(errno.ENOSPC))
@@ -204,7 +194,7 @@ def test_what_a_full_disk_refuses_is_written_later_and_ends_the_run_after_minute
         store.write_step(small_state(11), 11)
 
 
-def test_resume_targets(tmp_path: Path) -> None:
+def test_resume_targets(tmp_path):
     store, elsewhere = store_of(tmp_path / "run/checkpoints"), store_of(tmp_path / "other")
     load_for_resume = checkpoints.load_for_resume
     assert load_for_resume("auto", store) is None
@@ -221,7 +211,7 @@ def test_resume_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_by_an_exception_finishes_the_write_first(tmp_path: Path) -> None:
+def test_a_program_that_ends_by_an_exception_finishes_the_write_first(tmp_path):
     script = """import sys, torch; from cl_train.system.checkpoints import CheckpointStore
 CheckpointStore(sys.argv[1], 1, True).write_step({"w": torch.ones(4_000_000)}, 1)
 raise SystemExit(1)"""

@@ -11,7 +11,6 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -47,11 +46,11 @@ RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "295
 RANK_1 |= {"MASTER_ADDR": "127.0.0.1"}
 
 
-def test_the_variables_of_torchrun() -> None:
+def test_the_variables_of_torchrun():
     for single in ({}, ADDRESS, {"RANK": "0", "WORLD_SIZE": "1"}):
         assert read_launch(single) is None
     assert read_launch(RANK_1) == Launch(1, 1, 2)
-    refused: list[dict[str, str]] = [{"RANK": "1"}, {"WORLD_SIZE": "2"}]
+    refused = [{"RANK": "1"}, {"WORLD_SIZE": "2"}]
     refused += [RANK_1 | {"MASTER_PORT": "x"}, RANK_1 | {"MASTER_ADDR": ""}]
     refused += [RANK_1 | {"RANK": text} for text in ("abc", "-1", "", "0", "2")]
     for variables in refused:
@@ -60,7 +59,7 @@ def test_the_variables_of_torchrun() -> None:
             read_launch(variables)
 
 
-def test_the_check_does_not_import_torch() -> None:
+def test_the_check_does_not_import_torch():
     modules = ", ".join(f"cl_train.system.{name}" for name in ("files", "processes"))
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
@@ -75,13 +74,13 @@ FIRST_HOSTS = {"n1": "n1", "gpu[003-007,010],other1": "gpu003", "other1,gpu[003-
 FIRST_HOSTS |= {"gpu[010,012-014]-ib": "gpu010-ib", "rack[2-3]node[01-16],x": "rack2node01"}
 
 
-def adopted(**variables: str) -> dict[str, str]:
+def adopted(**variables):
     """The environment of a task of `srun` afterwards."""
     adopt_srun(environment := SRUN | variables)
     return environment
 
 
-def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
+def test_a_task_of_srun_gets_the_variables_of_torchrun():
     found = adopted()
     assert read_launch(found) == Launch(rank=3, local_rank=1, world_size=4)
     assert (found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("2", "gpu004")
@@ -95,9 +94,9 @@ def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
         assert adopted(SLURM_STEP_NODELIST=nodes)["MASTER_ADDR"] == host
 
 
-def test_a_process_that_srun_did_not_start_as_one_of_several_is_left_alone() -> None:
+def test_a_process_that_srun_did_not_start_as_one_of_several_is_left_alone():
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}
-    others: list[dict[str, str]] = [
+    others = [
         {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},  # salloc
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # an sbatch script
         SRUN | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --ntasks=1
@@ -108,7 +107,7 @@ def test_a_process_that_srun_did_not_start_as_one_of_several_is_left_alone() -> 
         assert environment == variables
 
 
-def test_cores_are_divided_unless_srun_bound_them() -> None:
+def test_cores_are_divided_unless_srun_bound_them():
     cores = len(os.sched_getaffinity(0))
     half = max(1, cores // 2)
     bound = SRUN | {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}
@@ -117,14 +116,14 @@ def test_cores_are_divided_unless_srun_bound_them() -> None:
     assert cores_of_process(2, bound | {"TORCHELASTIC_RUN_ID": "1"}) == half
 
 
-def cores_of_bound_rank(rank: str, ranks: str) -> tuple[set[int], int]:
+def cores_of_bound_rank(rank, ranks):
     bind_to_cores({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks})
     return os.sched_getaffinity(0), cores_of_process(int(ranks))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_of_a_cpu_machine_have_their_own_cores() -> None:
-    def in_child(rank: str, ranks: str) -> tuple[set[int], int]:
+def test_ranks_of_a_cpu_machine_have_their_own_cores():
+    def in_child(rank, ranks):
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
             return pool.submit(cores_of_bound_rank, rank, ranks).result(LIMIT_S)
 
@@ -141,7 +140,7 @@ def test_ranks_of_a_cpu_machine_have_their_own_cores() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_meet_are_named(monkeypatch):
     monkeypatch.setattr(distributed, "end_with_parent", lambda signum: None)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
@@ -155,7 +154,7 @@ def test_ranks_that_do_not_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
 
-def store(silent: tuple[int, ...] | None) -> Mock:
+def store(silent):
     """Counters of three ranks, read twice: those of `silent` stand still. Without a `silent` it
     does not respond.
     """
@@ -163,7 +162,7 @@ def store(silent: tuple[int, ...] | None) -> Mock:
     return Mock(add=Mock(side_effect=both if silent is not None else RuntimeError("no answer")))
 
 
-def test_the_rank_whose_counter_stands_still_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_whose_counter_stands_still_is_named(monkeypatch):
     monkeypatch.setattr(distributed, "LISTEN_S", 0.0)
     for rank, silent, named in (
         (0, (0, 1, 2), "rank 1 is dead or hangs, rank 2 is dead or hangs"),
@@ -175,7 +174,7 @@ def test_the_rank_whose_counter_stands_still_is_named(monkeypatch: pytest.Monkey
         assert distributed.find_silent_ranks(Dist(rank, 3, CPU)) == named
 
 
-def test_only_errors_of_collectives_are_faults_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_errors_of_collectives_are_faults_of_ranks(monkeypatch):
     monkeypatch.setattr(distributed, "connect_to_store", Mock)
     monkeypatch.setattr(distributed, "find_silent_ranks", lambda dist: "rank 1 is dead or hangs")
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection reset by peer")
@@ -195,7 +194,7 @@ def test_only_errors_of_collectives_are_faults_of_ranks(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(image_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_train_like_one(image_folder, tmp_path):
     """The second pair of processes is forked: one start of torchrun is enough."""
     (tmp_path / "one").mkdir()
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
@@ -222,7 +221,7 @@ CASES = [(images, batch_size) for images in (7, 97, 101) for batch_size in (1, 4
 
 
 @pytest.mark.slow
-def test_evaluation_counts_each_image_once(tmp_path: Path) -> None:
+def test_evaluation_counts_each_image_once(tmp_path):
     """Images that split unevenly over ranks and batches: counted as one process counts them."""
     for images in (7, 97, 101):
         root, of_class = tmp_path / str(images), images // 3 + 1
@@ -237,7 +236,7 @@ def test_evaluation_counts_each_image_once(tmp_path: Path) -> None:
         assert result == pytest.approx(of_one, rel=1e-6), case
 
 
-def evaluate_folders(folder: Path) -> list[dict[str, float]]:
+def evaluate_folders(folder):
     """In one process, or in each of two, of which rank 0 prints the results."""
     results = []
     with processes("cpu", timeout_s=LIMIT_S) as dist:

@@ -26,9 +26,7 @@ from cl_train.system.files import (
 )
 
 
-def test_refused_records_are_reported_once_and_written_later_in_order(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_records_are_reported_once_and_written_later_in_order(tmp_path, caplog):
     for path in (Path("/dev/full"), tmp_path / "folder" / "records"):  # the first accepts no byte
         file = AppendFile(path)
         for record in (b"1\n", b"2\n"):
@@ -45,7 +43,7 @@ def test_refused_records_are_reported_once_and_written_later_in_order(
 # --- outputs of commands --------------------------------------------------------------------------
 
 
-def tree(folder: Path) -> dict[str, str | None]:
+def tree(folder):
     """Every path below `folder`, with the text of the files."""
     return {
         str(p.relative_to(folder)): p.read_text() if p.is_file() else None
@@ -54,7 +52,7 @@ def tree(folder: Path) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_an_output_file_appears_whole_or_not_at_all(exists: bool, tmp_path: Path) -> None:
+def test_an_output_file_appears_whole_or_not_at_all(exists, tmp_path):
     path = tmp_path / ("old.pt2" if exists else "a/new.pt2")
     (tmp_path / "old.pt2").write_text("old")
     before = tree(tmp_path)
@@ -76,9 +74,7 @@ REFUSED += [(name, True) for name in ("link", "linked", "folder", "fifo", "/dev/
 
 
 @pytest.mark.parametrize(("name", "overwrite"), REFUSED)
-def test_an_output_file_is_refused_before_the_work(
-    name: str, overwrite: bool, tmp_path: Path
-) -> None:
+def test_an_output_file_is_refused_before_the_work(name, overwrite, tmp_path):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "linked").symlink_to("file")
@@ -90,7 +86,7 @@ def test_an_output_file_is_refused_before_the_work(
     assert tree(tmp_path) == before
 
 
-def test_an_output_folder_is_ones_own(tmp_path: Path) -> None:
+def test_an_output_folder_is_ones_own(tmp_path):
     folder = partial(output_folder, overwrite=False, markers=[".settings"])
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/photo.jpg").write_text("precious")
@@ -109,7 +105,7 @@ def test_an_output_folder_is_ones_own(tmp_path: Path) -> None:
         assert set(os.listdir(out)) == {".settings", "part"}, "continued"
 
 
-def test_names_stay_inside_the_folder() -> None:
+def test_names_stay_inside_the_folder():
     names = {"a=true,b=1": "a=true,b=1", "../../etc": "_.._etc", "/abs": "_abs", "": "_"}
     names |= {"ü b\nc\0": "_b_c_"}
     assert {text: files.safe_name(text) for text in names} == names
@@ -130,16 +126,14 @@ with lock_file(sys.argv[1]):
 """
 
 
-def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_holder_is_named_and_a_killed_one_frees_the_lock(tmp_path, capsys, monkeypatch):
     """Who waits says for whom; a second run is refused; a worker that outlives it holds nothing."""
     path, pauses = tmp_path / ".lock", []
     command = [sys.executable, "-c", HOLD, str(path)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert first.stdout is not None and first.stdout.readline() == b"held\n"
 
-    def end_the_holder(seconds: float) -> None:
+    def end_the_holder(seconds):
         pauses.append(seconds)
         if len(pauses) == 2:
             first.kill()
@@ -166,14 +160,14 @@ def test_the_holder_is_named_and_a_killed_one_frees_the_lock(
 
 
 @pytest.mark.parametrize("obstacle", ["run", "run/.lock/folder", "run/checkpoints"])
-def test_a_folder_that_cannot_be_written_is_named(obstacle: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(obstacle, tmp_path):
     (tmp_path / obstacle).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / obstacle).touch()
     with pytest.raises(ConfigError, match=r"/run.*choose another (place|hydra\.run\.dir=FOLDER)"):
         claimed_folder(tmp_path / "run", resume=None, overwrite=False).__enter__()
 
 
-def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path):
     run = tmp_path / "run"
     kept = {"run", "run/metrics.jsonl", "run/.lock", "run/checkpoints"}
     for name, left in (("train.log", set()), ("metrics.jsonl", kept)):
@@ -187,7 +181,7 @@ OWN = ["config.yaml", "summary.json", "metrics.jsonl", "checkpoints/best.pt"]
 
 
 @pytest.mark.parametrize("name", [*OWN, "train.log"])
-def test_files_of_somebody_are_replaced_only_on_request(name: str, tmp_path: Path) -> None:
+def test_files_of_somebody_are_replaced_only_on_request(name, tmp_path):
     own, other = tmp_path / name, tmp_path / "checkpoints/my.pt"
     other.parent.mkdir()
     other.write_text("precious")
@@ -200,9 +194,7 @@ def test_files_of_somebody_are_replaced_only_on_request(name: str, tmp_path: Pat
         assert other.read_text() == "precious" and not own.exists()
 
 
-def test_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_space(tmp_path, monkeypatch, caplog):
     check_space(tmp_path, 1000, 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
     check_space(tmp_path, 2_500, 2)

@@ -20,7 +20,7 @@ from tests.processes import fields_of, wait_until
 CPU = torch.device("cpu")
 
 
-def test_a_running_child_is_not_another_process() -> None:
+def test_a_running_child_is_not_another_process():
     before = own_cpu_s()
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     wait_until(lambda: sum(map(int, fields_of(child.pid)[11:13])) >= 25)  # ticks of 10 ms
@@ -30,7 +30,7 @@ def test_a_running_child_is_not_another_process() -> None:
     assert own_cpu_s() - before >= 0.2, "it still counts after its end"
 
 
-def test_others_have_what_is_busy_without_the_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_have_what_is_busy_without_the_own_share(monkeypatch):
     """Two cores, ten seconds: 12 s of work, of which 5 s are this process's own."""
     clocks = [(0.0, 100.0, 30.0), (10.0, 112.0, 35.0), (10.0, 112.0, 50.0)]  # now, busy, own
     monkeypatch.setattr(MachineLoad, "_clocks", Mock(side_effect=clocks))
@@ -40,8 +40,8 @@ def test_others_have_what_is_busy_without_the_own_share(monkeypatch: pytest.Monk
     assert load.others_pct() == 0
 
 
-def test_free_memory_and_the_peak_of_a_known_allocation() -> None:
-    def step() -> None:
+def test_free_memory_and_the_peak_of_a_known_allocation():
+    def step():
         first = torch.empty(2**22)  # 16 MiB
         del first
         torch.empty(2**21)
@@ -52,8 +52,8 @@ def test_free_memory_and_the_peak_of_a_known_allocation() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
-def test_freed_memory_is_kept_without_page_faults_until_it_is_released() -> None:
-    def page_faults() -> int:
+def test_freed_memory_is_kept_without_page_faults_until_it_is_released():
+    def page_faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(
             25_600, 1024

@@ -23,7 +23,7 @@ time.sleep(10_000)
 """
 
 
-def test_children_end_with_a_killed_parent() -> None:
+def test_children_end_with_a_killed_parent():
     parent = subprocess.Popen([sys.executable, "-c", CHILDREN], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = Process(int(parent.stdout.readline()))
@@ -51,7 +51,7 @@ sys.exit(128 + request.stop)
 NOT_UNDER_NOHUP = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 
 
-def start(same_request_s: float = 0.05, script: str = POLITE) -> subprocess.Popen[str]:
+def start(same_request_s=0.05, script=POLITE):
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(same_request_s)], text=True, **pipes
@@ -63,7 +63,7 @@ def start(same_request_s: float = 0.05, script: str = POLITE) -> subprocess.Pope
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 )
-def test_one_signal_stops_politely_and_a_second_one_at_once(signum: int, code: int) -> None:
+def test_one_signal_stops_politely_and_a_second_one_at_once(signum, code):
     """SIGUSR1 asks for one save, and the program goes on."""
     process = start(script=NOT_UNDER_NOHUP + POLITE)
     assert process.stdout is not None
@@ -78,7 +78,7 @@ def test_one_signal_stops_politely_and_a_second_one_at_once(signum: int, code: i
     assert ("Ctrl-C again exits without saving" in errors) == (signum == signal.SIGINT)
 
 
-def test_two_sigterms_at_once_are_one_and_a_closed_terminal_is_ignored_under_nohup() -> None:
+def test_two_sigterms_at_once_are_one_and_a_closed_terminal_is_ignored_under_nohup():
     under_nohup = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     process = start(10_000, under_nohup + POLITE)
     for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
@@ -87,7 +87,7 @@ def test_two_sigterms_at_once_are_one_and_a_closed_terminal_is_ignored_under_noh
     assert (process.returncode, output, errors) == (143, "stopping\n", "")
 
 
-def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> None:
+def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent():
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = [signal.getsignal(signum) for signum in signals]
     with StopRequest() as request:
@@ -105,7 +105,7 @@ def test_a_forked_worker_dies_of_sigterm_and_leaves_ctrl_c_to_its_parent() -> No
     assert [signal.getsignal(signum) for signum in signals] == before
 
 
-def test_a_second_ctrl_c_in_a_program_that_goes_on_is_an_exception() -> None:
+def test_a_second_ctrl_c_in_a_program_that_goes_on_is_an_exception():
     before = signal.getsignal(signal.SIGINT)  # ignored in a job of a shell's background
     with pytest.raises(KeyboardInterrupt), StopRequest(ends_process=False) as request:
         signal.raise_signal(signal.SIGINT)
@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_in_a_program_that_goes_on_is_an_exception() -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_exit_without_teardown_runs_exit_functions_and_flushes() -> None:
+def test_exit_without_teardown_runs_exit_functions_and_flushes():
     script = """
 import atexit
 from cl_train.system.processes import exit_without_teardown

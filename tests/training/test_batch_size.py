@@ -1,46 +1,40 @@
 """`batch_size=auto`: what is measured, what is chosen, and that it keeps within its memory."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-from cl_train.config.schema import Config
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 from cl_train.training import batch_size
 from cl_train.training.batch_size import BatchSpeed, resolve_batch_size, search
-from tests.conftest import Run
 
 ALONE = Dist(0, 1, torch.device("cpu"))
 
 
-def search_for(
-    dies_at: int = 10**6, half_speed_at: int = 16, **changed: Any
-) -> tuple[int, list[int], list[int]]:
+def search_for(dies_at=10**6, half_speed_at=16, **changed):
     """The choice, the sizes tried, and those that fit, where the weights take 1 GiB, an image 1/16
     GiB, and the speed grows to 1000 images/s.
     """
-    asked: list[int] = []
+    asked = []
 
-    def measure(size: int) -> BatchSpeed:
+    def measure(size):
         asked.append(size)
         if size >= dies_at:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return BatchSpeed(size, 1000 * size / (size + half_speed_at), 1 + size / 16)
 
-    limits: dict[str, Any] = {"largest": 4096, "limit_gib": 1e6, "time_limit_s": 1e9} | changed
+    limits = {"largest": 4096, "limit_gib": 1e6, "time_limit_s": 1e9} | changed
     with patch.object(batch_size, "perf_counter", lambda: sum(asked)):
         chosen, measured = search(measure, **limits)
     return chosen, asked, [item.batch_size for item in measured]
 
 
-def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chosen() -> None:
+def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chosen():
     for limits, asked, fit in (
         ({"limit_gib": 10.5}, [8, 16, 32, 64, 128], 5),  # 152 images fit: 256 is not tried
         ({"dies_at": 40}, [8, 16, 32, 64], 3),  # unforeseen
@@ -59,16 +53,14 @@ def test_the_size_doubles_while_it_fits_and_the_smallest_of_the_fastest_is_chose
 
 
 @pytest.mark.slow
-def test_the_search_keeps_within_its_memory(
-    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_keeps_within_its_memory(tiny, monkeypatch):
     """An injected limit: what is measured for the chosen size stays below it, and the generators
     stay as they were.
     """
     monkeypatch.setattr(batch_size, "STEPS", 1)
     monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
     cfg = tiny("batch_size=auto", "channels_last=auto", "precision=bf16", "augment.repeats=2")
-    results: list[tuple[int, list[BatchSpeed]]] = []
+    results = []
     monkeypatch.setattr(batch_size, "search", lambda *a: results.append(search(*a)) or results[-1])
     state = torch.get_rng_state()
     free = resolve_batch_size(cfg, ALONE)
@@ -87,9 +79,7 @@ def test_the_search_keeps_within_its_memory(
 
 
 @pytest.mark.slow
-def test_a_run_with_auto_writes_the_number_down(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_auto_writes_the_number_down(train, monkeypatch):
     monkeypatch.setattr(batch_size, "STEPS", 1)
     monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

@@ -4,10 +4,8 @@ models of a user train, or are refused in one message.
 
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +20,6 @@ from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
 from cl_train.training import build
 from cl_train.training.build import try_model
-from tests.conftest import Run
 from tests.measure.test_parity import MODELS as COMPARED
 from tests.memory_format.test_odd_models import MODELS as AUDITED
 from tests.networks import small
@@ -31,12 +28,12 @@ CPU = torch.device("cpu")
 FP32 = resolve_precision("fp32", CPU)
 
 
-def attempt(model: nn.Module, **changes: Any) -> None:
+def attempt(model, **changes):
     form = DeviceFormat(CPU, torch.float32, torch.channels_last)
     try_model(model, StepSettings(FP32, **changes), form, (2, 3, 32, 32), 3)
 
 
-def test_what_cannot_train_is_refused_in_one_line() -> None:
+def test_what_cannot_train_is_refused_in_one_line():
     broken = small(3)
     broken.register_forward_pre_hook(
         Mock(side_effect=RuntimeError("the first line\nand the second"))
@@ -50,7 +47,7 @@ def test_what_cannot_train_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"ema_decay": 0.9, "mixup": 0.2, "optim": OptimConfig(name="adamw", lr=9.0)}]
 )
-def test_the_trial_leaves_no_trace(changes: dict[str, Any]) -> None:
+def test_the_trial_leaves_no_trace(changes):
     model = small(3)
     model[1].eval()  # as a frozen part
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -71,12 +68,8 @@ def test_the_trial_leaves_no_trace(changes: dict[str, Any]) -> None:
     ],
 )
 def test_the_trial_tells_that_the_model_loses_channels_last(
-    loses: bool,
-    name: str,
-    command: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    loses, name, command, caplog, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "of_this_process", ModuleType("of_this_process"))
     model = small(3)
     if loses:
@@ -109,27 +102,25 @@ TRAINS = {
                  "spectral_norm", "weight_norm, new", "weight_norm, old")
 }  # fmt: skip
 
-chosen: Callable[[], nn.Module] = nn.Identity
+chosen = nn.Identity
 
 
-def traced(num_classes: int) -> nn.Module:
+def traced(num_classes):
     return torch.jit.trace(small(num_classes), torch.randn(2, 3, 32, 32), check_trace=False)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_traced_classifier_is_tried() -> None:
+def test_a_traced_classifier_is_tried():
     attempt(traced(3))
 
 
-def chosen_model(num_classes: int) -> nn.Module:
+def chosen_model(num_classes):
     return chosen()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains_or_is_refused(
-    name: str, train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_or_is_refused(name, train, monkeypatch):
     monkeypatch.setitem(globals(), "chosen", MODELS[name])
     words = (
         "data=synthetic data.root=null data.image_size=16 data.synthetic_images=16"

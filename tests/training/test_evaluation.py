@@ -6,9 +6,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ CPU = torch.device("cpu")
 FORMAT = DeviceFormat(CPU, torch.float64, torch.channels_last)
 
 
-def reference_transform(model: str, weights: str) -> Callable[..., torch.Tensor]:
+def reference_transform(model, weights):
     """What torchvision's reference script and timm's validate.py apply to an image."""
     if not model.startswith("timm/"):
         return torchvision.models.get_model_weights(model)[weights].transforms()
@@ -54,9 +52,7 @@ def reference_transform(model: str, weights: str) -> Callable[..., torch.Tensor]
         ("timm/vit_tiny_patch16_224", "pretrained", 2),  # mean and std 0.5
     ],
 )
-def test_logits_are_those_of_the_published_pipeline(
-    tmp_path: Path, model_name: str, weights: str, levels: int
-) -> None:
+def test_logits_are_those_of_the_published_pipeline(tmp_path, model_name, weights, levels):
     """In float64, with BatchNorm statistics of the images.
 
     Both resizes work on uint8: few pixels round differently.
@@ -85,7 +81,7 @@ def test_logits_are_those_of_the_published_pipeline(
     assert logits.argmax(1).equal(expected.argmax(1)) and len(images) == 6
 
 
-def test_published_settings() -> None:
+def test_published_settings():
     imagenet, half = 0.485, 0.5  # the mean of the first channel
     for model, weights, expected in (
         ("resnet50", "IMAGENET1K_V1", (224, 256, "bilinear", imagenet)),
@@ -103,9 +99,7 @@ def test_published_settings() -> None:
         assert published == expected, (model, weights)
 
 
-def test_evaluation_follows_the_weights_but_not_against_the_user(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_evaluation_follows_the_weights_but_not_against_the_user(caplog):
     data, model, weights = DataConfig(image_size=128), "resnet50", "IMAGENET1K_V2"
     follow = sources.follow_published_preprocessing
     followed = follow(data, model, weights, {"model", "weights", "data.root"})
@@ -120,7 +114,7 @@ def test_evaluation_follows_the_weights_but_not_against_the_user(
     assert "data.val_resize=232" in caplog.text
 
 
-def check_report(run: Run, images: int) -> list[dict[str, Any]]:
+def check_report(run, images):
     """The tables agree with the summary and the page; returns its figures."""
     folder = run.folder / "report"
     classes, confused = (
@@ -137,7 +131,7 @@ def check_report(run: Run, images: int) -> list[dict[str, Any]]:
     page = (folder / "index.html").read_text()
     assert "http" not in page, "it needs no network"
     content = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    figures: list[dict[str, Any]] = content["figures"]
+    figures = content["figures"]
     assert (content["images"], content["wrong"]) == (len(figures), images - correct)
     assert content["images"] == images
     order = [(figure["true"] == figure["predicted"], -figure["loss"]) for figure in figures]
@@ -154,7 +148,7 @@ def check_report(run: Run, images: int) -> list[dict[str, Any]]:
     return figures
 
 
-def test_report_leaves_skipped_images_out(train: Callable[..., Run], tmp_path: Path) -> None:
+def test_report_leaves_skipped_images_out(train, tmp_path):
     root = write_folder(tmp_path / "images", train=8, val=9)
     (root / "val" / "class_1" / "0007.jpg").write_bytes(b"\xff\xd8\xff")
     words = f"data.root={root} data.on_bad_image=skip batch_size=4 max_steps=1 epochs=1".split()
@@ -163,10 +157,8 @@ def test_report_leaves_skipped_images_out(train: Callable[..., Run], tmp_path: P
     assert not any(name.endswith("class_1/0007.jpg") for name in names)
 
 
-def test_report_of_more_outputs_than_classes(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def more_outputs(num_classes: int) -> nn.Module:
+def test_report_of_more_outputs_than_classes(train, monkeypatch):
+    def more_outputs(num_classes):
         model = networks.small(num_classes + 2)
         with torch.no_grad():
             model.get_parameter("8.bias")[-1] = 100.0
@@ -185,7 +177,7 @@ SOFT = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.0, 0.
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("targets", [SOFT, torch.tensor([0, -100, 1, 2])])
-def test_evaluation_is_exact_and_changes_nothing(targets: torch.Tensor, flip: bool) -> None:
+def test_evaluation_is_exact_and_changes_nothing(targets, flip):
     torch.manual_seed(0)
     model, images = networks.small(3), torch.randn(4, 3, 32, 32)
     labels = targets.argmax(1) if targets.ndim == 2 else targets
@@ -209,7 +201,7 @@ def test_evaluation_is_exact_and_changes_nothing(targets: torch.Tensor, flip: bo
         torch.testing.assert_close(rows[:, column].float(), expected.float(), equal_nan=True)
 
 
-def test_several_labels_have_probabilities_of_their_own_and_an_image_may_have_none() -> None:
+def test_several_labels_have_probabilities_of_their_own_and_an_image_may_have_none():
     logits = torch.tensor([[4.0, 4.0, 4.0], [-2.0, 2.0, 0.0]])
     targets = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     rows = rows_of(logits, targets, binary=True)
@@ -221,17 +213,16 @@ def test_several_labels_have_probabilities_of_their_own_and_an_image_may_have_no
     assert (hits[1] == hits[0].unsqueeze(1)).any(1).tolist() == [True, False]
 
 
-def by_score(evaluation: int) -> dict[str, dict[str, float]]:
+def by_score(evaluation):
     """Top-1 is best in the first one, top-1 of the EMA in the second, the rest in the third."""
     val = {"top1": 30.0 - evaluation, "loss": 3.0 - evaluation, "macro_f1": float(evaluation)}
     return {"val": val, "val_average": {"top1": 20.0 + evaluation % 2}}
 
 
 @pytest.mark.parametrize(
-    ("best_by", "best"),
-    [(None, 0), ("top1", 0), ("average.top1", 1), ("loss", 2), ("macro_f1", 2)],
+    ("best_by", "best"), [(None, 0), ("top1", 0), ("average.top1", 1), ("loss", 2), ("macro_f1", 2)]
 )
-def test_what_makes_an_evaluation_the_best(best_by: str | None, best: int) -> None:
+def test_what_makes_an_evaluation_the_best(best_by, best):
     scores = [score_of(by_score(evaluation), best_by) for evaluation in range(3)]
     assert scores.index(max(scores)) == best
     assert score_of({"val": {"top1": 5.0, MAP: 7.0}}, None) == 7.0
@@ -239,7 +230,7 @@ def test_what_makes_an_evaluation_the_best(best_by: str | None, best: int) -> No
         assert score_of({"val": {"loss": value}}, "loss") == -math.inf
 
 
-def test_best_and_patience_follow_the_chosen_number(train: Callable[..., Run]) -> None:
+def test_best_and_patience_follow_the_chosen_number(train):
     words = ("ema_decay=0.5", "epochs=4", "patience=1", "best_by=average.loss", "optim.lr=0.1")
     run = train(*words)
     values = [record["loss"] for record in run.records("val_average")]
@@ -254,14 +245,12 @@ def test_best_and_patience_follow_the_chosen_number(train: Callable[..., Run]) -
         train("metrics=tests.training.test_evaluation:by_score")
 
 
-def macro_f1(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+def macro_f1(logits, targets):
     return {"macro_f1": 0.5}
 
 
 @pytest.mark.slow
-def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(
-    train: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train, tmp_path):
     resize, failed = ("data.val_resize=36", "data.val_interpolation=bicubic"), tmp_path / "failed"
     run = train("max_steps=4", *resize)
     done = train("evaluate_only=true", f"weights={run.folder}", *resize)

@@ -2,9 +2,7 @@
 several labels.
 """
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,7 @@ from torch import nn
 from cl_train.errors import BadImageError, ConfigError
 from cl_train.training.evaluation import mean_average_precision
 from cl_train.training.state import TrainingFault
-from tests.conftest import Run
 
-Train = Callable[..., Run]
 HERE = "tests.training.test_fine_tuning"
 
 
@@ -25,23 +21,23 @@ smoothed = partial(nn.functional.cross_entropy, label_smoothing=0.2)
 squared = nn.functional.mse_loss
 
 
-def counts(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+def counts(logits, targets):
     assert logits.shape == (21, 3)
     assert logits.dtype == torch.float32 and targets.dtype == torch.int64
     own_top1 = 100 * (logits.argmax(1) == targets).double().mean()
     return {"own_top1": own_top1, "reds": int((targets == 2).sum())}
 
 
-def own_precision(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+def own_precision(logits, targets):
     assert targets.shape == logits.shape == (40, 3) and targets.dtype == torch.float32
     return {"own": mean_average_precision(logits.numpy(), targets.numpy() == 1)}
 
 
-def colliding(*_: torch.Tensor) -> dict[str, float]:
+def colliding(*_):
     return {"loss": 1.0}
 
 
-def test_frozen_parts_do_not_change(train: Train) -> None:
+def test_frozen_parts_do_not_change(train):
     first = train("max_steps=1")
     run = train("max_steps=2", "freeze=[backbone]", f"weights={first.folder}", "ema_decay=0.9")
     before, after = first.checkpoint()["model"], run.checkpoint()["model"]
@@ -51,7 +47,7 @@ def test_frozen_parts_do_not_change(train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_the_classifier_learns_faster(train: Train) -> None:
+def test_the_classifier_learns_faster(train):
     words = ("max_steps=1", "optim.momentum=0", "optim.weight_decay=0", "schedule=constant")
     rates = ("optim.lr=1e-9", "optim.head_lr_ratio=1", "optim.head_lr_ratio=3")
     before, usual, fast = (train(*words, rate).checkpoint()["model"] for rate in rates)
@@ -60,7 +56,7 @@ def test_the_classifier_learns_faster(train: Train) -> None:
         torch.testing.assert_close(fast[name] - before[name], change, rtol=1e-3, atol=1e-6)
 
 
-def test_a_loss_and_metrics_of_ones_own(train: Train) -> None:
+def test_a_loss_and_metrics_of_ones_own(train):
     run = train("max_steps=1", f"loss={HERE}:smoothed", f"metrics={HERE}:counts")
     assert run.losses == pytest.approx(train("max_steps=1", "label_smoothing=0.2").losses)
     (record,) = run.records("val")
@@ -84,16 +80,14 @@ DATASET = f"data=dataset data.root=null data.dataset={HERE}"
         (f"{DATASET}:stripes_beyond_one loss=bce", "not from 0 to 1"),
     ],
 )
-def test_losses_metrics_and_labels_that_cannot_be_used(
-    train: Train, words: str, problem: str
-) -> None:
+def test_losses_metrics_and_labels_that_cannot_be_used(train, words, problem):
     with pytest.raises((ConfigError, TrainingFault, BadImageError), match=problem):
         train("max_steps=1", *words.split())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", ["checkpoint.every_epochs=1", "checkpoint.every_epochs=0"])
-def test_patience_ends_a_run_and_its_continuation(saved: str, train: Train, tmp_path: Path) -> None:
+def test_patience_ends_a_run_and_its_continuation(saved, train, tmp_path):
     folder = tmp_path / "run"
     words = ("epochs=9", "optim.lr=1e-9", saved)  # the first epoch is the best
     for patience, epochs in (("patience=2", 3), ("patience=2", 3), ("patience=4", 5)):
@@ -108,7 +102,7 @@ class Stripes(list[tuple[np.ndarray, object]]):
     classes = ("red", "green", "blue")
 
 
-def stripes(split: str, size: int, wrong: object = None) -> Stripes:
+def stripes(split, size, wrong=None):
     """Noise in which each of three labels, with probability 0.5, is a bright channel. `wrong`
     replaces later labels.
     """
@@ -128,7 +122,7 @@ stripes_beyond_one = partial(stripes, wrong=torch.tensor([0.0, 2.0, 0.0]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_multi_label_targets(workers: int, train: Train) -> None:
+def test_multi_label_targets(workers, train):
     words = (*f"{DATASET}:stripes".split(), f"data.workers={workers}", "loss=bce")
     run = train(*words, "epochs=3", f"metrics={HERE}:own_precision")
     first, *_, last = run.records("val")
@@ -142,7 +136,7 @@ def test_multi_label_targets(workers: int, train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_mean_average_precision_with_ties_and_absent_classes() -> None:
+def test_mean_average_precision_with_ties_and_absent_classes():
     metrics = pytest.importorskip("sklearn.metrics")
     random = np.random.default_rng(0)
     scores = random.integers(0, 5, (50, 4)).astype(np.float32)

@@ -4,18 +4,14 @@ import json
 import math
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from cl_train.config.schema import Config
 from cl_train.config.validation import load
 from cl_train.errors import ConfigError
 from cl_train.sweeps.verdict import compare_pair
@@ -27,8 +23,6 @@ from tests import networks
 from tests.conftest import Run, write_images
 from tests.faults.bench import Bench
 
-Train = Callable[..., Run]
-
 SUMMARY_KEYS = """
     schema_version status command seed model memory_format channels_last_requested precision
     compile device device_name world_size global_batch_size image_size epochs steps images_seen
@@ -39,9 +33,7 @@ ENVIRONMENT_KEYS = "torch torchvision python cuda cudnn cpu driver"
 RESULTS = "status steps images_seen images_per_s step_ms data_wait_pct train val best"
 
 
-def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothing(
-    train: Train,
-) -> None:
+def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothing(train):
     done = train("channels_last=true")
     assert done.exit_code == 0
     summary = done.summary
@@ -77,9 +69,7 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
 
 
 @pytest.mark.slow
-def test_losses_depend_on_the_seed_not_on_the_layout(
-    train: Train, tmp_path: Path, without_inductor: None
-) -> None:
+def test_losses_depend_on_the_seed_not_on_the_layout(train, tmp_path, without_inductor):
     long = partial(train, "epochs=7", "optim.lr=0.1")
     whole, folder = long(), tmp_path / "parts"
     assert len(whole.losses) == 21 and long().losses == whole.losses
@@ -95,9 +85,7 @@ def test_losses_depend_on_the_seed_not_on_the_layout(
 
 
 @pytest.mark.slow
-def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation(
-    train: Train, tmp_path: Path
-) -> None:
+def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation(train, tmp_path):
     root = tmp_path / "other"
     write_images(root, {"train": 40, "val": 3})
     for split in ("train", "val"):
@@ -116,7 +104,7 @@ def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation
     assert min(waits_pct) <= done.summary["data_wait_pct"] <= max(waits_pct)
 
 
-def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train: Train) -> None:
+def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train):
     words = (
         "augment=strong ema_decay=0.5 optim=adamw optim.clip_norm=1 accumulate_steps=3 batch_size=8"
         " label_smoothing=0.1 schedule=linear schedule.warmup_epochs=0.5 optim.lr=0.01"
@@ -134,9 +122,7 @@ def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train: Tra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16_o2"])
-def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(
-    train: Train, tmp_path: Path, precision: str
-) -> None:
+def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train, tmp_path, precision):
     """Random generators (dropout), the loss scale and AdamW's moments are restored."""
     words = (f"precision={precision}", "amp.growth_interval=2", "data.image_size=16")
     words += ("model=tests.networks:dropout", "optim=adamw", "optim.lr=0.01", "channels_last=true")
@@ -156,9 +142,7 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(
 
 
 @pytest.mark.slow
-def test_an_evaluation_leaves_the_run_alone(
-    train: Train, image_folder: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_leaves_the_run_alone(train, image_folder, tmp_path):
     trained = train("ema_decay=0.5", "epochs=1")
     before = {path: path.read_bytes() for path in trained.folder.rglob("*") if path.is_file()}
     done = train("evaluate_only=true", f"resume={trained.folder}")
@@ -187,13 +171,11 @@ def test_an_evaluation_leaves_the_run_alone(
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_continue_says_why(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
     """Also if the device fails while the last lines are read."""
     original, calls = ActiveRun.log_submitted, count()
 
-    def failing(run: ActiveRun) -> None:
+    def failing(run):
         if next(calls) == 6:  # two calls a step, and the third step fails
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         original(run)
@@ -215,8 +197,8 @@ def test_a_run_that_cannot_continue_says_why(
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "stop"])
 def test_a_checkpoint_in_a_window_with_nan_has_good_statistics_and_its_run_can_continue(
-    on_nonfinite: str, train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    on_nonfinite, train, monkeypatch, tmp_path
+):
     """NaN in step 8 of 12, saved after step 9, log lines at 5 and 10."""
     monkeypatch.setattr(Plan, "lr_at", Plan.lr_at)  # brings it back at the end
     planted = partial(networks.nan_images_at_a_step, plan=Plan, at_step=8)
@@ -243,7 +225,7 @@ def test_a_checkpoint_in_a_window_with_nan_has_good_statistics_and_its_run_can_c
         assert value.isfinite().all(), name
 
 
-def test_a_run_that_was_resumed_with_other_settings_says_so(train: Train) -> None:
+def test_a_run_that_was_resumed_with_other_settings_says_so(train):
     run, split = train("max_steps=2"), ("batch_size=16", "accumulate_steps=2", "resume=auto")
     assert run.summary["resumed_with"] is None
     train(*split, "max_steps=4", folder=run.folder)
@@ -255,7 +237,7 @@ def test_a_run_that_was_resumed_with_other_settings_says_so(train: Train) -> Non
     ]
 
 
-def test_the_first_cause_is_named_and_a_limit_counts_steps() -> None:
+def test_the_first_cause_is_named_and_a_limit_counts_steps():
     nan, gradient, later = (7, 1, math.nan), (7, 0, 1.0), (8, 0, math.nan)
     for bad, earlier, limit, problem in (
         ([gradient, later, nan], 0, 0, r"the loss is nan at step 7 on rank 1.*optim\.lr"),
@@ -267,9 +249,7 @@ def test_the_first_cause_is_named_and_a_limit_counts_steps() -> None:
     assert count_bad_steps([nan, gradient], 1, 2) == 2, "steps, not ranks"
 
 
-def test_settings_and_models_that_cannot_train_are_refused(
-    train: Train, tiny: Callable[..., Config]
-) -> None:
+def test_settings_and_models_that_cannot_train_are_refused(train, tiny):
     for words, problem in (
         (["batch_size=128"], "96 training images"),
         (["batch_size=32", "accumulate_steps=4"], "one step takes 128 images"),
@@ -288,7 +268,7 @@ def test_settings_and_models_that_cannot_train_are_refused(
 
 
 @pytest.mark.slow
-def test_bad_images_are_left_out(train: Train, tmp_path: Path) -> None:
+def test_bad_images_are_left_out(train, tmp_path):
     """Broken files of batches that the loader has prepared, but the run does not take, do not count
     anywhere.
     """
@@ -323,9 +303,7 @@ GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epo
         ),
     ],
 )
-def test_killed_in_every_phase_and_resumed_to_the_same_bits(
-    words: dict[str, Any], kills: str, tmp_path: Path
-) -> None:
+def test_killed_in_every_phase_and_resumed_to_the_same_bits(words, kills, tmp_path):
     """SIGKILL in training on each size, at its first and at a later batch, and in the evaluation
     after each size.
     """
@@ -340,7 +318,7 @@ def test_killed_in_every_phase_and_resumed_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Train) -> None:
+def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train):
     words = (*GROWING, "warmup_steps=1", "batch_size=24")
     run, shorter = train(*words), train(*words, "channels_last=true", "max_steps=6")
     windows = [(w["image_size"], w["images"], w["warmup"]) for w in run.records("train")]
@@ -356,12 +334,10 @@ def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train: Trai
 
 
 @pytest.mark.slow
-def test_every_size_is_compiled_once_with_static_shapes(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_size_is_compiled_once_with_static_shapes(train, monkeypatch):
     shapes = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def backend(graph, inputs):
         shapes.extend(value.shape for value in inputs if isinstance(value, torch.Tensor))
         return graph.forward
 

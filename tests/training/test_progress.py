@@ -5,7 +5,6 @@ resume.
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from cl_train.training.state import Plan, Progress
 from cl_train.training.trackers import Trackers
 
 
-def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_no_step() -> None:
+def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_no_step():
     data, schedule = DataConfig(size_schedule=[[0, 64], [2, 128]]), ScheduleConfig(name="linear")
     cfg = Config(batch_size=8, accumulate_steps=3, epochs=4, max_steps=30)
     cfg = replace(cfg, data=data, schedule=schedule)
@@ -33,7 +32,7 @@ def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_
         assert rates == pytest.approx([peak * (1 - (epoch + 0.5) / 4) for epoch in range(4)])
 
 
-def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end() -> None:
+def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end():
     for epochs, max_steps, every, evaluations in (
         (5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, []),
     ):  # fmt: skip
@@ -57,11 +56,11 @@ class Clock(DeviceClock):
 
     now = 100.0
 
-    def mark(self) -> float:
+    def mark(self):
         return self.now
 
 
-def steps(meter: ThroughputMeter, clock: Clock, count: int, seconds: float, wait_s: float = 0.0):
+def steps(meter, clock, count, seconds, wait_s=0.0):
     for _ in range(count):
         with meter.waiting():
             clock.now += wait_s
@@ -69,7 +68,7 @@ def steps(meter: ThroughputMeter, clock: Clock, count: int, seconds: float, wait
         meter.tick(32)
 
 
-def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -> None:
+def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late():
     clock = Clock(torch.device("cpu"))
     meter = ThroughputMeter(0, clock, clock.mark)
     clock.now += 1000  # an evaluation
@@ -87,7 +86,7 @@ def test_windows_count_images_waits_and_no_pauses_also_if_they_are_read_late() -
         assert meter.measured(window) == pytest.approx(expected)
 
 
-def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_alone() -> None:
+def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_alone():
     clock, windows = Clock(torch.device("cpu")), []
     meter = ThroughputMeter(2, clock, clock.mark)
     for size, seconds in ((64, 9.0), (64, 1.0), (96, 1.0)):
@@ -104,7 +103,7 @@ def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_alone(
     assert spread(range(101)) == known
 
 
-def test_a_program_without_standard_streams_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_standard_streams_has_no_bar(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)  # as Python does where they are closed
     monkeypatch.setattr(sys, "stderr", None)
     assert progress_bar("training", 3, shown=True).disable
@@ -115,25 +114,25 @@ DESCRIBED = """command model seed conversion compile cuda_graph epochs memory_fo
     git"""
 
 
-def window(step: int, loss: float) -> Window:
+def window(step, loss):
     return Window(step=step, time=1.0, images_per_s=2.0, data_wait_pct=0.0, seconds=1, loss=loss)
 
 
-def records(folder: Path | None, step: int = 0) -> Records:
+def records(folder, step=0):
     description = dict.fromkeys(DESCRIBED.split())
     description |= {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
     progress = Progress(step=step, closed_step=step)
     return Records(folder, Config(), Trackers([]), description, progress)
 
 
-def recorded(folder: Path) -> list[int]:
+def recorded(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
 
 
 def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks_write_nothing(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     other = records(None)
     other.write_evaluation("val", {"loss": 1.0})
     assert other.finish("completed")["val"] == {"loss": 1.0} and list(tmp_path.iterdir()) == []
@@ -153,7 +152,7 @@ def test_a_resume_drops_what_a_killed_process_left_a_new_run_all_and_other_ranks
     assert recorded(tmp_path) == [1]
 
 
-def test_the_load_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) -> None:
+def test_the_load_of_a_resumed_run_is_that_of_all_its_processes(tmp_path):
     records(tmp_path).append(window(10, loss=1.0).to_record())
     killed = records(tmp_path, step=10)  # an earlier process left no summary
     assert killed.finish("interrupted", others_pct=1.0)["others_pct"] is None

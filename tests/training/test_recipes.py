@@ -4,11 +4,8 @@ source, and in two real steps.
 
 import json
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 from cl_train.config.command_line import check_command_line, group_choices
-from cl_train.config.schema import Config
 from cl_train.config.validation import flatten
 from cl_train.training.loop import train
 from cl_train.training.state import Plan, Progress
@@ -30,9 +26,9 @@ MAIN_AMP_STEPS = IMAGENET_IMAGES // 200
 RAMPS = {16: (11, 13), 24: (17, 20), 32: (23, 27), 40: (29, 34), 56: (41, 48), 88: (65, 76)}
 
 
-def settings(words: str) -> dict[str, Any]:
+def settings(words):
     """Of `key=value key=value`, with values in JSON or as texts."""
-    values: dict[str, Any] = {}
+    values = {}
     for word in words.split():
         key, _, value = word.partition("=")
         values[key] = value
@@ -82,7 +78,7 @@ _PAPER = "arXiv 2110.00476, table 2; timm 0387e605, train.py"
 _TIMM = "timm aa4b5850, hfdocs/source/training_script.mdx; ff94ffce, train.py"
 _DEIT = "facebookresearch/deit 7e160fe4, README_revenge.md, engine.py, models_v2.py"
 # The source of each recipe, and what it sets; the rest is `OFF`. "batch": the learning rate's.
-SOURCES: dict[str, tuple[str, str]] = {
+SOURCES = {
     "main_amp": (
         "NVIDIA/apex 6424da3b, examples/imagenet/main_amp.py",
         f"{_SGD_V1} schedule.warmup_epochs=5",
@@ -138,7 +134,7 @@ SOURCES: dict[str, tuple[str, str]] = {
 }
 
 
-def settings_of(cfg: Config) -> dict[str, object]:
+def settings_of(cfg):
     """The settings that `SOURCES` states; those that mean the same have one value."""
     plain = dict(flatten(asdict(cfg)))
     size = cfg.data.val_size or cfg.data.image_size
@@ -151,16 +147,16 @@ def settings_of(cfg: Config) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_settings_are_those_of_the_source(name: str) -> None:
+def test_the_settings_are_those_of_the_source(name):
     assert settings_of(recipe(name)) == OFF | settings(SOURCES[name][1])
 
 
-def recipe(name: str) -> Config:
+def recipe(name):
     (cfg,) = check_command_line([f"experiment={name}", "data.root=/datasets/imagenet"])
     return cfg
 
 
-def source_lrs(name: str, epochs: int) -> Iterator[float]:
+def source_lrs(name, epochs):
     """The learning rate at the start of each epoch, from the schedulers that the source uses."""
     values = settings(SOURCES[name][1])
     peak = values["optim.lr"]
@@ -193,7 +189,6 @@ def source_lrs(name: str, epochs: int) -> Iterator[float]:
             lr = peak * 0.1 ** (epoch // 30 + (epoch >= 80))
             yield lr * (1 + epoch * MAIN_AMP_STEPS) / (5 * MAIN_AMP_STEPS) if epoch < 5 else lr
         return
-    scheduler: torch.optim.lr_scheduler.LRScheduler
     if name == "resnet50_90ep":
         scheduler = StepLR(optimizer, 30, 0.1)
     elif name == "mobilenet_v3_large_torchvision_v1":
@@ -208,7 +203,7 @@ def source_lrs(name: str, epochs: int) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_schedule_is_that_of_the_source(name: str) -> None:
+def test_the_schedule_is_that_of_the_source(name):
     cfg, values = recipe(name), settings(SOURCES[name][1])
     batch, scale = values["batch"], 1.0
     ranks = (cfg.global_batch_size or 8 * cfg.batch_size) // cfg.batch_size
@@ -239,7 +234,7 @@ SMALL += " checkpoint.every_epochs=0 log_to=[]"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RECIPES if "ffcv" not in name or "88ep" in name])
-def test_two_steps_of_each_recipe(name: str, image_folder: Path, tmp_path: Path) -> None:
+def test_two_steps_of_each_recipe(name, image_folder, tmp_path):
     words = f"experiment={name} data.root={image_folder} global_batch_size=null {SMALL}"
     (cfg,) = check_command_line(words.split())
     assert train(cfg, tmp_path).exit_code == 0

@@ -1,8 +1,6 @@
 """What a checkpoint of a run contains, and what it is restored into."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,42 +9,40 @@ from torch import nn
 from cl_train.errors import ConfigError
 from cl_train.step.precision import EMA
 from cl_train.system.checkpoints import CheckpointError, load, snapshot, write
-from cl_train.training.state import TrainState, check_compatible, collect, restore
+from cl_train.training.state import check_compatible, collect, restore
 from tests.networks import small, versioned
 from tests.step.test_train_step import make_batch, make_parts, state_of
 
 
-def build(channels_last: bool = False, precision: str = "fp32", **words: Any) -> TrainState:
+def build(channels_last=False, precision="fp32", **words):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return state_of(make_parts(precision, layout=layout, **words))
 
 
-def with_average(state: TrainState, average: EMA | None = None) -> TrainState:
+def with_average(state, average=None):
     average = average or EMA(state.model, 0.9)
     return replace(state, parts=replace(state.parts, average=average))
 
 
-def saved(path: Path, state: TrainState, steps: int = 2) -> dict[str, Any]:
+def saved(path, state, steps=2):
     for seed in range(steps):
         state.train_step([make_batch(state.parts, seed=seed)])
     write(path, snapshot(collect(state, {"step": steps}, {})))
     return load(path)
 
 
-def moments(state: TrainState) -> dict[str, Any]:
+def moments(state):
     named = state.parts.weights.trainable().items()
     return {name: dict(state.parts.optimizer.state[weight]) for name, weight in named}
 
 
-def assert_equal(ours: TrainState, theirs: TrainState) -> None:
+def assert_equal(ours, theirs):
     both = [[dict(state.model.state_dict()), moments(state)] for state in (ours, theirs)]
     torch.testing.assert_close(*both, rtol=0, atol=0, check_stride=False)
 
 
 @pytest.mark.parametrize("to_channels_last", [True, False])
-def test_the_models_layout_wins_for_weights_and_moments(
-    tmp_path: Path, to_channels_last: bool
-) -> None:
+def test_the_models_layout_wins_for_weights_and_moments(tmp_path, to_channels_last):
     state = build(not to_channels_last, optimizer="adamw")
     other = build(to_channels_last, optimizer="adamw")
     saved(tmp_path / "b.pt", other, steps=1)  # what it has must be overwritten altogether
@@ -59,7 +55,7 @@ def test_the_models_layout_wins_for_weights_and_moments(
     assert other.model[3].weight.stride() == average.stride() == expected
 
 
-def test_hyperparameters_and_parameter_groups_stay_the_runs_own(tmp_path: Path) -> None:
+def test_hyperparameters_and_parameter_groups_stay_the_runs_own(tmp_path):
     state, other = build(), build()
     named = dict(other.model.named_parameters())
     weights = [named[name] for name in named if name.endswith("weight")]
@@ -74,7 +70,7 @@ def test_hyperparameters_and_parameter_groups_stay_the_runs_own(tmp_path: Path) 
         assert found == [0.5, 0.8, None, True, decay]
 
 
-def test_fp32_to_fp16_o2_and_an_average_and_back_keeps_fp32_values(tmp_path: Path) -> None:
+def test_fp32_to_fp16_o2_and_an_average_and_back_keeps_fp32_values(tmp_path):
     state, half, back = build(), build(True, "fp16_o2"), build()
     average = EMA(half.model, 0.9)
     restore(saved(tmp_path / "a.pt", state), with_average(half, average))
@@ -88,9 +84,7 @@ def test_fp32_to_fp16_o2_and_an_average_and_back_keeps_fp32_values(tmp_path: Pat
     assert_equal(state, back)
 
 
-def test_versions_of_modules_stay_and_a_checkpoint_without_them_has_those_of_the_model(
-    tmp_path: Path,
-) -> None:
+def test_versions_of_modules_stay_and_a_checkpoint_without_them_has_those_of_the_model(tmp_path):
     state = with_average(build(model=versioned(3)))
     content = saved(tmp_path / "a.pt", state)
     for entry in ("model", "average"):
@@ -101,7 +95,7 @@ def test_versions_of_modules_stay_and_a_checkpoint_without_them_has_those_of_the
         assert_equal(state, other)
 
 
-FACTS: dict[str, Any] = {
+FACTS = {
     "model": "resnet18", "num_classes": 2, "classes": ["a", "b"], "data_fingerprint": "f1",
     "global_batch_size": 64,
     "precision": "fp32", "memory_format": "contiguous", "world_size": 1,
@@ -110,9 +104,7 @@ FACTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_another_run_is_refused_with_what_differs_and_other_settings_are_noted(
-    tmp_path: Path,
-) -> None:
+def test_another_run_is_refused_with_what_differs_and_other_settings_are_noted(tmp_path):
     for change, message in (
         ({"model": "resnet50"}, "model: resnet18 -> resnet50"),
         ({"num_classes": 3, "classes": ["a", "b", "c"]}, r"num_classes: 2 -> 3[\s\S]*\['c'\]"),

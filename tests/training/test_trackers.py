@@ -4,10 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -15,11 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cl_train.errors import ConfigError
 from cl_train.training import trackers
 from cl_train.training.trackers import metrics_of
-from tests.conftest import SHRUNK, Run
+from tests.conftest import SHRUNK
 from tests.faults.forkserver import Forked, train_script
 
-Train = Callable[..., Run]
-received: list[dict[str, Any]] = []
+received = []
 released = threading.Event()
 HERE = "tests.training.test_trackers"
 
@@ -31,16 +27,16 @@ ENVIRONMENT = {
 receive = received.append
 
 
-def fail(record: dict[str, Any]) -> None:
+def fail(record):
     received.append(record)
     raise OSError("no route to the tracker")
 
 
-def hang(record: dict[str, Any]) -> None:
+def hang(record):
     released.wait()
 
 
-def test_a_function_receives_the_config_each_record_and_the_summary(train: Train) -> None:
+def test_a_function_receives_the_config_each_record_and_the_summary(train):
     received.clear()
     done = train(f"log_to=[{HERE}:receive]", "epochs=1")
     kinds = " ".join(record["kind"] for record in received)
@@ -59,9 +55,7 @@ def test_a_function_receives_the_config_each_record_and_the_summary(train: Train
     assert [received[0]["step"], received[1]["step"], received[-1]["step"]] == [3, 4, 6]
 
 
-def test_trackers_that_raise_or_hang_leave_the_run_unharmed(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_that_raise_or_hang_leave_the_run_unharmed(train, monkeypatch):
     received.clear()
     monkeypatch.setattr(trackers, "LAST_RECORDS_S", 1.0)
     monkeypatch.setattr(trackers, "START_S", 1.0)
@@ -77,25 +71,23 @@ def test_trackers_that_raise_or_hang_leave_the_run_unharmed(
     assert f"{HERE}:hang HAS LOST all" in lost[1] and "still sending" in lost[1]
 
 
-def lose_one(record: dict[str, Any]) -> None:
+def lose_one(record):
     if record["kind"] == "end":
         raise OSError("gone")
 
 
-def cannot_begin(records: Iterator[dict[str, Any]]) -> None:
+def cannot_begin(records):
     next(records)
     raise PermissionError("wrong key")
 
 
-def begins_late(records: Iterator[dict[str, Any]]) -> None:
+def begins_late(records):
     next(records)
     time.sleep(1.0)
     received.extend(records)
 
 
-def test_trackers_are_checked_before_the_first_step(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_are_checked_before_the_first_step(train, tmp_path, monkeypatch):
     """One that begins late loses nothing; one that cannot begin is refused, and leaves no run."""
     received.clear()
     for name, tracker in (("wandb", cannot_begin), ("mlflow", begins_late)):
@@ -111,9 +103,7 @@ def test_trackers_are_checked_before_the_first_step(
 
 
 @pytest.mark.slow
-def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(
-    train: Train,
-) -> None:
+def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(train):
     # Every step overflows, which is faster.
     words = ("precision=fp16", "amp.init_scale=1e15", "data.image_size=16")
     done = train(*words)
@@ -142,7 +132,7 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
 # --- the real packages ----------------------------------------------------------------------------
 
 
-def train_in_two_parts(folder: Path, images: Path, tracker: str, **environment: str) -> None:
+def train_in_two_parts(folder, images, tracker, **environment):
     """Two processes, the second resumes the first, in the folder of a sweep."""
     folder.mkdir(parents=True)
     (folder.parent / "sweep.json").write_text("{}")
@@ -156,7 +146,7 @@ def train_in_two_parts(folder: Path, images: Path, tracker: str, **environment: 
 
 
 @pytest.mark.slow
-def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> None:
+def test_wandb_continues_the_run_offline(image_folder, tmp_path):
     train_in_two_parts(tmp_path / "sweep/job", image_folder, "wandb")
     (run,) = {path.stem for path in tmp_path.glob("sweep/job/wandb/offline-run-*/run-*.wandb")}
     assert run == f"run-{(tmp_path / 'sweep/job/wandb.run_id').read_text().strip()}"
@@ -165,9 +155,7 @@ def test_wandb_continues_the_run_offline(image_folder: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLAlchemy, for alembic's part
-def test_mlflow_continues_the_run(
-    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_continues_the_run(image_folder, tmp_path, monkeypatch):
     """With its default store, a database in a file."""
     pytest.importorskip("alembic")
     uri = f"sqlite:///{tmp_path}/mlflow.db"

@@ -5,20 +5,16 @@
 
 import os
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from cl_train.config.schema import Config
 from cl_train.config.validation import load
 from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
-from cl_train.step.make import StepSettings
 from cl_train.step.precision import BY_NAME
-from cl_train.system.distributed import Dist, gather_objects, processes
+from cl_train.system.distributed import gather_objects, processes
 from cl_train.training import build
 from cl_train.training import state as training_state
 from cl_train.training.loop import train
@@ -31,22 +27,22 @@ from tests.training.test_evaluation import check_report
 pytestmark = pytest.mark.slow
 
 
-def settings(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Config:
+def settings(folder, data=None, **changes):
     images = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0}
     words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2}
     words |= {"batch_size": 8, "log_every": 1, "log_to": [], "data": images | (data or {})}
     return load(words | changes)
 
 
-def run(folder: Path, name: str, **changes: Any) -> int:
+def run(folder, name, **changes):
     return train(settings(folder, **changes), folder / name).exit_code
 
 
-def fp32_step(cfg: Config, dist: Dist) -> StepSettings:
+def fp32_step(cfg, dist):
     return build.step_settings(cfg, BY_NAME["fp32"], dist, soft=False)
 
 
-def weights_stay_equal_with_a_static_graph(folder: Path) -> None:
+def weights_stay_equal_with_a_static_graph(folder):
     """After the trial step on a copy, which runs its own backward: four steps."""
     cfg = settings(folder, ddp_static_graph=True, channels_last=True)
     with processes("cpu", LIMIT_S) as dist:
@@ -62,7 +58,7 @@ def weights_stay_equal_with_a_static_graph(folder: Path) -> None:
             assert ours == theirs, step
 
 
-def evaluation_is_eager_with_compile(folder: Path) -> None:
+def evaluation_is_eager_with_compile(folder):
     """`compile=true` compiles DDP's module in training, and not the module inside, which is
     evaluated.
     """
@@ -73,7 +69,7 @@ def evaluation_is_eager_with_compile(folder: Path) -> None:
         assert state.parts.wrapped_model._compiled_call_impl is not None
 
 
-def resume_reads_on_rank_0_alone(folder: Path) -> None:
+def resume_reads_on_rank_0_alone(folder):
     """Rank 1 has no access to the run folder, as on another node without a shared disk.
 
     The images grow.
@@ -85,7 +81,7 @@ def resume_reads_on_rank_0_alone(folder: Path) -> None:
     assert run(folder, "resumed", resume="auto", data=growing) == 0
 
 
-def other_settings_and_layouts_are_refused(folder: Path) -> None:
+def other_settings_and_layouts_are_refused(folder):
     with pytest.raises(ConfigError, match=r"optim\.lr is 0\.1 on rank 0 and 1\.1 on rank 1"):
         run(folder, "other", optim={"lr": 0.1 + int(os.environ["RANK"])})
     with (
@@ -96,8 +92,8 @@ def other_settings_and_layouts_are_refused(folder: Path) -> None:
         build.wrap_in_ddp(model, dist, static_graph=False)
 
 
-def main(folder: Path) -> None:
-    saving: dict[str, Any] = {"checkpoint": {"every_epochs": 0, "keep": 9}, "evaluate_every": -1}
+def main(folder):
+    saving = {"checkpoint": {"every_epochs": 0, "keep": 9}, "evaluate_every": -1}
     weights_stay_equal_with_a_static_graph(folder)
     evaluation_is_eager_with_compile(folder)
     assert run(folder, "dropout", max_steps=1, report=True) == 0
@@ -112,14 +108,14 @@ def main(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two-ranks")
     write_images(folder / "images", {"train": 16, "val": 7})
     fork_two_ranks(folder, partial(main, folder))
     return folder
 
 
-def test_random_numbers_differ_and_the_report_has_the_images_of_both_ranks(folder: Path) -> None:
+def test_random_numbers_differ_and_the_report_has_the_images_of_both_ranks(folder):
     done, images = Run(folder / "dropout", 0), folder / "images" / "val"
     saved = done.checkpoint("step-00000001.pt")["progress"]["ranks"]
     assert len(saved) == 2 and not torch.equal(saved[0]["random"]["cpu"], saved[1]["random"]["cpu"])
@@ -127,14 +123,14 @@ def test_random_numbers_differ_and_the_report_has_the_images_of_both_ranks(folde
     assert sorted(names) == sorted(map(str, images.glob("*/*")))
 
 
-def test_a_run_is_resumed_and_one_with_other_settings_leaves_no_record(folder: Path) -> None:
+def test_a_run_is_resumed_and_one_with_other_settings_leaves_no_record(folder):
     resumed = Run(folder / "resumed", 0).records("train")
     assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5, 6]
     assert [record["image_size"] for record in resumed] == [16, 16, 16, 32, 32, 32]
     assert not (folder / "other" / "metrics.jsonl").exists()
 
 
-def test_a_signal_to_one_rank_reaches_both(folder: Path) -> None:
+def test_a_signal_to_one_rank_reaches_both(folder):
     for case, steps in (("training", 2), ("evaluation", 6)):
         stopped = Run(folder / f"terminated_in_{case}", 143)
         assert (stopped.summary["status"], stopped.summary["steps"]) == ("interrupted", steps)
