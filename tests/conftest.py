@@ -27,9 +27,8 @@ if not Path("/dev/nvidia0").exists():  # kernels for a GPU take much longer to c
     # No pool of processes, each of which imports torch.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-CPU_PRECISIONS = [
-    name for name in PRECISIONS if name not in ("auto", "tf32")
-]  # tf32 is fp32 on a CPU
+# tf32 is fp32 on a CPU.
+CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("auto", "tf32")]
 SHRUNK = (
     "data=folder data.image_size=32 data.workers=0 model=tests.networks:small device=cpu"
     " precision=fp32 epochs=2 batch_size=32 log_every=1 warmup_steps=1 optim.lr=0.4"
@@ -49,6 +48,14 @@ def write_images(folder: Path, counts: dict[str, int], size: tuple[int, int] = (
                 pixels = np.array(colour) + random.normal(0, 25, (size[1], size[0], 3))
                 image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
                 image.save(folder / split / name / f"{index:03d}.JPEG", quality=90)
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every path below `folder`; only of a file the bytes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.hookimpl(wrapper=True)
@@ -127,6 +134,17 @@ class Run:
     @property
     def losses(self) -> list[float]:
         return [record["loss"] for record in self.records("train")]
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records("train")]
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "train.log").read_text()
+
+    def saved_step(self, name: str | None = None) -> int:
+        return self.checkpoint(name)["progress"]["step"]
 
     def checkpoint(self, name: str | None = None) -> dict[str, Any]:
         import torch

@@ -6,13 +6,16 @@ import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cl_train.cli import main
 from cl_train.commands import COMMANDS, train
+from cl_train.commands.audit import AuditSettings
 from cl_train.commands.completion import candidates
+from cl_train.commands.convert import ConvertSettings
 from cl_train.config.schema import Config, setting
 from cl_train.config.validation import (
     command_help,
@@ -40,18 +43,12 @@ class Example:
 
 
 def test_settings_take_lists_and_a_key_can_differ_from_the_name_of_its_field():
-    settings = settings_from_arguments(
-        Example, ["data.root=/images", "sizes=64,96", "models=vgg11,resnet50"]
-    )
+    words = "data.root=/images sizes=64,96 models=vgg11,resnet50"
+    settings = settings_from_arguments(Example, words.split())
     assert (settings.root, settings.sizes, settings.time_limit_s) == ("/images", [64, 96], 1.5)
-    settings = settings_from_arguments(
-        Example, ["models=vgg11,resnet50", "sizes=64", "time_limit_s=0.1"]
-    )
-    assert (settings.models, settings.sizes, settings.time_limit_s) == (
-        ["vgg11", "resnet50"],
-        [64],
-        0.1,
-    )
+    assert settings.models == ["vgg11", "resnet50"]
+    settings = settings_from_arguments(Example, ["sizes=64", "time_limit_s=0.1"])
+    assert (settings.sizes, settings.time_limit_s) == ([64], 0.1)
 
 
 WRONG = [
@@ -90,59 +87,34 @@ def test_folders_are_no_settings():
 
 def test_help_states_name_default_meaning_type_and_range():
     text = command_help("", "", {"settings": Example})
-    parts = (
-        "data.root=null",
-        "folder of images",
-        "sizes=[224]",
-        "whole number >= 8",
-        "time_limit_s=1.5",
-        "number > 0",
-    )
-    for part in parts:
+    named = ("data.root=null", "sizes=[224]", "time_limit_s=1.5")
+    for part in (*named, "folder of images", "whole number >= 8", "number > 0"):
         assert part in text
     # What a group sets is hidden, and numbers are rounded.
     text = command_help("", "", {"settings": Config})
-    assert (
-        "  data.name=" not in text
-        and "optim.lr=0.1" in text
-        and "augment.crop_ratio_max=1.333333333\n" in text
-    )
+    assert "  data.name=" not in text and "optim.lr=0.1" in text
+    assert "augment.crop_ratio_max=1.333333333\n" in text
 
 
 def test_audit_and_convert_measure_no_layouts():
-    for name in ("AuditSettings", "ConvertSettings"):
-        command = importlib.import_module(
-            f"cl_train.commands.{name.removesuffix('Settings').lower()}"
-        )
+    for settings in (AuditSettings, ConvertSettings):
         with pytest.raises(ConfigError, match="channels_last=auto: only train"):
-            settings_from_arguments(getattr(command, name), ["channels_last=auto"])
+            settings_from_arguments(settings, ["channels_last=auto"])
 
 
 def test_the_same_key_has_the_same_type_in_every_command():
-    lists = {
-        "model",
-        "precision",
-        "batch_size",
-        "compile",
-        "cuda_graph",
-        "data.workers",
-    }  # of these some take several
-    known = setting_fields(Config)
+    takes_several = ["model", "precision", "batch_size", "compile", "cuda_graph", "data.workers"]
+    known = {
+        key: (item.base_type, item.list_depth)
+        for key, item in setting_fields(Config).items()
+        if key not in takes_several and item.metadata["choices"] != ("true", "false", "auto")
+    }
     for name in COMMANDS:
-        for schema in getattr(
-            importlib.import_module(f"cl_train.commands.{name}"), "SETTINGS", {}
-        ).values():
+        command = importlib.import_module(f"cl_train.commands.{name}")
+        for schema in getattr(command, "SETTINGS", {}).values():
             for key, item in setting_fields(schema).items():
-                if (
-                    key in known
-                    and key not in lists
-                    and known[key].metadata["choices"] != ("true", "false", "auto")
-                ):
-                    own = known[key]
-                    assert (item.base_type, item.list_depth) == (own.base_type, own.list_depth), (
-                        name,
-                        key,
-                    )
+                own = (item.base_type, item.list_depth)
+                assert known.get(key, own) == own, (name, key)
 
 
 @pytest.mark.parametrize(
@@ -173,33 +145,16 @@ def test_completion_in_a_terminal(tmp_path, cache_home):
 
     (tmp_path / "cl-train").write_text(f'#!/bin/sh\nexec {sys.executable} -m cl_train "$@"\n')
     (tmp_path / "cl-train").chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PS1": "$ ",
-        "TERM": "dumb",
-    }
-    environment |= {
-        "XDG_CACHE_HOME": str(cache_home),
-        "PYTHONPATH": str(ROOT),
-        "INPUTRC": "/dev/null",
-    }
-    bash = pexpect.spawn(
-        "bash --norc --noprofile -i",
-        env=environment,
-        timeout=LIMIT_S,
-        encoding="utf-8",
-        cwd=tmp_path,
-    )
+    terminal = {"PS1": "$ ", "TERM": "dumb", "INPUTRC": "/dev/null"}
+    terminal |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | terminal | {"XDG_CACHE_HOME": str(cache_home)}
+    start = partial(pexpect.spawn, timeout=LIMIT_S, encoding="utf-8", cwd=tmp_path)
+    bash = start("bash --norc --noprofile -i", env=environment)
     bash.sendline('eval "$(cl-train completion)"; echo rea""dy')
     bash.expect_exact("ready\r\n")
-    for typed, shown in (
-        ("tr", "train "),
-        ("train data.r", "train data.root="),
-        ("train data=fo", "train data=folder"),
-    ):
+    for typed, added in (("tr", "ain "), ("train data.r", "oot="), ("train data=fo", "lder")):
         bash.send(f"cl-train {typed}\t")
-        bash.expect_exact(f"cl-train {shown}")
+        bash.expect_exact(f"cl-train {typed}{added}")
         bash.sendcontrol("u")
     bash.send("cl-train train model=resn\t\t\t")  # "e", then the list
     for model in ("resnet18", "resnext50_32x4d"):
@@ -222,17 +177,17 @@ def test_each_script_runs_its_command(monkeypatch):
 
 
 def shell(line):
-    script = line.replace("PROGRAM", f"{sys.executable} -m cl_train").replace(
-        "TRAIN", f"{sys.executable} train.py"
-    )
-    return subprocess.run(
-        ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    script = line.replace("PYTHON", sys.executable)
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S)
+    return run(["bash", "-c", script], cwd=ROOT)
 
 
 @pytest.mark.parametrize(
     ("line", "code"),
-    [("TRAIN --help | true; exit ${PIPESTATUS[0]}", 141), ("PROGRAM convert --help >&-", 0)],
+    [
+        ("PYTHON train.py --help | true; exit ${PIPESTATUS[0]}", 141),
+        ("PYTHON -m cl_train convert --help >&-", 0),
+    ],
 )
 def test_nobody_reads_the_output(line, code):
     done = shell(line)
@@ -243,10 +198,8 @@ def test_nobody_reads_the_output(line, code):
 @pytest.mark.parametrize("end", ["| head -1; exit ${PIPESTATUS[0]}", ">/dev/full", ">&-"])
 def test_a_run_goes_on_without_its_console(end, tmp_path):
     run = tmp_path / "run"
-    done = shell(f"TRAIN experiment=smoke data=synthetic max_steps=6 hydra.run.dir={run} {end}")
-    assert (
-        done.returncode == 0
-        and "Traceback" not in done.stderr
-        and "Logging error" not in done.stderr
-    ), done.stderr
+    words = f"experiment=smoke data=synthetic max_steps=6 hydra.run.dir={run}"
+    done = shell(f"PYTHON train.py {words} {end}")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Logging error" not in done.stderr
     assert '"status": "completed"' in (run / "summary.json").read_text()

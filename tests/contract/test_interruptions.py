@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,12 +19,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cl_train.errors import ConfigError
 from cl_train.system import checkpoints, files
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore
-from cl_train.system.files import AppendFile, write_json, write_text
+from cl_train.system.files import AppendFile, write_text
 from cl_train.training import records
 from cl_train.training.console import RunLog
 from tests.conftest import write_images
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+TERMINATED = "model=tests.networks:terminated_in_evaluation"
 FILES = ("metrics.jsonl", "train.log", "checkpoints", "summary.json")
 
 
@@ -32,18 +34,13 @@ def best_step(run):
 
 
 def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train, tmp_path):
-    words = (
-        "model=tests.networks:terminated_in_evaluation",
-        "batch_size=4",
-        "epochs=2",
-        "checkpoint.every_epochs=0",
-    )
+    words = (TERMINATED, "batch_size=4", "epochs=2", "checkpoint.every_epochs=0")
     folder = tmp_path / "stopped"
     stopped = train(*words, folder=folder)
     assert stopped.exit_code == 143 and stopped.summary["status"] == "interrupted"
     assert stopped.records("val") == [] and stopped.summary["steps"] == 24
-    assert stopped.checkpoint()["progress"]["step"] == 24, "saved although no checkpoint was due"
-    closing = (folder / "train.log").read_text().splitlines()[-1]
+    assert stopped.saved_step() == 24, "saved although no checkpoint was due"
+    closing = stopped.log.splitlines()[-1]
     assert "step-00000024.pt" in closing and f"hydra.run.dir={folder} resume=auto" in closing
     resumed = train(*words, "resume=auto", "max_steps=24", folder=folder)
     assert resumed.exit_code == 143, "the evaluation is what the resumed run begins with"
@@ -53,23 +50,13 @@ def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train
 @pytest.mark.slow
 def test_evaluate_only_stopped_by_a_signal_says_so(train):
     trained = train("model=tests.networks:small")
-    words = (
-        "model=tests.networks:terminated_in_evaluation",
-        "evaluate_only=true",
-        "batch_size=4",
-        "epochs=1",
-    )
-    folder = trained.folder.parent / "evaluated"
+    folder, weights = trained.folder.parent / "evaluated", trained.folder / "weights.pth"
     saved = trained.checkpoint("step-00000006.pt")["model"]
-    torch.save(
-        {f"1.{name}": value for name, value in saved.items()}, trained.folder / "weights.pth"
-    )
-    done = train(*words, f"weights={trained.folder / 'weights.pth'}", folder=folder)
-    assert (
-        done.exit_code == 143
-        and done.summary["status"] == "interrupted"
-        and done.summary["val"] is None
-    )
+    torch.save({f"1.{name}": value for name, value in saved.items()}, weights)
+    words = (TERMINATED, "evaluate_only=true", "batch_size=4", "epochs=1")
+    done = train(*words, f"weights={weights}", folder=folder)
+    assert done.exit_code == 143
+    assert done.summary["status"] == "interrupted" and done.summary["val"] is None
 
 
 @pytest.mark.slow
@@ -92,16 +79,13 @@ def test_the_epoch_is_saved_before_its_evaluation(train, monkeypatch, tmp_path):
 def test_a_second_run_in_a_used_folder_is_refused(train, tmp_path):
     folder = tmp_path / "run"
     first = train(folder=folder)
-    assert first.checkpoint("best.pt")["progress"]["step"] == best_step(first)
+    assert first.saved_step("best.pt") == best_step(first)
     newest = CheckpointStore(folder / "checkpoints").newest()
-    assert newest is not None and newest[1]["progress"]["step"] == 6, "best.pt is no second file"
+    assert newest[1]["progress"]["step"] == 6, "best.pt is no second file"
 
     def contents():
-        return {
-            path: path.read_bytes()
-            for path in folder.rglob("*")
-            if path.is_file() and path.name != ".lock"
-        }
+        files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+        return {path: path.read_bytes() for path in files}
 
     before = contents()
     with pytest.raises(ConfigError, match=r"resume=auto.*hydra\.run\.dir.*overwrite=true"):
@@ -109,20 +93,18 @@ def test_a_second_run_in_a_used_folder_is_refused(train, tmp_path):
     assert contents() == before
     assert train("resume=auto", folder=folder).summary["val"] == first.summary["val"]
     replaced = train("epochs=1", "overwrite=true", folder=folder)
-    assert [record["step"] for record in replaced.records("train")] == [1, 2, 3]
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
-        "step-00000003.pt",
-        "best.pt",
-    }
+    assert replaced.steps == [1, 2, 3]
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"step-00000003.pt", "best.pt"}
 
 
 @pytest.mark.slow
 def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(train, tmp_path):
     train("epochs=1", folder=tmp_path / "first")
     second = train("epochs=1", f"resume={tmp_path / 'first'}", folder=tmp_path / "second")
-    assert second.checkpoint()["progress"]["step"] == 3
+    assert second.saved_step() == 3
     third = train("epochs=2", "resume=auto", folder=tmp_path / "second")
-    assert [record["step"] for record in third.records("train")] == [4, 5, 6]
+    assert third.steps == [4, 5, 6]
 
 
 @pytest.mark.slow
@@ -142,28 +124,26 @@ def test_a_full_disk_ends_no_run_and_loses_no_record(train, monkeypatch, file, u
             if calls[0] >= (1 if file == "summary.json" else 3) and not has_room.is_set():
                 raise FULL
 
-    append, write = AppendFile._write, checkpoints.write
-    monkeypatch.setattr(
-        AppendFile, "_write", lambda self, data: [refuse(self.path), append(self, data)]
-    )
-    monkeypatch.setattr(
-        checkpoints, "write", lambda path, state: [refuse(path), write(path, state)]
-    )
-    monkeypatch.setattr(
-        records, "write_json", lambda path, *rest, **named: [refuse(path), write_json(path, *rest)]
-    )
-    monkeypatch.setattr(
-        files, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_room.set())
-    )
+    def refusing(write, path_of):
+        return lambda *data, **named: [refuse(path_of(data[0])), write(*data, **named)]
+
+    for owner, name, path_of in (
+        (AppendFile, "_write", lambda file: file.path),
+        (checkpoints, "write", Path),
+        (records, "write_json", Path),
+    ):
+        monkeypatch.setattr(owner, name, refusing(getattr(owner, name), path_of))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_room.set())
+    monkeypatch.setattr(files, "time", clock)
     done = train("epochs=8", "log_to=[tensorboard]", "checkpoint.every_steps=1")
     assert done.exit_code == 0 and done.summary["status"] == "completed" and calls[0] >= 2
-    assert [record["step"] for record in done.records("train")] == list(range(1, 25))
+    assert done.steps == list(range(1, 25))
     events = EventAccumulator(str(done.folder)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 25))
-    assert done.checkpoint()["progress"]["step"] == 24
-    assert done.checkpoint("best.pt")["progress"]["step"] == best_step(done)
+    assert done.saved_step() == 24
+    assert done.saved_step("best.pt") == best_step(done)
     if (file, until) != ("train.log", "end"):  # nothing waits for it: the console has its lines
-        assert (done.folder / "train.log").read_text().count("Epoch:") == 24
+        assert done.log.count("Epoch:") == 24
 
 
 def test_a_full_disk_at_the_last_save_is_named(train, monkeypatch, tmp_path):
@@ -193,7 +173,7 @@ def test_skipped_images_and_the_load_of_others_are_recorded(train, tmp_path):
     done = train(f"data.root={images}", "data.on_bad_image=skip", "epochs=1")
     assert done.summary["skipped_images"] == done.records("train")[-1]["skipped_images"] == 2
     assert "others_pct" in done.summary
-    log = (done.folder / "train.log").read_text()
+    log = done.log
     assert "Bad images 2" in log and "2 bad images" in log
 
 

@@ -17,13 +17,8 @@ from tests.networks import small
 from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = {
-    "data": {"image_size": 32, "workers": 0},
-    "device": "cpu",
-    "precision": "fp32",
-    "batch_size": 16,
-    "epochs": 1,
-}
+TINY = {"device": "cpu", "precision": "fp32", "batch_size": 16, "epochs": 1}
+TINY |= {"data": {"image_size": 32, "workers": 0}}
 TINY |= {"model": "tests.networks:small", "log_every": 1, "warmup_steps": 1, "log_to": []}
 
 

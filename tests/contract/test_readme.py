@@ -34,25 +34,18 @@ def commands(page):
     """Every command in a code block or in a code span."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-    lines = [
-        line.partition("  #")[0].strip()
-        for block in blocks
-        for line in block.replace("\\\n", " ").splitlines()
-    ]
+    whole = "\n".join(blocks).replace("\\\n", " ")
+    lines = [line.partition("  #")[0].strip() for line in whole.splitlines()]
     spans = re.findall(r"`((?:python|bash|torchrun|cl-train) [^`]+)`", text)
-    return [
-        line for line in [*lines, *spans] if re.match(r"(python|bash|torchrun|cl-train) ", line)
-    ]
+    found = [*lines, *spans]
+    return [line for line in found if re.match(r"(python|bash|torchrun|cl-train) ", line)]
 
 
-ALL = sorted(
-    {line for page in PAGES for line in commands(page) if "..." not in line and "<" not in line}
-)
+WRITTEN = {line for page in PAGES for line in commands(page)}
+ALL = sorted(line for line in WRITTEN if "..." not in line and "<" not in line)
 TRAIN = [line for line in ALL if " train.py" in line or line.startswith("cl-train train")]
 OTHERS = [line for line in ALL if line.startswith("cl-train") and line not in TRAIN]
-SCRIPTS = sorted(
-    {name for line in ALL for name in re.findall(r"(?:scripts|benchmarks)/\w+\.\w+", line)}
-)
+SCRIPTS = set(re.findall(r"(?:scripts|benchmarks)/\w+\.\w+", "\n".join(ALL)))
 
 
 def test_there_are_commands_to_check_and_every_script_exists():
@@ -101,8 +94,7 @@ def test_program(title, tmp_path):
     """Every program of the pages runs as it stands, in a process and a folder of its own."""
     for package in re.findall(r"^(?:import|from) (\w+)", PROGRAMS[title], flags=re.MULTILINE):
         pytest.importorskip(package)
-    run = Forked(
-        partial(run_program, title, tmp_path), tmp_path / "log", {"XDG_CACHE_HOME": str(tmp_path)}
-    )
+    program, environment = partial(run_program, title, tmp_path), {"XDG_CACHE_HOME": str(tmp_path)}
+    run = Forked(program, tmp_path / "log", environment)
     assert run.wait() == 0, run.output()[-2000:]
     assert "Traceback" not in run.output()

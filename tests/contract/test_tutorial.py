@@ -40,14 +40,8 @@ def test_pixels_are_stored_one_after_the_other():
     x = torch.arange(2 * 3 * 4 * 4.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
     assert x.flatten().storage_offset() == 0
     memory = torch.as_strided(x, (6,), (1,))
-    assert memory.tolist() == [
-        0.0,
-        16.0,
-        32.0,
-        1.0,
-        17.0,
-        33.0,
-    ]  # R G B of pixel 0, R G B of pixel 1
+    # R G B of pixel 0, R G B of pixel 1
+    assert memory.tolist() == [0.0, 16.0, 32.0, 1.0, 17.0, 33.0]
 
 
 # Memory format API
@@ -55,20 +49,17 @@ def test_pixels_are_stored_one_after_the_other():
 
 def test_each_way_to_make_a_tensor_has_the_stated_strides():
     classic, x = torch.empty(N, C, H, W), channels_last()
-    back = (
-        x.to(memory_format=torch.contiguous_format),
-        x.contiguous(memory_format=torch.contiguous_format),
-    )
-    for number, tensor in enumerate((classic, *back, to_memory_format(x, torch.contiguous_format))):
+    back = torch.contiguous_format
+    ways_back = (x.to(memory_format=back), x.contiguous(memory_format=back))
+    for number, tensor in enumerate((classic, *ways_back, to_memory_format(x, back))):
         assert tensor.stride() == CONTIGUOUS, number
     made = torch.empty(N, C, H, W, memory_format=torch.channels_last)
     alternatives = (
         classic.contiguous(memory_format=torch.channels_last),
         to_memory_format(classic, torch.channels_last),
     )
-    kinds = [
-        x.to(kind) for kind in ("meta", torch.float16, torch.bfloat16, torch.float64, torch.int32)
-    ]
+    dtypes = (torch.float16, torch.bfloat16, torch.float64, torch.int32)
+    kinds = [x.to(kind) for kind in ("meta", *dtypes)]
     alike = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like)
     preserved = (x.clone(), x.float(), *kinds, *(like(x) for like in alike))
     for number, tensor in enumerate((x, made, *alternatives, *preserved)):
@@ -160,9 +151,8 @@ def test_converted_weights_restore_the_format_of_a_contiguous_input():
 
 def test_the_checker_raised_at_the_first_loss_and_the_audit_tells_all():
     """What the tutorial's `check_wrapper` stopped at is one of the losses in the audit."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8)
-    )
+    layers = [(nn.Conv2d(channels, 8, 3), nn.InstanceNorm2d(8)) for channels in (3, 8)]
+    model = nn.Sequential(*layers[0], *layers[1])
     convert(model)
     x = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
     lost = audit(model, x).of("lost", "forward")
@@ -184,12 +174,8 @@ class Checker(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         was = any(isinstance(a, torch.Tensor) and classify(a) == "channels_last" for a in args)
-        if (
-            was
-            and isinstance(result, torch.Tensor)
-            and result.dim() == 4
-            and classify(result) == "contiguous"
-        ):
+        is_image = isinstance(result, torch.Tensor) and result.dim() == 4
+        if was and is_image and classify(result) == "contiguous":
             self.lost.append((resolve_name(function) or str(function)).rpartition(".")[2])
         return result
 
@@ -215,12 +201,9 @@ def test_the_28_models_are_converted_and_lose_only_what_is_known(name):
             nn.init.normal_(tensor, std=0.02) if tensor.dim() > 1 else nn.init.ones_(tensor)
     convert(model)
     assert model_memory_format(model) == "channels_last"
-    report = audit(
-        model, torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last), name=name
-    )
-    expected = next(
-        (losses for family, losses in FORWARD_LOSSES.items() if name.startswith(family)), set()
-    )
+    x = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
+    report = audit(model, x, name=name)
+    expected = next((lost for family, lost in FORWARD_LOSSES.items() if family in name), set())
     found = {call.operator.split(".")[1] for call in report.of("lost", "forward")}
     assert found == expected, report
     assert report.totals["kept"] > 10
@@ -231,11 +214,8 @@ def _without_large_layers(model):
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Linear) and child.in_features * child.out_features > 1e6:
-                thin = (
-                    nn.Linear(child.in_features, 8)
-                    if child.in_features > 4096
-                    else nn.Linear(8, child.out_features)
-                )
+                inputs, outputs = child.in_features, child.out_features
+                thin = nn.Linear(inputs, 8) if inputs > 4096 else nn.Linear(8, outputs)
                 setattr(module, name, thin)
     return model
 
@@ -244,9 +224,8 @@ def _without_large_layers(model):
 
 
 def test_the_one_liners_of_the_documentation_print_what_it_says():
-    lines = (
-        (Path(__file__).resolve().parents[2] / "docs" / "channels_last.md").read_text().splitlines()
-    )
+    page = Path(__file__).resolve().parents[2] / "docs/channels_last.md"
+    lines = page.read_text().splitlines()
     quoted = [(line, after) for line, after in pairwise(lines) if line.startswith("    python -c ")]
     assert len(quoted) >= 4
     for line, after in quoted:
@@ -255,6 +234,5 @@ def test_the_one_liners_of_the_documentation_print_what_it_says():
         with contextlib.redirect_stdout(out):
             exec(code, {})
         if after.startswith("    # "):
-            assert out.getvalue().startswith(after.removeprefix("    # ").removesuffix(" ...")), (
-                line
-            )
+            shown = after.removeprefix("    # ").removesuffix(" ...")
+            assert out.getvalue().startswith(shown), line

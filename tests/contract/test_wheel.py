@@ -26,17 +26,9 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source" / name)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--use-pep517",
-    ]
-    subprocess.run([*pip, "-w", str(folder), str(folder / "source")], check=True, timeout=LIMIT_S)
+    build = "-m pip wheel --quiet --no-deps --no-build-isolation --use-pep517 -w"
+    command = [sys.executable, *build.split(), str(folder), str(folder / "source")]
+    subprocess.run(command, check=True, timeout=LIMIT_S)
     return next(folder.glob("*.whl"))
 
 
@@ -53,26 +45,16 @@ def cl_train(wheel, tmp_path_factory, cache_home):
     (folder / "work").mkdir()
 
     environment = os.environ | {"XDG_CACHE_HOME": str(cache_home)}
-    run = partial(
-        subprocess.run,
-        cwd=folder / "work",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S)
+    run = partial(run, cwd=folder / "work", env=environment)
     return lambda *words: run([folder / "env/bin/cl-train", *words])
 
 
 @pytest.mark.slow
 def test_the_wheel_holds_configuration_types_and_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {
-        "cl_train/conf/config.yaml",
-        "cl_train/py.typed",
-        "cl_train/imagenet/synsets.txt",
-        "cl_train/training/report.html",
-    } <= set(names)
+    data = "conf/config.yaml py.typed imagenet/synsets.txt training/report.html"
+    assert {f"cl_train/{name}" for name in data.split()} <= set(names)
     packed = {name for name in names if name.startswith("cl_train/") and name.endswith(".py")}
     assert packed == {str(path.relative_to(ROOT)) for path in (ROOT / "cl_train").rglob("*.py")}
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -80,44 +62,25 @@ def test_the_wheel_holds_configuration_types_and_licence(wheel):
 
 @pytest.mark.slow
 def test_commands_of_the_wheel(cl_train, tmp_path):
-    trained = cl_train(
-        "train",
-        "channels_last=true",
-        "experiment=smoke",
-        "max_steps=4",
-        f"hydra.run.dir={tmp_path}/a",
-    )
+    words = ("channels_last=true", "experiment=smoke", "max_steps=4")
+    trained = cl_train("train", *words, f"hydra.run.dir={tmp_path}/a")
     assert trained.returncode == 0, trained.stderr
     assert json.loads((tmp_path / "a/summary.json").read_text())["status"] == "completed"
     small = ["data.image_size=64", "batch_size=2", "precision=fp32"]
-    audited = cl_train(
-        "audit", "model=resnet18", "measure=false", f"out={tmp_path}/audit.json", *small
-    )
+    out = f"out={tmp_path}/audit.json"
+    audited = cl_train("audit", "model=resnet18", "measure=false", out, *small)
     assert audited.returncode == 0 and (tmp_path / "audit.json").is_file(), audited.stderr
     fast = ["model=squeezenet1_1", "time_limit_s=0.5", "parity=false"]
     measured = cl_train("benchmark", *fast, *small, f"out={tmp_path}/benchmark.json")
-    assert measured.returncode == 0 and "channels_last" in measured.stdout.splitlines()[-1], (
-        measured.stderr
-    )
+    assert measured.returncode == 0, measured.stderr
+    assert "channels_last" in measured.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_sweep_and_comparison_of_the_wheel(cl_train, tmp_path):
-    words = [
-        "-m",
-        "channels_last=true,false",
-        "experiment=smoke",
-        "data=synthetic",
-        "max_steps=6",
-        "log_every=1",
-    ]
-    swept = cl_train(
-        "train",
-        *words,
-        "data.synthetic_images=96",
-        "warmup_steps=1",
-        f"hydra.sweep.dir={tmp_path}/sweep",
-    )
+    words = "-m channels_last=true,false experiment=smoke data=synthetic max_steps=6 log_every=1"
+    words += f" data.synthetic_images=96 warmup_steps=1 hydra.sweep.dir={tmp_path}/sweep"
+    swept = cl_train("train", *words.split())
     assert swept.returncode == 0, swept.stdout + swept.stderr
     compared = cl_train("compare", f"{tmp_path}/sweep", f"out={tmp_path}/report")
     assert compared.returncode == 0, compared.stderr
