@@ -76,19 +76,6 @@ def versioned(num_classes: int) -> nn.Module:
     return Versioned(*small(num_classes))
 
 
-def too_few_outputs(num_classes: int) -> nn.Module:
-    return small(num_classes - 1)
-
-
-def uncopyable(num_classes: int) -> nn.Module:
-    """Holds a tensor that is a result, as torch.nn.utils.weight_norm's modules do: it cannot be
-    deep-copied.
-    """
-    model = small(num_classes)
-    model.result = torch.ones(1, requires_grad=True) * 2
-    return model
-
-
 def unsaveable(num_classes: int) -> nn.Module:
     class Unsaveable(nn.Identity):
         def get_extra_state(self) -> object:

@@ -12,9 +12,8 @@ from pathlib import Path
 from cl_train.system import processes
 
 LIMIT_S = 300.0  # of every wait and every program: the machine may be slow and busy
-_BELOW_EPHEMERAL = range(
-    10_000, 20_000
-)  # the system gives none of these ports to a program that asks for any port
+# The system gives none of these ports to a program that asks for any port.
+_BELOW_EPHEMERAL = range(10_000, 20_000)
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
@@ -63,12 +62,9 @@ def running_processes() -> dict[int, list[str]]:
 
 def children_of(pid: int) -> list[int]:
     """In the order of their start."""
-    found = {
-        child: int(fields[19])
-        for child, fields in running_processes().items()
-        if fields[1] == str(pid)
-    }
-    return sorted(found, key=found.__getitem__)
+    fields_by_pid = running_processes()
+    children = [child for child, fields in fields_by_pid.items() if fields[1] == str(pid)]
+    return sorted(children, key=lambda child: int(fields_by_pid[child][19]))
 
 
 def send_and_wait(pid: int, signum: int) -> None:

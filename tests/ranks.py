@@ -6,37 +6,39 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.faults.forkserver import Forked, Function
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = (
-    *(
-        "data=folder",
-        "data.image_size=32",
-        "data.workers=0",
-        "device=cpu",
-        "precision=fp32",
-        "log_every=1",
-    ),
-    *("model=tests.networks:without_batchnorm", "optim.lr=0.4", "log_to=[]"),
-)
+_SMALL = "data=folder data.image_size=32 data.workers=0 device=cpu precision=fp32 log_every=1"
+TINY = [*_SMALL.split(), "model=tests.networks:without_batchnorm", "optim.lr=0.4", "log_to=[]"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def launch(processes: int, *program: str) -> subprocess.CompletedProcess[str]:
     """Run `train.py key=value ...` or `-m tests.module ...` to its end; its output as text."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        if processes > 1
-        else []
-    )
-    command = [sys.executable, *launcher, *program]
-    return subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node={processes}"
+    command = [sys.executable, *(torchrun.split() if processes > 1 else ()), *program]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S)
+    return run(command, cwd=ROOT, env=ENVIRONMENT)
+
+
+@contextmanager
+def group_of_one(folder: Path) -> Iterator[None]:
+    """This process as the only rank."""
+    from torch import distributed
+
+    store = distributed.FileStore(str(folder / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -56,18 +58,13 @@ def fork_two_ranks(folder: Path, function: Function, **environment: str) -> list
     # As that of torchrun's agent it outlives a run: rank 1 may begin the next one before rank 0 has
     # ended the first.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-    }
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= environment
     ranks = [
         Forked(function, folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
     ]
-    assert [rank.wait(3 * LIMIT_S) for rank in ranks] == [0, 0], "".join(
-        rank.output() for rank in ranks
-    )
+    codes = [rank.wait(3 * LIMIT_S) for rank in ranks]
+    assert codes == [0, 0], "".join(rank.output() for rank in ranks)
     return ranks

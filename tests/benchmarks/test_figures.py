@@ -74,69 +74,49 @@ def planted_models():
             ci95 = [ratio - 0.1, ratio + 0.1]
             pair = {"ratio": ratio, "ci95": ci95, "n": 8, "verdict": verdict}
             results.append({"model": model, "precision": precision, "pairs": [pair]})
-    return {**SOURCE, "settings": {"batch_size": [16], "image_size": 160}, "results": results}
+    return {"settings": {"batch_size": [16], "image_size": 160}, "results": results}
 
 
 def planted_accuracy():
-    summary = {
-        name: {
-            "runs": 8,
-            "reached": reached,
-            "target_s": seconds,
-            "first_s": [7.0, 6.0, 8.0],
-            "epoch_s": epoch_s,
-            "theirs_over_ours": {"target": None, "epoch": [epoch_s[0] / 2, 1.0, 2.0]},
-        }
-        for name, reached, seconds, epoch_s in (
-            ("cl_train", 8, [20.0, 18.0, 25.0], [2.0, 1.9, 2.2]),
-            ("timm, recipe of train.py", 3, None, [2.5, 2.4, 2.9]),
-        )
-    }
-    runs = [
-        {"data": "digits", "program": name, "points": [[5.0, 50.0], [9.0, 90.0]]}
-        for name in summary
-    ]
-    return {**SOURCE, "target_top1": 95.0, "summary": {"digits": summary}, "runs": runs}
+    summary = {}
+    for name, reached, target_s, epoch_s in (
+        ("cl_train", 8, [20.0, 18.0, 25.0], [2.0, 1.9, 2.2]),
+        ("timm, recipe of train.py", 3, None, [2.5, 2.4, 2.9]),
+    ):
+        of_run = {"runs": 8, "reached": reached, "target_s": target_s, "epoch_s": epoch_s}
+        ratios = {"target": None, "epoch": [epoch_s[0] / 2, 1.0, 2.0]}
+        summary[name] = of_run | {"first_s": [7.0, 6.0, 8.0], "theirs_over_ours": ratios}
+    points = [[5.0, 50.0], [9.0, 90.0]]
+    runs = [{"data": "digits", "program": name, "points": points} for name in summary]
+    return {"target_top1": 95.0, "summary": {"digits": summary}, "runs": runs}
 
 
-PLANTED = {
+def rows(keys, *values, **same):
+    return [dict(zip(keys.split(), row, strict=True), **same) for row in values]
+
+
+UPDATE_MS = {"contiguous": 10.0, "channels_last": 10.5, "torch": 21.0}
+LOADERS = [("torchvision reference", 400, 1.0), ("timm", 500, 1.25), ("cl_train", 1000, 2.5)]
+SWEEPS = [
+    ("nothing", "no_difference", 4),
+    ("nothing", "faster", 2),
+    ("a busy process", "inconclusive", 12),
+]
+CONTENTS = {
     "models": planted_models(),
     "time-to-accuracy": planted_accuracy(),
-    "loader": {
-        **SOURCE,
-        "rows": [
-            {"pipeline": "torchvision reference", "workers": 2, "images_per_s": 400, "ratio": 1.0},
-            {"pipeline": "timm", "workers": 2, "images_per_s": 500, "ratio": 1.25},
-            {"pipeline": "cl_train", "workers": 2, "images_per_s": 1000, "ratio": 2.5},
-        ],
-    },
+    "loader": {"rows": rows("pipeline images_per_s ratio", *LOADERS, workers=2)},
     "overhead": {
-        **SOURCE,
         "ratio": 0.99,
         "ratios": [0.97, 0.99, 1.01],
         "settings": {"model": "resnet18", "image_size": 128},
     },
     "updates": {
-        **SOURCE,
-        "rows": [
-            {
-                "model": "resnet50",
-                "update": "sgd",
-                "threads": 2,
-                "ms": {"contiguous": 10.0, "channels_last": 10.5, "torch": 21.0},
-                "ratio": 1.05,
-            }
-        ],
+        "rows": rows("model update threads ms ratio", ("resnet50", "sgd", 2, UPDATE_MS, 1.05))
     },
-    "aa-sweeps": {
-        **SOURCE,
-        "sweeps": [
-            {"beside": "nothing", "verdict": "no_difference", "n": 4},
-            {"beside": "nothing", "verdict": "faster", "n": 2},
-            {"beside": "a busy process", "verdict": "inconclusive", "n": 12},
-        ],
-    },
+    "aa-sweeps": {"sweeps": rows("beside verdict n", *SWEEPS)},
 }
+PLANTED = {name: SOURCE | content for name, content in CONTENTS.items()}
 
 
 @pytest.fixture

@@ -14,19 +14,9 @@ from tests.processes import LIMIT_S, children_of, free_ports, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 
 pytestmark = pytest.mark.slow
-SETTINGS = (
-    *TINY,
-    "batch_size=16",
-    "global_batch_size=32",
-    "evaluate_every=-1",
-    "rank_timeout_s=300",
-)
-GATED = (
-    "model=tests.networks:gated",
-    "epochs=8",
-    "checkpoint.every_steps=4",
-    "checkpoint.every_epochs=0",
-)
+OF_TWO = "batch_size=16 global_batch_size=32 evaluate_every=-1 rank_timeout_s=300"
+SETTINGS = [*TINY, *OF_TWO.split()]
+GATED = "model=tests.networks:gated epochs=8 checkpoint.every_steps=4 checkpoint.every_epochs=0"
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
     reason="needs root: unshare -m",
@@ -53,7 +43,7 @@ def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder, tmp_p
     """SIGKILL to the agents and, before they notice, to their processes, which wait in step 10 at
     the gate.
     """
-    words = (f"data.root={image_folder}", *GATED)
+    words = (f"data.root={image_folder}", *GATED.split())
     undisturbed, log = tmp_path / "undisturbed", tmp_path / "log"
     run, gate = tmp_path / "run", tmp_path / "gate"
     run.mkdir()

@@ -45,7 +45,7 @@ def test_the_records_and_the_end_are_the_same(train, monkeypatch, tmp_path, word
     read_late(monkeypatch)
     assert end_of(late) == expected
     assert tiny.records(late) == tiny.records(at_once)
-    steps = [record["step"] for record in Run(late, 0).records("train")]
+    steps = Run(late, 0).steps
     assert steps and steps == sorted(set(steps)), "one record per window, in order"
 
 

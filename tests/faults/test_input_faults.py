@@ -19,7 +19,7 @@ from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.errors import ConfigError
 from cl_train.imagenet.archives import unpack
 from cl_train.imagenet.folders import resize_folder, verify
-from tests.conftest import write_images
+from tests.conftest import contents, write_images
 from tests.data.image_folders import FLOAT_CHANNELS_LAST, encoded, folder_data, noise
 from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
 from tests.faults.bench import MAX_ORPHAN_S, check_ended, peak_mib
@@ -136,12 +136,6 @@ def check_loader(root, count, expected_bad):
     # dropped.
     assert skipped >= expected_bad - 8, f"the loader counted {skipped} of {expected_bad} bad images"
     assert grown <= MAX_MEMORY_MIB, f"a worker took {grown:.0f} MiB"
-
-
-def contents(folder):
-    """None is a folder."""
-    paths = folder.rglob("*")
-    return {p.relative_to(folder): p.read_bytes() if p.is_file() else None for p in paths}
 
 
 def test_hostile_archives(bench):

@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import hashlib
 import os
 import shutil
 import tarfile
@@ -17,6 +16,7 @@ from cl_train.errors import ConfigError
 from cl_train.imagenet import archives as imagenet
 from cl_train.imagenet.archives import unpack, validation_labels
 from cl_train.imagenet.folders import verify
+from tests.conftest import contents
 from tests.imagenet_archives import (
     SYNSETS,
     WNIDS,
@@ -27,16 +27,6 @@ from tests.imagenet_archives import (
     tar_of,
     val_wnid,
 )
-
-
-def snapshot(folder):
-    """Every path below `folder`, with the digest of files."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.is_file()
-        else "folder"
-        for path in sorted(folder.rglob("*"))
-    }
 
 
 def test_synsets_are_in_the_order_of_ilsvrc_ids():
@@ -87,13 +77,13 @@ def test_the_official_archives_become_a_folder_that_trains(tmp_path, capsys):
     assert not list(out.rglob(".partial"))
     folder = read_folder(out)
     assert folder.classes == WNIDS and len(folder.train) == 12 and len(folder.val) == 9
-    before = snapshot(out)
+    before = contents(out)
     assert unpack(out, **archives) == {"train": 12, "val": 9}  # again: nothing to do
-    assert snapshot(out) == before
+    assert contents(out) == before
     with tarfile.open(archives["val"]) as archive:
         archive.extractall(flat, filter="data")
     assert unpack(tmp_path / "flat", val=flat, devkit=archives["devkit"]) == {"val": 9}
-    assert snapshot(flat) == snapshot(out / "val")
+    assert contents(flat) == contents(out / "val")
 
 
 def test_archives_that_do_not_fit_are_named(tmp_path):

@@ -4,8 +4,8 @@ import pytest
 
 from cl_train.commands.prepare_imagenet import main
 from cl_train.errors import ConfigError
+from tests.conftest import contents
 from tests.data.image_folders import write_folder
-from tests.imagenet.test_archives import snapshot
 from tests.imagenet.test_parquet import write_parquet
 from tests.imagenet_archives import make_archives
 
@@ -36,12 +36,12 @@ FOREIGN = ("file", "notes", "images/train/class_0", "parquet", "archives", "file
 
 @pytest.mark.parametrize("task", TASKS)
 def test_foreign_outputs_are_refused_unchanged(inputs, task):
-    before = snapshot(inputs)
+    before = contents(inputs)
     inside = {"resize": ["images/new"], "shards": ["images/train/new", "images/val/new"]}
     for out in [*FOREIGN, *inside.get(task, [])]:
         with pytest.raises(ConfigError, match="out="):
             main([*words(task, inputs), f"out={inputs / out}"])
-        assert snapshot(inputs) == before, out
+        assert contents(inputs) == before, out
 
 
 @pytest.mark.slow
@@ -49,14 +49,14 @@ def test_foreign_outputs_are_refused_unchanged(inputs, task):
 def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs, task):
     out = inputs / "notes"
     assert main([*words(task, inputs), f"out={out}", "overwrite=true"]) == 0
-    done = snapshot(out)
+    done = contents(out)
     assert (out / "a.txt").read_text() == "kept" and len(done) > 5
     assert main([*words(task, inputs), f"out={out}"]) == 0
-    assert snapshot(out) == done
+    assert contents(out) == done
     other = next(name for name in TASKS if name != task)
     with pytest.raises(ConfigError, match="was started with"):
         main([*words(other, inputs), f"out={out}"])
-    assert snapshot(out) == done
+    assert contents(out) == done
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_failure_leaves_nothing_behind(inputs, task, name):
         (inputs / name).rename(inputs / "moved")
     else:
         (inputs / name).write_bytes((inputs / name).read_bytes()[:1000])
-    before = snapshot(inputs)
+    before = contents(inputs)
     with pytest.raises(ConfigError):
         main([*words(task, inputs), f"out={inputs / 'new'}"])
-    assert snapshot(inputs) == before
+    assert contents(inputs) == before

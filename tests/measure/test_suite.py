@@ -72,11 +72,10 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monk
 def comparison(blocks):
     """The outcome of a benchmark whose blocks took these milliseconds."""
     done = Alternation(blocks, 15.0, "time_limit", EARLY_ERROR)
+    sides = zip(("contiguous", "channels_last"), done.speed_ratios(), blocks, strict=True)
     speeds = tuple(
         LayoutSpeed(name, 1.0, 1.0, 0.0, ratio, verdict_of(ratio), tuple(times))
-        for name, ratio, times in zip(
-            ("contiguous", "channels_last"), done.speed_ratios(), blocks, strict=True
-        )
+        for name, ratio, times in sides
     )
     return Comparison(speeds, "fp32", 2, 2, done.rounds, 15.0, "time_limit")
 

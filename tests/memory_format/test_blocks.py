@@ -16,7 +16,7 @@ from cl_train.measure.audit import audit
 from tests.memory_format.test_audit import Call, converted, images, with_gradient
 
 C, S = 8, 8  # channels, and the height and width of the images: equal, so that sizes tell nothing
-linear, norm, gate = nn.Linear(C, C), nn.LayerNorm(C), torch.rand(C)
+linear, norm = nn.Linear(C, C), nn.LayerNorm(C)
 BIAS = torch.rand(1, 2, S * S, S * S).to(memory_format=torch.channels_last)
 POSITIONS = torch.rand(1, S * S, S * S, 3)
 mix, table = nn.Linear(S * S, S * S), torch.randperm(S * S)

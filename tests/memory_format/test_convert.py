@@ -27,7 +27,7 @@ from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import processes
 from cl_train.training.build import build_train_state, step_settings
 from tests.processes import LIMIT_S
-from tests.ranks import fork_two_ranks
+from tests.ranks import fork_two_ranks, group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process groups
 CHANNELS_LAST = torch.channels_last
@@ -215,16 +215,12 @@ def mesh():
     ],
 )
 def test_what_cannot_be_converted_is_refused_and_unchanged(build, arguments, message, tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with group_of_one(tmp_path):
         model = build()
         before = [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
         with pytest.raises(ConfigError, match=message):
             convert(model, **arguments)
         assert before == [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_are_known():

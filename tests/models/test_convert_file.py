@@ -32,6 +32,7 @@ from cl_train.models.files import read_weights
 from cl_train.models.sources import build_model
 from cl_train.system import checkpoints
 from tests import networks
+from tests.memory_format.test_audit import train_with_lightning
 from tests.networks import Fault, small
 
 IMAGES, SMALL = (2, 3, 32, 32), "tests.networks:small"
@@ -197,13 +198,10 @@ def test_each_kind_runs_without_this_package_and_carries_the_card(suffix, tmp_pa
         found = plain(x)
         with pytest.raises(ConfigError, match=r"give model=tests\.networks:small"):
             load_model(target)  # a function is not called because a file names it
-        loaded, *known = load_model(target, SMALL)
-        assert torch.allclose(loaded(x), model(x), atol=1e-4)
-        assert known == [PREPROCESSING, CARD.classes]
     assert torch.allclose(found, model(x), atol=1e-4)
     assert json.loads(str(recorded["crop"])) == 32 and ModelCard.read(recorded) == CARD
-    if suffix == ".pt2":
-        loaded, *known = load_model(target, SMALL, trust=True)
+    if suffix != ".onnx":
+        loaded, *known = load_model(target, SMALL, trust=suffix == ".pt2")
         assert torch.allclose(loaded(x), model(x), atol=1e-4)
         assert known == [PREPROCESSING, CARD.classes]
 
@@ -229,8 +227,7 @@ def test_a_zoo_model_by_name_and_a_run_folder(tmp_path, monkeypatch):
     target.parent.mkdir(parents=True)
     assert convert_file("squeezenet1_1", target, weights="DEFAULT", input=IMAGES)[1]
     loaded, preprocess, classes = load_model(tmp_path / "RUN")
-    assert len(classes) == 1000 and preprocess is not None
-    assert (preprocess.resize, preprocess.crop) == (256, 224)
+    assert (len(classes), preprocess.resize, preprocess.crop) == (1000, 256, 224)
     built = build_model("squeezenet1_1", num_classes=1000, weights=str(tmp_path / "RUN"))
     for other in (loaded, built):
         assert torch.equal(other.features[0].weight, model.features[0].weight)
@@ -320,29 +317,12 @@ def test_wrapped_weights(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_lightning(tmp_path):
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self, args):
-            super().__init__()
-            self.save_hyperparameters()
-            self.model = small(3)
-
-        def training_step(self, batch, index):
-            return self.model(torch.randn(2, 3, 32, 32)).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    off = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-    )
-    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **off)
-    trainer.fit(Module(argparse.Namespace(lr=0.1)), [0])
+    model = small(3)
+    convert(model)
+    trainer = train_with_lightning(model, tmp_path)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert convert_file(
-        tmp_path / "last.ckpt", tmp_path / "w.pth", model=SMALL, input=IMAGES, prefix="model."
-    )[1]
+    words = {"model": SMALL, "input": IMAGES, "prefix": "model."}
+    assert convert_file(tmp_path / "last.ckpt", tmp_path / "w.pth", **words)[1]
 
 
 class WithExtraState(nn.Conv2d):

@@ -70,14 +70,14 @@ def test_shares_are_of_the_faster_of_two_peaks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     cuda = torch.device("cuda")
     trained = utilisation(8.0, 24.0, 5000.0, BY_NAME["fp16"], cuda)
-    assert trained is not None and trained["tflop_per_s"] == 120
+    assert trained["tflop_per_s"] == 120
     assert (trained["peak"], trained["peak_pct"]) == ("matrix product", 30)
     assert (trained["data_sheet_tflop_per_s"], trained["data_sheet_pct"]) == (312, 38.46)
     assert "not this machine's peak" not in describe(trained)
 
     peaks["3x3 convolution"] = 500.0
     inferred = utilisation(8.0, 8.0, 75000.0, BY_NAME["tf32"], cuda)
-    assert inferred is not None and inferred["data_sheet_tflop_per_s"] == 156
+    assert inferred["data_sheet_tflop_per_s"] == 156
     assert (inferred["peak"], inferred["peak_pct"]) == ("3x3 convolution", 120)
     assert "120 % of a 3x3 convolution's (500; a matrix product's: 400)" in describe(inferred)
     assert "not this machine's peak" in describe(inferred)

@@ -99,12 +99,21 @@ def problems(folder):
     return {job.name: problem_of(folder / job.name) for job in read_sweep(folder).jobs}
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "sweep"
+
+
+def sweep(folder, *words):
+    return run_sweep(["-m", f"hydra.sweep.dir={folder}", "wait_for_quiet_s=0", *words])
+
+
 def resume(folder, *words):
     return run_sweep(["-m", f"resume_sweep={folder}", "wait_for_quiet_s=0", *words])
 
 
-def saved_plan(tmp_path):
-    planned = plan_sweep(["-m", BOTH, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+def saved_plan(folder):
+    planned = plan_sweep(["-m", BOTH, f"hydra.sweep.dir={folder}"])
     planned.folder.mkdir()
     planned.save()
     return planned
@@ -123,9 +132,8 @@ def launch(stand_in, folder, models):
         f"words = ['-m', 'channels_last=true', 'model={models}', 'hydra.sweep.dir={folder}']; "
         "sys.exit(sweep.run_sweep(words))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_until((folder / "vgg16_channels_last" / "ready").exists)
     return process
 
@@ -200,22 +208,21 @@ def test_a_sweep_without_a_verdict_is_announced(words, expected, capsys):
         (f"{BOTH} hydra.sweep.dir={{sweep}}/new", "nproc=N"),  # under torchrun
     ],
 )
-def test_what_is_refused(words, named, tmp_path, monkeypatch):
-    planned = saved_plan(tmp_path)
-    (tmp_path / "resnet18_contiguous").mkdir()
+def test_what_is_refused(words, named, folder, monkeypatch):
+    saved_plan(folder)
+    (folder.parent / "resnet18_contiguous").mkdir()
     monkeypatch.setattr(sweep_module, "visible_gpus", list)
     torchrun = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500"
     for word in torchrun.split() if named == "nproc=N" else ():
         monkeypatch.setenv(*word.split("="))
     with pytest.raises(ConfigError, match=named):
-        run_sweep(["-m", *words.format(sweep=planned.folder).split()])
-    assert not (planned.folder / "new").exists()
+        run_sweep(["-m", *words.format(sweep=folder).split()])
+    assert not (folder / "new").exists()
 
 
 @pytest.mark.slow
-def test_compare_and_the_sweep_reach_the_same_verdict(stand_in, tmp_path, capsys):
-    folder = tmp_path / "sweep"
-    assert run_sweep(["-m", BOTH, "model=resnet18", f"hydra.sweep.dir={folder}"]) == 0
+def test_compare_and_the_sweep_reach_the_same_verdict(stand_in, folder, tmp_path, capsys):
+    assert sweep(folder, BOTH, "model=resnet18") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6, "of the sweep, each job, the verdict, the report and its curves"
     assert "resnet18_channels_last: completed" in lines[1] and "150.0 images/s" in lines[1]
@@ -242,10 +249,8 @@ def test_compare_and_the_sweep_reach_the_same_verdict(stand_in, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_bad_jobs_do_not_stop_the_others_and_are_run_again(stand_in, tmp_path, capsys):
-    folder = tmp_path / "sweep"
-    words = ["channels_last=true", "model=resnet18,alexnet,vgg11,resnet50"]
-    assert run_sweep(["-m", *words, f"hydra.sweep.dir={folder}"]) == 1
+def test_bad_jobs_do_not_stop_the_others_and_are_run_again(stand_in, folder, capsys):
+    assert sweep(folder, "channels_last=true", "model=resnet18,alexnet,vgg11,resnet50") == 1
     first, raised, killed, last = problems(folder).values()
     assert first is None and last is None
     assert str(raised).startswith("MemoryError: DefaultCPU")
@@ -291,11 +296,10 @@ def test_several_processes_are_started_by_torchrun(stand_in, tmp_path):
     assert "0 of 2;" in log and "1 of 2;" in log
 
 
-def test_jobs_run_in_the_environments_that_are_compared(stand_in, tmp_path, monkeypatch):
-    folder, other = tmp_path / "sweep", "environment='SPEED=125,TORCH=2.11.0'"
-    words = ["-m", f"{other},here", "compare_by=environment", f"hydra.sweep.dir={folder}"]
-    words += ["model=resnet18", "channels_last=false", "wait_for_quiet_s=0", "repeats=2"]
-    assert run_sweep(words) == 0
+def test_jobs_run_in_the_environments_that_are_compared(stand_in, folder, monkeypatch):
+    other = "environment='SPEED=125,TORCH=2.11.0'"
+    words = ["compare_by=environment", "model=resnet18", "channels_last=false", "repeats=2"]
+    assert sweep(folder, f"{other},here", *words) == 0
     (pair,) = compared(folder)
     assert pair["baseline"] == "environment=SPEED=125,TORCH=2.11.0"
     assert (pair["candidate"], pair["ratio"]) == ("environment=here", 0.8)
@@ -315,8 +319,7 @@ def test_jobs_run_in_the_environments_that_are_compared(stand_in, tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in, tmp_path, signum):
-    folder = tmp_path / "sweep"
+def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in, folder, signum):
     (stand_in.parent / "saved").touch()
     process = launch(stand_in, folder, "resnet18,vgg16,resnet34")
     process.send_signal(signum)
@@ -331,10 +334,9 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in, tmp_path, 
 
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
-    stand_in, tmp_path, capsys, monkeypatch
+    stand_in, folder, capsys, monkeypatch
 ):
     """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
-    folder = tmp_path / "sweep"
     saved = stand_in.parent / "saved"  # when the resumed sweep waits for the job
     waiting = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: saved.touch())
     monkeypatch.setattr(files, "time", waiting)
@@ -349,11 +351,8 @@ def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
     assert set(problems(folder).values()) == {None}
 
 
-def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(
-    stand_in, tmp_path, monkeypatch
-):
-    planned = saved_plan(tmp_path)
-    started = planned.folder / planned.jobs[0].name
+def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(stand_in, folder, monkeypatch):
+    started = folder / saved_plan(folder).jobs[0].name
     started.mkdir()
     (started / LOG_NAME).touch()
 
@@ -364,11 +363,8 @@ def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(
         raise LockHeld("another run writes to it")
 
     monkeypatch.setattr(job_module, "lock_file", wait_in_vain)
-    assert resume(planned.folder) == 128 + signal.SIGTERM
+    assert resume(folder) == 128 + signal.SIGTERM
     assert not (stand_in.parent / "calls").exists(), "no job was started"
-
-
-QUICK = ("-m", BOTH, "model=resnet18", "wait_for_quiet_s=0")
 
 
 @pytest.mark.slow
@@ -382,13 +378,11 @@ QUICK = ("-m", BOTH, "model=resnet18", "wait_for_quiet_s=0")
     ],
 )
 def test_disturbed_jobs_run_again_as_long_as_it_helps(
-    repeats, disturbed_jobs, reruns, verdict, stand_in, tmp_path
+    repeats, disturbed_jobs, reruns, verdict, stand_in, folder
 ):
     """Of four jobs: two run again; four, then the last one of them; all, but only once."""
     (stand_in.parent / "busy").write_text(str(disturbed_jobs))
-    folder = tmp_path / "sweep"
-    words = [*QUICK, f"repeats={repeats}", "max_reruns=2", f"hydra.sweep.dir={folder}"]
-    assert run_sweep(words) == 0
+    assert sweep(folder, BOTH, "model=resnet18", f"repeats={repeats}", "max_reruns=2") == 0
     jobs = len((stand_in.parent / "calls").read_text().splitlines())
     assert jobs == 4 + reruns
     [pair] = compared(folder)
@@ -403,50 +397,42 @@ def test_disturbed_jobs_run_again_as_long_as_it_helps(
 
 
 @pytest.mark.slow
-def test_a_sweep_gets_more_repeats(stand_in, tmp_path, capsys):
+def test_a_sweep_gets_more_repeats(stand_in, folder):
     (stand_in.parent / "noise").write_text("0 50 -50 0 0 0 0 0")
-    folder = tmp_path / "sweep"
-    assert run_sweep([*QUICK, "repeats=2", f"hydra.sweep.dir={folder}"]) == 0
+    assert sweep(folder, BOTH, "model=resnet18", "repeats=2") == 0
     assert compared(folder)[0]["verdict"] == "inconclusive"
     [advised] = re.findall(r"-m resume_sweep=.* (repeats=\d+)", compared(folder)[0]["to_decide"])
     calls(stand_in)
     assert resume(folder, advised) == 0
     assert read_sweep(folder).looks == 2 and f"repeats={compared(folder)[0]['n']}" == advised
-    assert list(calls(stand_in))[:4] == [
-        f"resnet18_{side}"
-        for side in ("channels_last_3", "contiguous_3", "contiguous_4", "channels_last_4")
-    ]
+    jobs = [name.removeprefix("resnet18_") for name in calls(stand_in)]
+    assert jobs[:4] == ["channels_last_3", "contiguous_3", "contiguous_4", "channels_last_4"]
 
 
 @pytest.mark.slow
-def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, tmp_path, capsys):
+def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder):
     """The second model is noisy at first; the first one gets no more repeats."""
     quiet = "0 0.1 -0.1 0"
     (stand_in.parent / "noise").write_text(f"{quiet} 0 30 -30 0 {quiet} {quiet} {quiet} {quiet}")
-    folder = tmp_path / "sweep"
-    words = ["-m", BOTH, "model=resnet18,vit_b_16", "repeats=auto"]
-    assert run_sweep([*words, "wait_for_quiet_s=0", f"hydra.sweep.dir={folder}"]) == 0
+    assert sweep(folder, BOTH, "model=resnet18,vit_b_16", "repeats=auto") == 0
     first, second = compared(folder)
     assert (first["verdict"], first["n"]) == ("faster", 2)
     assert second["verdict"] == "faster" and 4 <= second["n"] <= 12 and second["n"] % 2 == 0
     assert read_sweep(folder).looks == 6
-    words = ["-m", BOTH, "model=vit_b_16", "repeats=auto", "max_repeats=3"]
     (stand_in.parent / "noise").write_text("50 -50 " * 20)
-    folder = tmp_path / "limited"
-    assert run_sweep([*words, "wait_for_quiet_s=0", f"hydra.sweep.dir={folder}"]) == 0
-    assert compared(folder)[0]["n"] == 3 and compared(folder)[0]["verdict"] == "inconclusive"
-    words[-1] = "time_limit_s=0.01"
-    folder = tmp_path / "short"
-    assert run_sweep([*words, "wait_for_quiet_s=0", f"hydra.sweep.dir={folder}"]) == 0
-    assert compared(folder)[0]["n"] == 2
+    for limit, repeats in (("max_repeats=3", 3), ("time_limit_s=0.01", 2)):
+        limited = folder.with_name(limit.partition("=")[0])
+        assert sweep(limited, BOTH, "model=vit_b_16", "repeats=auto", limit) == 0
+        assert compared(limited)[0]["n"] == repeats
+        assert compared(limited)[0]["verdict"] == "inconclusive"
 
 
-def test_a_sweep_waits_for_a_quiet_machine(stand_in, tmp_path, monkeypatch):
+def test_a_sweep_waits_for_a_quiet_machine(stand_in, folder, monkeypatch):
     loads_pct = [80.0, 80.0, 1.0, 1.0]
     monkeypatch.setattr(MachineLoad, "others_pct", lambda self: loads_pct.pop(0))
     monkeypatch.setattr(sweep_module, "_SAMPLE_S", 0.01)
-    words = ["-m", BOTH, "model=resnet18", "wait_for_quiet_s=100"]
-    assert run_sweep([*words, f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
+    words = ["-m", BOTH, "model=resnet18", "wait_for_quiet_s=100", f"hydra.sweep.dir={folder}"]
+    assert run_sweep(words) == 0
     assert len(calls(stand_in)) == 2 and loads_pct == []
 
 
@@ -461,8 +447,8 @@ def test_a_sweep_waits_for_a_quiet_machine(stand_in, tmp_path, monkeypatch):
         {"unknown": 1},
     ],
 )
-def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(planted, stand_in, tmp_path):
-    path = saved_plan(tmp_path).folder / "sweep.json"
+def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(planted, stand_in, folder):
+    path = saved_plan(folder).folder / "sweep.json"
     document = json.loads(path.read_text())
     document["jobs"][0] |= planted
     path.write_text(json.dumps(document))
@@ -471,12 +457,11 @@ def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(planted, sta
     assert not (stand_in.parent / "calls").exists()
 
 
-def test_a_job_does_not_follow_a_link_out_of_its_sweep(stand_in, tmp_path):
-    planned = saved_plan(tmp_path)
+def test_a_job_does_not_follow_a_link_out_of_its_sweep(stand_in, folder, tmp_path):
     (tmp_path / "precious").mkdir()
-    for planned_job in planned.jobs:
-        (planned.folder / planned_job.name).symlink_to(tmp_path / "precious")
-    assert resume(planned.folder) == 1
+    for planned_job in saved_plan(folder).jobs:
+        (folder / planned_job.name).symlink_to(tmp_path / "precious")
+    assert resume(folder) == 1
     assert not any((tmp_path / "precious").iterdir())
 
 
@@ -488,20 +473,18 @@ def test_a_running_job_has_a_place(tmp_path):
 
 
 @pytest.mark.slow
-def test_pairs_stay_on_one_gpu_and_alternate(stand_in, tmp_path, monkeypatch):
+def test_pairs_stay_on_one_gpu_and_alternate(stand_in, folder, monkeypatch):
     """Two CPU slots take the place of GPUs. A job begins when the other GPU has had one."""
-    both_run = (
-        'while len({line.split()[-1] for line in open(here / "calls")}) < 2:\n'
-        "    time.sleep(0.01)\n"
-        "assert os.sched_getaffinity(0) == {0, 1}\n"
-    )
-    stand_in.write_text(
-        STAND_IN.replace('if model == "alexnet"', f'{both_run}if model == "alexnet"')
-    )
+    both_run = """
+while len({line.split()[-1] for line in open(here / "calls")}) < 2:
+    time.sleep(0.01)
+assert os.sched_getaffinity(0) == {0, 1}
+def end"""
+    stand_in.write_text(STAND_IN.replace("\ndef end", both_run))
     monkeypatch.setattr(slots_module, "usable_cores", lambda: [0, 1] * 2)
     monkeypatch.setattr(sweep_module, "visible_gpus", lambda: ["0", "1"])
-    words = [BOTH, "model=resnet18,resnet34", "repeats=2", "data=synthetic", "launcher.gpus=0,1"]
-    assert run_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"]) == 0
+    words = ["model=resnet18,resnet34", "repeats=2", "data=synthetic", "launcher.gpus=0,1"]
+    assert sweep(folder, BOTH, *words) == 0
     started, used = calls(stand_in), []
     for model in ("resnet18", "resnet34"):
         jobs = [name.removeprefix(f"{model}_") for name in started if name.startswith(model)]
@@ -509,7 +492,7 @@ def test_pairs_stay_on_one_gpu_and_alternate(stand_in, tmp_path, monkeypatch):
         [gpu] = {gpu for name, gpu in started.items() if name.startswith(model)}
         used.append(gpu)
     assert set(used) == {"0", "1"}
-    assert {pair["verdict"] for pair in compared(tmp_path / "sweep")} == {"faster"}
+    assert {pair["verdict"] for pair in compared(folder)} == {"faster"}
 
 
 def job(*words, nproc=1):

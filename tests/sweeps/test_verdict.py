@@ -197,7 +197,7 @@ def test_repeats_are_paired(by, runs, ratio, count, tmp_path):
         run = run_of(tmp_path, speed, started_at=1e9 + 1000 * number, **changes)
         read.append(replace(run, repeat=repeat))
     [pair] = compare_runs(read, by)
-    assert pair.interval is not None and pair.interval.n == count
+    assert pair.interval.n == count
     assert pair.interval.ratio == pytest.approx(ratio, rel=0.01)
 
 

@@ -136,7 +136,7 @@ def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_s
 def newest(store):
     """The file that a resume takes, and how many newer ones it skips; each is named."""
     found = store.newest()
-    assert found is not None and all("step-" in line for line in found[2])
+    assert all("step-" in line for line in found[2])
     return found[0].name, len(found[2])
 
 
@@ -201,7 +201,7 @@ def test_resume_targets(tmp_path):
     store.write_step(small_state(), 4)
     for target in ("run", "run/checkpoints", "run/checkpoints/step-00000004.pt"):
         found = load_for_resume(str(tmp_path / target), elsewhere)
-        assert found is not None and found[0].name == "step-00000004.pt"
+        assert found[0].name == "step-00000004.pt"
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged.pt").write_text("no checkpoint")
     problems = {"nope": "no such file", "empty": "no checkpoint", "damaged.pt": "damaged"}

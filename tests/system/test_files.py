@@ -24,6 +24,7 @@ from cl_train.system.files import (
     output_file,
     output_folder,
 )
+from tests.conftest import contents
 
 
 def test_refused_records_are_reported_once_and_written_later_in_order(tmp_path, caplog):
@@ -43,23 +44,15 @@ def test_refused_records_are_reported_once_and_written_later_in_order(tmp_path, 
 # --- outputs of commands --------------------------------------------------------------------------
 
 
-def tree(folder):
-    """Every path below `folder`, with the text of the files."""
-    return {
-        str(p.relative_to(folder)): p.read_text() if p.is_file() else None
-        for p in folder.rglob("*")
-    }
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_an_output_file_appears_whole_or_not_at_all(exists, tmp_path):
     path = tmp_path / ("old.pt2" if exists else "a/new.pt2")
     (tmp_path / "old.pt2").write_text("old")
-    before = tree(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(ConfigError), output_file(path, overwrite=exists) as file:
         file.write_text("half")
         raise ConfigError("no such model")
-    assert tree(tmp_path) == before
+    assert contents(tmp_path) == before
     with output_file(path, overwrite=exists) as file:
         assert file.suffix == ".pt2" and file.parent == path.parent, "writers look at the suffix"
         file.write_text("new")
@@ -80,10 +73,10 @@ def test_an_output_file_is_refused_before_the_work(name, overwrite, tmp_path):
     (tmp_path / "linked").symlink_to("file")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
-    before = tree(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"out=.*(overwrite=true|choose another)"):
         output_file(tmp_path / name, overwrite=overwrite).__enter__()
-    assert tree(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_an_output_folder_is_ones_own(tmp_path):
@@ -92,11 +85,11 @@ def test_an_output_folder_is_ones_own(tmp_path):
     (tmp_path / "foreign/photo.jpg").write_text("precious")
     with pytest.raises(ConfigError, match="overwrite=true"):
         folder(tmp_path / "foreign").__enter__()
-    before, out = tree(tmp_path), tmp_path / "out"
+    before, out = contents(tmp_path), tmp_path / "out"
     with folder(tmp_path / "foreign", overwrite=True):
-        assert tree(tmp_path) == before
+        assert contents(tmp_path) == before
     for names in ([".settings"], [".settings", "part"]):
-        assert tree(tmp_path) == before, "nothing was done"
+        assert contents(tmp_path) == before, "nothing was done"
         with pytest.raises(ConfigError), folder(out):
             for name in names:
                 (out / name).touch()
@@ -131,7 +124,7 @@ def test_the_holder_is_named_and_a_killed_one_frees_the_lock(tmp_path, capsys, m
     path, pauses = tmp_path / ".lock", []
     command = [sys.executable, "-c", HOLD, str(path)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-    assert first.stdout is not None and first.stdout.readline() == b"held\n"
+    assert first.stdout.readline() == b"held\n"
 
     def end_the_holder(seconds):
         pauses.append(seconds)
@@ -174,7 +167,7 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path):
         with pytest.raises(ConfigError), claimed_folder(run, resume=None, overwrite=False):
             (run / name).write_text("refused")
             raise ConfigError("no such data")
-        assert set(tree(tmp_path)) == left
+        assert set(contents(tmp_path)) == left
 
 
 OWN = ["config.yaml", "summary.json", "metrics.jsonl", "checkpoints/best.pt"]

@@ -47,7 +47,7 @@ def test_free_memory_and_the_peak_of_a_known_allocation():
         torch.empty(2**21)
 
     free = available_bytes(CPU)
-    assert free is not None and 0 < free < 2**50
+    assert 0 < free < 2**50
     assert peak_memory_of_step_gib(step, 2**30, 0, CPU) == pytest.approx(1 + 16 / 1024, rel=1e-3)
 
 
@@ -55,14 +55,12 @@ def test_free_memory_and_the_peak_of_a_known_allocation():
 def test_freed_memory_is_kept_without_page_faults_until_it_is_released():
     def page_faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(
-            25_600, 1024
-        )  # 100 MiB, of which glibc would map each tensor anew: 25,600 pages of 4 KiB
+        # 100 MiB, of which glibc would map each tensor anew: 25,600 pages of 4 KiB
+        torch.ones(25_600, 1024)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     keep_freed_memory(CPU)
-    assert any(
-        page_faults() < 1000 for _ in range(20)
-    )  # small tensors may take the place of the first ones
+    # Small tensors may take the place of the first ones.
+    assert any(page_faults() < 1000 for _ in range(20))
     release_memory()
     assert page_faults() > 10_000

@@ -25,7 +25,6 @@ time.sleep(10_000)
 
 def test_children_end_with_a_killed_parent():
     parent = subprocess.Popen([sys.executable, "-c", CHILDREN], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = Process(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate()
@@ -56,7 +55,7 @@ def start(same_request_s=0.05, script=POLITE):
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(same_request_s)], text=True, **pipes
     )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout.readline() == "ready\n"
     return process
 
 
@@ -66,7 +65,6 @@ def start(same_request_s=0.05, script=POLITE):
 def test_one_signal_stops_politely_and_a_second_one_at_once(signum, code):
     """SIGUSR1 asks for one save, and the program goes on."""
     process = start(script=NOT_UNDER_NOHUP + POLITE)
-    assert process.stdout is not None
     for request, answer in ((signal.SIGUSR1, "save\n"), (signum, "stopping\n")):
         process.send_signal(request)
         assert process.stdout.readline() == answer

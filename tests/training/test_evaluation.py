@@ -237,7 +237,7 @@ def test_best_and_patience_follow_the_chosen_number(train):
     best = min(range(len(values)), key=values.__getitem__)
     assert run.summary["best"]["average.loss"] == values[best]
     assert run.summary["best"]["epoch"] == best
-    assert run.checkpoint("best.pt")["progress"]["step"] == 3 * (best + 1)
+    assert run.saved_step("best.pt") == 3 * (best + 1)
     for choice, problem in {"average.top1": "ema_decay", "macro_f2": "did you mean"}.items():
         with pytest.raises(ConfigError, match=problem):
             train(f"best_by={choice}", "metrics=tests.training.test_evaluation:macro_f1")

@@ -43,7 +43,7 @@ def test_frozen_parts_do_not_change(train):
     before, after = first.checkpoint()["model"], run.checkpoint()["model"]
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"8.weight", "8.bias"}, "running statistics of BatchNorm included"
-    assert ", of which 51 train" in (run.folder / "train.log").read_text()
+    assert ", of which 51 train" in run.log
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_patience_ends_a_run_and_its_continuation(saved, train, tmp_path):
         run = train(*words, patience, *(["resume=auto"] if folder.exists() else []), folder=folder)
         assert [record["epoch"] for record in run.records("val")] == [*range(epochs)]
         assert run.summary["status"] == "completed"
-        assert run.checkpoint()["progress"]["step"] == 3 * epochs
+        assert run.saved_step() == 3 * epochs
         assert len(run.records("train")) == 3 * epochs
 
 

@@ -53,7 +53,7 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
     best = max(done.records("val"), key=lambda record: record["top1"])
     assert summary["best"] == {"top1": best["top1"], "epoch": best["epoch"]}
     assert summary["ended"] >= summary["started"] and summary["seconds"] > 0
-    text = (done.folder / "train.log").read_text()
+    text = done.log
     assert "96 training and 21 validation images of 3 classes, 32 px; 0.0" in text
     assert "2 epochs of 3 steps, 32 images per step\n" in text
     assert re.findall(r"Epoch: .* ETA (\d+:\d\d)", text)[-1] == "0:00"
@@ -112,7 +112,7 @@ def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train):
     )
     done = train(*words.split())
     best = max(done.records("val"), key=lambda record: record["top1"])  # the first of equal ones
-    assert done.checkpoint("best.pt")["progress"]["step"] == best["step"]
+    assert done.saved_step("best.pt") == best["step"]
     assert done.summary["global_batch_size"] == 24 and done.summary["steps"] == 8
     assert done.records("val_average")[-1]["images"] == 21
     assert done.checkpoint()["average"]["3.weight"].shape == (16, 8, 3, 3)
@@ -130,7 +130,7 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train, tmp_path,
     whole = train(*words)
     train(*words, "max_steps=4", folder=folder)
     done = train(*words, "resume=auto", folder=folder)
-    assert [record["step"] for record in done.records("train")] == [1, 2, 3, 4, 5, 6]
+    assert done.steps == [1, 2, 3, 4, 5, 6]
     assert done.losses == whole.losses and done.summary["amp"] == whole.summary["amp"]
     assert (done.summary["amp"]["scale"] is None) == (precision == "bf16")
     assert done.summary["precision"] == precision
@@ -253,7 +253,6 @@ def test_settings_and_models_that_cannot_train_are_refused(train, tiny):
     for words, problem in (
         (["batch_size=128"], "96 training images"),
         (["batch_size=32", "accumulate_steps=4"], "one step takes 128 images"),
-        (["model=tests.networks:too_few_outputs"], r"\[2, 2\].* 3 classes"),
         (["model=tests.networks:raising"], "planted"),
         (["batch_size=auto", "resume=auto"], "batch_size=auto with resume"),
     ):

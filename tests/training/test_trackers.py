@@ -64,7 +64,7 @@ def test_trackers_that_raise_or_hang_leave_the_run_unharmed(train, monkeypatch):
     released.set()
     assert done.losses == reference.losses and done.summary["status"] == "completed"
     assert len(received) == 1, "a tracker that raised gets no further records"
-    log = (done.folder / "train.log").read_text()
+    log = done.log
     lost = [line for line in log.splitlines() if "HAS LOST" in line]
     assert log.splitlines()[-2:] == lost, "the last lines"
     assert "HAS LOST all RECORDS OF THIS RUN (OSError: no route to the tracker)" in lost[0]
@@ -97,9 +97,9 @@ def test_trackers_are_checked_before_the_first_step(train, tmp_path, monkeypatch
         train("log_to=[wandb]", "epochs=1", folder=folder)
     done = train("log_to=[mlflow]", "epochs=1", folder=folder)
     assert [record["kind"] for record in received] == ["train"] * 3 + ["val", "end"]
-    assert "HAS LOST" not in (done.folder / "train.log").read_text()
+    assert "HAS LOST" not in done.log
     done = train(f"log_to=[{HERE}:lose_one]", "epochs=1")
-    assert "HAS LOST the last 1 of 6 RECORDS" in (done.folder / "train.log").read_text()
+    assert "HAS LOST the last 1 of 6 RECORDS" in done.log
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     time.sleep(1.1)  # the name of an event file has whole seconds
     train(*words, "resume=auto", folder=done.folder)
     assert [path.name for path in done.folder.iterdir() if path.is_dir()] == ["checkpoints"]
-    log = (done.folder / "train.log").read_text()
+    log = done.log
     assert f"curves of {done.folder.name}: tensorboard --logdir {done.folder.parent}\n" in log
     events = EventAccumulator(str(done.folder), purge_orphaned_data=True).Reload()
     tags = events.Tags()
