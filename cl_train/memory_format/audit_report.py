@@ -191,7 +191,7 @@ class LayoutReport:
         ms = self._ms(calls)
         if ms is not None and self.step_ms:
             pct = 100 * ms / self.step_ms
-            return f"{pct:.2g} % of the step ({ms:.2g} of {self.step_ms:.4g} ms)"
+            return f"about {pct:.2g} % of the step ({ms:.2g} of {self.step_ms:.4g} ms)"
         return f"{self._pct(calls):.2g} % of the step's bytes"
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ the EMA, wrap it in DDP, compile it: they take its strides over (pytorch/pytorch
 """
 
 import logging
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from cl_train.config.combinations import graph_conflict
 from cl_train.config.schema import Config
+from cl_train.config.validation import show
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError
@@ -205,7 +207,12 @@ def try_run(
         except ConfigError:  # perhaps the model only fails under the recorder: try it without
             try_model(model, settings, batch_format, shape, num_classes)
     if report.of("lost"):
-        audit = f"cl-train audit model={cfg.model} data.image_size={size}"
+        words = [f"model={cfg.model}", f"data.image_size={size}", f"batch_size={cfg.batch_size}"]
+        words.append(f"precision={settings.precision.name}")
+        for key in ("device", "conversion", "select"):
+            if getattr(cfg, key) != getattr(Config(), key):
+                words.append(f"{key}={show(getattr(cfg, key))}")
+        audit = f"cl-train audit {shlex.join(words)}"
         if not is_importable(cfg.model):
             audit = "cl_train.audit(model, images)"
         log.info("%s; where and why: %s", report.headline(), audit)

@@ -63,7 +63,7 @@ def test_the_trial_leaves_no_trace(changes):
     ("loses", "name", "command"),
     [
         (False, "my_net:build", ""),
-        (True, "my_net:build", "cl-train audit model=my_net:build data.image_size=32"),
+        (True, "my_net:build", "model=my_net:build data.image_size=32 batch_size=2 precision=fp32"),
         (True, "of_this_process:build", "cl_train.audit(model, images)"),
     ],
 )
