@@ -141,12 +141,20 @@ def find_tracker(name: str) -> Tracker:
 
 
 def metrics_of(record: Record, start: Record) -> dict[str, float]:
-    """The numbers of a record as `train/loss`, `val/top1` and so on; of the last one, what runs are
-    compared by. With five classes or fewer every image is in the top 5.
+    """The numbers of a record as `train/loss`, `val/top1` and so on, without those that settings
+    make constant; of the last one, what runs are compared by.
     """
-    unshown = (*_NO_RESULTS, "top5") if start["classes"] <= 5 else _NO_RESULTS
+    config = start["config"]
+    is_constant = {
+        "top5": start["classes"] <= 5,
+        "image_size": not config["data.size_schedule"],
+        "skipped_images": config["data.on_bad_image"] == "error",
+        "skipped_steps": record.get("loss_scale") is None and config["on_nonfinite"] == "stop",
+    } | dict.fromkeys(_NO_RESULTS, True)
     values = {
-        f"{record['kind']}/{name}": value for name, value in record.items() if name not in unshown
+        f"{record['kind']}/{name}": value
+        for name, value in record.items()
+        if not is_constant.get(name)
     }
     if record["kind"] == "end":
         summary = record["summary"]

@@ -46,6 +46,7 @@ def test_a_function_receives_the_config_each_record_and_the_summary(train):
     assert (start["config"]["epochs"], start["config"]["optim.lr"]) == (1, 0.4)
     top5 = [metrics_of(records[0], start | {"classes": n}).get("train/top5") for n in (5, 6)]
     assert top5 == [None, records[0]["top5"]]
+    assert not metrics_of(records[0], start).keys() & {"train/image_size", "train/skipped_steps"}
     lines = (done.folder / "metrics.jsonl").read_text().splitlines()
     assert records == [json.loads(line) for line in lines]
     assert end["summary"] == done.summary
