@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cl_train.system.tensors import map_tensors, tensors_in
 
 # (images, targets, epoch, number of the batch) -> (images, targets)
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -135,7 +136,7 @@ def _prepared(
     """Yields `prepare` of each batch; on CUDA on a side stream, `ahead` of them in advance."""
     if device.type != "cuda":
         for host in batches:
-            yield prepare(tree_map_only(Tensor, lambda tensor: tensor.to(device), host))
+            yield prepare(map_tensors(lambda tensor: tensor.to(device), host))
         return
     side = _side_stream(device)
     ready = deque[tuple[Any, torch.cuda.Event]]()
@@ -145,8 +146,8 @@ def _prepared(
         batch, prepared = ready.popleft()
         current = torch.cuda.current_stream(device)
         current.wait_event(prepared)
-        for tensor in tree_leaves(batch):
-            if isinstance(tensor, Tensor) and tensor.is_cuda:
+        for tensor in tensors_in(batch):
+            if tensor.is_cuda:
                 # else the allocator would reuse the memory on the side stream
                 tensor.record_stream(current)
         return batch
@@ -155,7 +156,7 @@ def _prepared(
         for host in batches:
             with torch.cuda.stream(side):
                 move = partial(Tensor.to, device=device, non_blocking=True)
-                moved = tree_map_only(Tensor, move, host)
+                moved = map_tensors(move, host)
                 copying.append(side.record_event())
                 ready.append((prepare(moved), side.record_event()))
             while copying and copying[0].query():
@@ -217,11 +218,11 @@ class DevicePrefetcher:
 
     def _prepare(self, batch: Any) -> Any:
         form = self._normalise.format
-        tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 4]
+        tensors = [x for x in tensors_in(batch) if x.ndim == 4]
         raw = {id(x) for x in tensors if x.dtype == torch.uint8 and x.shape[1] == self._channels}
         if raw:
-            return tree_map_only(Tensor, lambda x: self._normalise(x) if id(x) in raw else x, batch)
+            return map_tensors(lambda x: self._normalise(x) if id(x) in raw else x, batch)
         images = next((x for x in tensors if x.is_floating_point()), None)
         if images is None:
             return batch
-        return tree_map_only(Tensor, lambda x: form.place(x) if x is images else x, batch)
+        return map_tensors(lambda x: form.place(x) if x is images else x, batch)

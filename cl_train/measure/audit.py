@@ -15,11 +15,12 @@ from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
-from cl_train.memory_format.model_call import call_model, mean_square, output_tensors, tensors_in
+from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.step.backup import state_restored
 from cl_train.step.precision import Precision, autocast, resolve_precision
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import step_times_s, timed_s
+from cl_train.system.tensors import tensors_in
 
 LossFunction = Callable[[Any], torch.Tensor]
 

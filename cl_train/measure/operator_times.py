@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from cl_train.measure.statistics import alternate
 from cl_train.measure.time_recorder import Key, LineRecorder, TimeRecorder, processor_clock
 from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedCall, Times
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONTIGUOUS, images_in, model_memory_format
-from cl_train.memory_format.model_call import tensors_in
 from cl_train.models.sources import copy_model
 from cl_train.step.make import StepSettings, make_step
 from cl_train.step.precision import Precision, kernel_selection
@@ -30,6 +28,7 @@ from cl_train.step.train_step import update_weights
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import as_current
 from cl_train.system.machine import keep_freed_memory, wait_for
+from cl_train.system.tensors import map_tensors, tensors_in
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
 
@@ -70,7 +69,7 @@ def time_operators(
 
 
 def _copied(batch: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
+    return map_tensors(lambda tensor: tensor.detach().clone(), batch)
 
 
 class _Step:

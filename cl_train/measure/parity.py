@@ -20,10 +20,10 @@ from cl_train.measure.parity_step import MODES, Record, Samples, recorded_step
 from cl_train.measure.timed_step import LossFunction, noise, workload_of
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, CONTIGUOUS, Layout, classify
-from cl_train.memory_format.model_call import tensors_in
 from cl_train.models.sources import copy_model, run_on_shapes
 from cl_train.step.precision import Precision
 from cl_train.system.failures import explain_failure, failure_explained
+from cl_train.system.tensors import tensors_in
 
 FLOAT64_LIMIT = 1e-6
 FLOAT32_LIMIT = 1e-3  # instead of FLOAT64_LIMIT, for a model that does not run in float64

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
@@ -21,6 +20,7 @@ from cl_train.memory_format.layout import Layout
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import Precision, autocast, kernel_selection
+from cl_train.system.tensors import tensors_in
 
 MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # values of `training`
 # Recorded per tensor, to bound memory; a wrong layout changes nearly every element.
@@ -140,13 +140,12 @@ def _watched(model: nn.Module) -> Iterator[Samples]:
     known: Any = WeakTensorKeyDictionary()  # of a tensor: its version and sample
 
     def note(what: str, module: nn.Module, *values: Any) -> None:
-        for value in tree_leaves(values):
-            if isinstance(value, torch.Tensor):
-                version, values_then = known.get(value, (None, None))
-                if version != value._version:
-                    values_then = sample(value)
-                    known[value] = value._version, values_then
-                forward.append((what, values_then))
+        for value in tensors_in(values):
+            version, values_then = known.get(value, (None, None))
+            if version != value._version:
+                values_then = sample(value)
+                known[value] = value._version, values_then
+            forward.append((what, values_then))
 
     def note_output(what: str, module: nn.Module, _: Any, output: Any) -> None:
         note(what, module, output)
@@ -185,9 +184,9 @@ class EqualRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         self.seed += 1
         torch.manual_seed(self.seed)
-        drawn_args, drawn_kwargs = tree_map(_plain, (args, kwargs))
-        for name in ("memory_format", "pin_memory", "layout"):
-            drawn_kwargs.pop(name, None)
+        drawn_args = [_plain(value) for value in args]
+        of_layout = {"memory_format", "pin_memory", "layout"}
+        drawn_kwargs = {key: _plain(value) for key, value in kwargs.items() if key not in of_layout}
         result = func(*args, **kwargs)  # has the right layout, dtype and device, but other values
         if "attention" in func.name():
             return result
@@ -197,9 +196,8 @@ class EqualRandomness(TorchDispatchMode):
         for index, argument in enumerate(func._schema.arguments[: len(args)]):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 args[index].copy_(drawn_args[index])
-        for target, source in zip(tree_leaves(result), tree_leaves(drawn), strict=True):
-            is_argument = any(target is argument for argument in args)
-            if isinstance(target, torch.Tensor) and not is_argument:
+        for target, source in zip(tensors_in(result), tensors_in(drawn), strict=True):
+            if not any(target is argument for argument in args):
                 target.copy_(source)
         return result
 
@@ -208,6 +206,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         dtype = torch.float64 if value.is_floating_point() else None
         return value.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
     if isinstance(value, torch.device):

@@ -16,12 +16,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
-from cl_train.memory_format.model_call import tensors_in
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.system.failures import TORCH, short_path
+from cl_train.system.tensors import map_tensors, tensors_in
 
 _PACKAGE = str(Path(__file__).parents[1])
 # This quantile of the times between two events is the recorder's own: few modules compute there.
@@ -140,7 +139,7 @@ class TimeRecorder(OriginRecorder):
             kind = _kind(function, self._phase)
             call = self._calls[key] = TimedCall(str(function), self._phase, module, kind, source)
         if is_new:  # describing takes more time than recording
-            positional, options = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+            positional, options = map_tensors(_on_meta, (args, kwargs))
             call.arguments[self._layout] = (*positional, options)
 
         if self._is_gpu:  # else the time from event to event would be the host's

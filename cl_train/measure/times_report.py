@@ -11,9 +11,9 @@ import numpy as np
 
 from cl_train.memory_format.audit_report import short_name
 from cl_train.memory_format.layout import classify
-from cl_train.memory_format.model_call import tensors_in
 from cl_train.step.utilisation import describe
 from cl_train.system.tables import markdown_table
+from cl_train.system.tensors import tensors_in
 
 LAYOUTS = ("contiguous", "channels_last")
 PYTHON = "python"

@@ -1,9 +1,9 @@
 """A program of torch alone that times one call in both layouts."""
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from cl_train.measure.times_report import Row
+from cl_train.system.tensors import map_tensors
 
 _PROGRAM = '''"""{row.name}
 
@@ -60,8 +60,7 @@ def reproduction(row: Row, model: str, device: str) -> str:
     an issue.
     """
     (call,) = row.calls
-    described = tree_map_only(
-        torch.Tensor,
+    described = map_tensors(
         lambda t: _Source(f"tensor({tuple(t.shape)}, {t.stride()}, {t.dtype})"),
         call.arguments,
     )

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from cl_train.errors import ConfigError
+from cl_train.system.tensors import map_tensors
 
 StrideOrder = Literal["channels_last", "contiguous", "ambiguous", "other"]
 
@@ -106,7 +106,7 @@ def images_in(memory_format: torch.memory_format, values: Any) -> Any:
         is_image = tensor.dim() in CHANNELS_LAST_BY_DIM
         return to_memory_format(tensor, memory_format) if is_image else tensor
 
-    return tree_map_only(torch.Tensor, placed, values)
+    return map_tensors(placed, values)
 
 
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:

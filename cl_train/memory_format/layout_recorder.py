@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from cl_train.memory_format.audit_report import (
     PRODUCTS,
@@ -34,6 +33,7 @@ from cl_train.memory_format.image_axes import (
 )
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, StrideOrder, classify
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
+from cl_train.system.tensors import tensors_in
 
 # Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
 _OF_IMAGES = ("conv", "pool", "im2col", "col2im")
@@ -362,8 +362,7 @@ def _dims(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequ
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return [tensor for tensor in tensors if tensor.layout == torch.strided]
+    return [tensor for tensor in tensors_in(tree) if tensor.layout == torch.strided]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,14 +1,13 @@
 """Run any model on any batch: its inputs, and a scalar loss of its outputs."""
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from cl_train.errors import ConfigError
+from cl_train.system.tensors import tensors_in
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -42,19 +41,6 @@ def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A loss whose gradient has the output's strides; that of a plain mean is expanded."""
     sums = [tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]
     return torch.stack(sums).sum()
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors at any depth, also of subclasses of dict and of dataclasses."""
-    found = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            found += tensors_in(list(leaf.values()))
-        elif is_dataclass(leaf):
-            found += tensors_in(vars(leaf))
-    return found
 
 
 def _entry(output: Any, key: str | int) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.validation import optional_module
 from cl_train.errors import ConfigError
@@ -35,6 +34,7 @@ from cl_train.models.files import (
 )
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import output_file
+from cl_train.system.tensors import map_tensors, tensors_in
 
 # Of the largest output: another order of sums; of a half precision 2e-2
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -240,7 +240,7 @@ def _noise(model: nn.Module | None, program: Any, shape: Sequence[int]) -> Input
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
     example = getattr(program, "example_inputs", None) or images
-    return tree_map_only(torch.Tensor, noise, example)
+    return map_tensors(noise, example)
 
 
 def _written_program(
@@ -278,7 +278,7 @@ def _written_program(
     names = [value.name for value in session.get_inputs()]
 
     def run(*arguments: Any, **named: Any) -> list[torch.Tensor]:
-        tensors = tree_leaves((arguments, named))
+        tensors = tensors_in((arguments, named))
         arrays = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
         return [torch.from_numpy(array) for array in session.run(None, arrays)]
 
@@ -290,7 +290,7 @@ def _outputs(
 ) -> list[torch.Tensor]:
     """The outputs of `model` in `memory_format`. Raises ConfigError: the model fails."""
     name = MEMORY_FORMAT_NAMES[memory_format]
-    shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    shapes = [list(tensor.shape) for tensor in tensors_in(inputs)]
     what = f"the {name} model fails on {str(shapes)[1:-1]}"
     if isinstance(model, nn.Module):
         convert(model, memory_format=memory_format)

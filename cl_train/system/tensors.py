@@ -1,0 +1,40 @@
+"""The tensors in nested values: batches, the outputs of models, the arguments of operators."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors at any depth of mappings, lists, tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, list | tuple | deque):
+        items = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif is_dataclass(value):
+        items = [getattr(value, field.name, None) for field in fields(value)]
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """`value` with `function` of each tensor, at any depth of dicts, lists and tuples, which are
+    new; anything else in them stays the same object.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if not isinstance(value, dict | list | deque):
+        return value
+    mapped: Any = copy.copy(value)  # of the same type, such as a defaultdict
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        mapped[key] = map_tensors(function, item)
+    return mapped
