@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cl_train.config.schema import CONVERSIONS
@@ -150,7 +151,7 @@ def _convert_tensors(
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same elements of the same memory."""
-    storage = tensor.untyped_storage()._cdata
+    storage = StorageWeakRef(tensor.untyped_storage()).cdata  # its data_ptr may be 0, as of meta
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -76,7 +76,6 @@ def traits_of(function: Any) -> Traits:
 class Memory:
     """What is known of memory that an operator of the step has allocated, written or viewed."""
 
-    reference: StorageWeakRef  # as long as it lives, no other memory gets the same id
     axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
     cause: Call | None = None  # the call that made the image there contiguous
     # The call that wrote it last, if that was a module's and not as contiguous as the batch.
@@ -130,8 +129,9 @@ class LayoutRecorder(OriginRecorder):
         super().__init__()
         self.step_bytes = 0
         self._on_call = on_call
-        self._memory: dict[int, Memory] = {}  # by storage
-        self._unread: dict[int, Call] = {}  # by storage: copies of tokens
+        # As long as a weak reference lives, no other memory gets the same id.
+        self._memory: dict[StorageWeakRef, Memory] = {}
+        self._unread: dict[StorageWeakRef, Call] = {}  # copies of tokens
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
         self._has_channels_last = False  # before that there is nothing to lose, nor to follow
 
@@ -187,13 +187,13 @@ class LayoutRecorder(OriginRecorder):
 
     def _memory_of(self, tensor: torch.Tensor, *, is_new: bool = False) -> Memory | None:
         """Known or new; None for a part of unknown memory, such as of a bucket of DDP."""
-        storage = tensor.untyped_storage()
-        memory = self._memory.get(storage._cdata)
-        if memory is None and (is_new or tensor.nbytes >= storage.nbytes()):
+        storage = _storage(tensor)
+        memory = self._memory.get(storage)
+        if memory is None and (is_new or tensor.nbytes >= tensor.untyped_storage().nbytes()):
             if len(self._memory) % 4096 == 4095:  # forget what is freed
-                alive = self._memory.items()
-                self._memory = {id: m for id, m in alive if not m.reference.expired()}
-            memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage))
+                known = self._memory.items()
+                self._memory = {each: m for each, m in known if not each.expired()}
+            memory = self._memory[storage] = Memory()
         return memory
 
     def _note_viewed(self, tensor: torch.Tensor) -> None:
@@ -365,8 +365,8 @@ def _strided(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(tree) if tensor.layout == torch.strided]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _dtype(tensor: torch.Tensor) -> str:
