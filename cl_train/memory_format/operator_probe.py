@@ -65,9 +65,7 @@ def fake(function: Callable[..., Any], image: torch.Tensor) -> Any:
 
 def decompose(function: Callable[..., Any], image: torch.Tensor) -> Any:
     """Each operator is replaced by its decomposition into core operators, if it has one."""
-    from torch._decomp import core_aten_decompositions
-
-    table = core_aten_decompositions()
+    table = torch.export.default_decompositions()
 
     class Decomposed(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

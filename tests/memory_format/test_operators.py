@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch._decomp import core_aten_decompositions
 
 from benchmarks.operators_page import shows
 from cl_train.commands.audit import main
@@ -53,9 +52,9 @@ def test_the_table_agrees_with_direct_strides(dtype):
 @contextmanager
 def planted(operator, wrong, monkeypatch):
     """`operator` has a wrong decomposition."""
-    table = {**core_aten_decompositions(), operator: wrong}
+    table = {**torch.export.default_decompositions(), operator: wrong}
     with monkeypatch.context() as patch:
-        patch.setattr("torch._decomp.core_aten_decompositions", lambda: table)
+        patch.setattr("torch.export.default_decompositions", lambda: table)
         yield
 
 
