@@ -18,6 +18,7 @@ from cl_train.config.schema import (
 )
 from cl_train.config.validation import optional_module, suggest
 from cl_train.errors import ConfigError
+from cl_train.step.precision import BATCH_NORMS
 
 # A checkpoint lacks part of kron's state, and adahessian needs gradients of gradients.
 _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
@@ -63,7 +64,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"freeze=[{','.join(patterns)}] leaves nothing to train")
     for name in still & set(modules):
-        if isinstance(modules[name], nn.modules.batchnorm._BatchNorm):
+        if isinstance(modules[name], BATCH_NORMS):
             modules[name].eval().train = MethodType(lambda self, mode=True: self, modules[name])
 
 

@@ -15,6 +15,8 @@ from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
 from cl_train.system.machine import matrix_product, thread_s
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -149,7 +151,7 @@ def cast_model(model: nn.Module, precision: Precision) -> nn.Module:
     if precision.master_weights:
         model.half()
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, BATCH_NORMS):
                 module.float()
     return model
 

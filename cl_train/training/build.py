@@ -41,7 +41,13 @@ from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.make import StepSettings, make_step
 from cl_train.step.optim import freeze
-from cl_train.step.precision import Precision, autocast, cast_model, kernel_selection
+from cl_train.step.precision import (
+    BATCH_NORMS,
+    Precision,
+    autocast,
+    cast_model,
+    kernel_selection,
+)
 from cl_train.step.train_step import Loss, StepResult, logits_of, loss_of, train_step
 from cl_train.step.utilisation import flop_counter, utilisation
 from cl_train.system.distributed import Dist, gather_objects, on_main
@@ -351,7 +357,7 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
     if dist.device.type == "cuda":
         options["device_ids"] = [dist.device]
     owners = [module for module in model.modules() if list(module.buffers(recurse=False))]
-    is_batch_norm = [isinstance(module, nn.modules.batchnorm._BatchNorm) for module in owners]
+    is_batch_norm = [isinstance(module, BATCH_NORMS) for module in owners]
     if all(is_batch_norm) and "forward_sync_buffers" in signature(ddp).parameters:
         # Since torch 2.15. Else rank 0's statistics are broadcast in each forward pass; evaluation
         # and checkpoints take rank 0's anyway.
