@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cl_train.config.schema import PRECISIONS
 from cl_train.config.validation import suggest
@@ -227,6 +228,6 @@ class EMA:
         if self._copied:  # one launch instead of one per BatchNorm
             counts = [source[name] for name in self._copied]
             torch._foreach_copy_(list(self._copied.values()), counts)
-        averages = self._averages.items()
-        weights = [source[name].detach().to(average.dtype) for name, average in averages]
-        torch._foreach_lerp_(list(self._averages.values()), weights, 1 - self.decay)
+        averages = self._averages
+        weights = [source[name].detach().to(average.dtype) for name, average in averages.items()]
+        get_ema_multi_avg_fn(self.decay)(list(averages.values()), weights, None)
