@@ -151,8 +151,10 @@ class GraphedStep:
         """A recording that failed leaves gradients in its memory, and GradScaler in mid-step."""
         self._parts.wrapped_model.zero_grad(set_to_none=True)
         self._parts.optimizer.zero_grad(set_to_none=True)
-        if self._parts.scaler.is_enabled():
-            self._parts.scaler._per_optimizer_states.clear()
+        scaler = self._parts.scaler
+        if scaler.is_enabled() and CAN_GO_ON_AFTER_FAILURE:
+            # The present scale, by which the scaler forgets the step.
+            scaler.update(scaler.scale(torch.ones((), device=self._parts.device)))
             # Else the next step multiplies the scale by it.
             vars(self._parts.optimizer).pop("grad_scale", None)
         self._static, self._is_eager = [], True
