@@ -36,7 +36,7 @@ from cl_train.errors import ConfigError
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
 from cl_train.measure.statistics import alternate
 from cl_train.models.sources import build_model
-from cl_train.step.optim import FusedUpdatesInMemoryOrder, build_optimizer
+from cl_train.step.optim import build_optimizer, in_memory_order
 from cl_train.step.precision import EMA, autocast, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.machine import measured, timed_s
@@ -145,7 +145,7 @@ def updates(settings: UpdateSettings) -> Result:
     before = torch.get_num_threads()
     for model, update, threads in cases:
         torch.set_num_threads(threads)
-        blocks = [partial(block_s, update_of(model, update, side), side) for side in SIDES]
+        blocks = [partial(block_s, update_of(model, update, side)) for side in SIDES]
         done = alternate(blocks, target_ci=math.inf, time_limit_s=case_s)
         ms = [[round(1000 * seconds, 4) for seconds in times] for times in done.blocks]
         row: dict[str, Any] = {"model": model, "update": update, "threads": threads}
@@ -168,16 +168,21 @@ def update_of(name: str, update: str, side: str) -> Callable[[], object]:
         return partial(EMA(model, 0.999).update, model.state_dict())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    if update == "adam":
-        return torch.optim.Adam(model.parameters(), lr=1e-3, fused=True).step
-    cfg = OptimConfig(name=update)
-    return build_optimizer(cfg, model, dict(model.named_parameters()), lr=1e-3).step
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    if update != "adam":
+        cfg = OptimConfig(name=update)
+        optimizer = build_optimizer(cfg, model, dict(model.named_parameters()), lr=1e-3)
+
+    def step() -> None:
+        with nullcontext() if side == "torch" else in_memory_order(optimizer):
+            optimizer.step()
+
+    return step
 
 
-def block_s(update: Callable[[], object], side: str, count: int = 10) -> float:
+def block_s(update: Callable[[], object], count: int = 10) -> float:
     """Seconds of one update, the mean of `count`."""
-    with nullcontext() if side == "torch" else FusedUpdatesInMemoryOrder():
-        return timed_s(lambda: [update() for _ in range(count)], CPU) / count
+    return timed_s(lambda: [update() for _ in range(count)], CPU) / count
 
 
 # --- the loader -----------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 import fnmatch
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.config.schema import (
     FUSED_OPTIMIZERS,
@@ -108,46 +108,43 @@ def build_optimizer(
     return optimizer
 
 
-class FusedUpdatesInMemoryOrder(TorchDispatchMode):
-    """While it is active, torch's fused optimizers get views with dimensions in memory order.
+@contextmanager
+def in_memory_order(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within the block, weights, gradients and states of a fused optimizer on a CPU are views with
+    dimensions in memory order.
 
-    On a CPU the kernels copy each gradient that is not contiguous, which takes longer than the
-    update (torch 2.15, docs/log.md). An update is element-wise: the order changes no value.
+    The kernels copy each gradient that is not contiguous, which takes longer than the update
+    (torch 2.15, docs/log.md). An update is element-wise: the order changes no value.
     """
-
-    _KERNELS = (
-        torch.ops.aten._fused_sgd_,
-        torch.ops.aten._fused_adam_,
-        torch.ops.aten._fused_adamw_,
-        torch.ops.aten._fused_adagrad_,
-    )
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func.overloadpacket in self._KERNELS:
-            weights, gradients, *states = map(list, args)
-            for index, weight in enumerate(weights):
-                if not weight.is_contiguous():
-                    order = _memory_order(weight)
-                    for tensors in (weights, gradients, *states):
-                        # Not a step counter, nor a state that is not kept.
-                        if tensors and tensors[index].dim() > 0:
-                            tensors[index] = tensors[index].permute(order)
+    groups = optimizer.param_groups if optimizer.defaults.get("fused") else []
+    before = []
+    try:
+        for weight in [p for group in groups for p in group["params"] if p.device.type == "cpu"]:
+            gradient = weight.grad
+            if gradient is None or gradient.layout != torch.strided:  # is refused
+                continue
+            if weight.is_contiguous() and gradient.is_contiguous():
+                continue
+            strides = weight.stride()
+            order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+            before.append((weight, weight.data, gradient, order))
+            weight.data = weight.data.permute(order)
             # The kernels read by address: other strides than the weight's give a wrong update.
-            gradients = [gradient.contiguous() for gradient in gradients]
-            args = (weights, gradients, *states)
-        return func(*args, **(kwargs or {}))
+            weight.grad = gradient.permute(order).contiguous()
+            _permute(optimizer.state.get(weight, {}), order)
+        yield
+    finally:
+        for weight, data, gradient, order in before:
+            weight.data = data
+            weight.grad = gradient
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            _permute(optimizer.state.get(weight, {}), inverse)
 
 
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions from the largest to the smallest stride."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+def _permute(state: dict[str, Any], order: list[int]) -> None:
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim():  # not a step counter
+            state[name] = value.permute(order)
 
 
 def _parameter_groups(

@@ -15,7 +15,7 @@ from torch import nn
 from cl_train.config.schema import LOSSES
 from cl_train.config.validation import user_function
 from cl_train.data.device import Batch
-from cl_train.step.optim import FusedUpdatesInMemoryOrder
+from cl_train.step.optim import in_memory_order
 from cl_train.step.precision import EMA, Fp32Weights, Precision, autocast
 
 # Inception v3 as in torchvision's references; GoogLeNet as in Szegedy et al. 2014.
@@ -161,9 +161,7 @@ def update_weights(parts: StepParts) -> torch.Tensor:
     parts.weights.copy_gradients_from_model()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     update = _scaled_update if parts.precision.scales_loss else _plain_update
-    on_cpu = parts.device.type == "cpu"
-    with FusedUpdatesInMemoryOrder() if on_cpu else nullcontext():
-        skipped = update(parts, parameters)
+    skipped = update(parts, parameters)
     parts.weights.copy_weights_to_model()
     optimizer.zero_grad(set_to_none=True)
     return skipped
@@ -176,7 +174,8 @@ def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Te
     if parts.clip_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
-    scaler.step(optimizer)
+    with in_memory_order(optimizer):
+        scaler.step(optimizer)
     scaler.update()
     # Only a skipped update lowers the scale. The host does not wait for the comparison.
     return (scaler.scale(one) < scale_before).float()
@@ -189,12 +188,14 @@ def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Ten
     if parts.clip_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, parts.clip_norm, norm)
     skipped = (~norm.isfinite()).float()
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        # Read by torch._fused_sgd_ and _fused_adam(w)_.
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    # The host waits: an optimizer without a fused kernel cannot skip on the device.
-    elif not skipped.item():
-        optimizer.step()
+    # The fused kernels of SGD and Adam(W) read the flag on the device.
+    skips_itself = isinstance(optimizer, torch.optim.SGD | torch.optim.Adam)
+    with in_memory_order(optimizer):
+        if skips_itself and optimizer.defaults["fused"]:
+            optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        # The host waits: an optimizer without a fused kernel cannot skip on the device.
+        elif not skipped.item():
+            optimizer.step()
     return skipped

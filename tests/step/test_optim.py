@@ -18,10 +18,10 @@ from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, OptimConfig, Sc
 from cl_train.errors import ConfigError
 from cl_train.step import train_step
 from cl_train.step.optim import (
-    FusedUpdatesInMemoryOrder,
     build_optimizer,
     check_optimizer,
     freeze,
+    in_memory_order,
     layer_numbers,
     lr_at,
     set_lr,
@@ -289,7 +289,7 @@ def test_fused_kernels_get_contiguous_views_and_update_the_same_bits(name, preci
     ours, theirs = FusedKernels(), FusedKernels()
     try:
         results = [updated(precision, FUSED[name], ours)]
-        monkeypatch.setattr(train_step, "FusedUpdatesInMemoryOrder", nullcontext)
+        monkeypatch.setattr(train_step, "in_memory_order", nullcontext)
         results.append(updated(precision, FUSED[name], theirs))
     finally:
         torch.set_num_threads(before)
@@ -304,7 +304,8 @@ def test_a_gradient_with_other_strides_than_its_weight_is_used_as_it_is():
     gradient = torch.randn(4, 3, 5, 5)
     parameter = nn.Parameter(weight)
     parameter.grad = gradient
-    with FusedUpdatesInMemoryOrder():
-        torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    with in_memory_order(optimizer):
+        optimizer.step()
     assert torch.equal(parameter.detach(), -gradient)
     assert parameter.is_contiguous(memory_format=torch.channels_last)
