@@ -29,6 +29,7 @@ LISTEN_S = 3.0
 NCCL_GRACE = timedelta(seconds=60)
 ANSWER_S = 3.0  # the ranks' store may take this long to respond
 _groups = 0  # process groups that this process has joined
+_hosts: Any = None  # the process group that exchanges flags; None: the only one
 # Of gloo's messages.
 _LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
 
@@ -130,22 +131,22 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
             f"rank {launch.rank} did not meet the other ranks at {address} within {timeout_s:g} s:"
             f" start all, and check MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
         ) from error
-    global _groups
+    global _groups, _hosts
     _groups += 1
     torch.distributed.init_process_group(
-        # The hosts exchange flags without waiting for a device.
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=torch.distributed.PrefixStore(_store_prefix("attempt"), store),
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=timeout + NCCL_GRACE if is_cuda else timeout,
         device_id=chosen if is_cuda else None,
     )
     group = torch.distributed.group.WORLD
     assert group is not None
     if is_cuda:
-        # NCCL's watchdog ends the process without naming a rank; gloo fails first and names it.
-        group._get_backend(chosen)._set_default_timeout(timeout + NCCL_GRACE)
+        # The hosts exchange flags without waiting for a device. NCCL's watchdog ends the process
+        # without naming a rank; gloo, in a group of its own, fails first and names it.
+        _hosts = torch.distributed.new_group(timeout=timeout, backend="gloo")
     try:
         yield Dist(rank, world_size, chosen)
     except BaseException:
@@ -154,6 +155,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
                 group.abort()
         raise
     finally:
+        _hosts = None
         torch.distributed.destroy_process_group()
 
 
@@ -175,7 +177,7 @@ def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
     if dist.world_size == 1:
         return flags
     maxima = torch.tensor(flags)
-    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=_hosts)
     return [int(flag) for flag in maxima.tolist()]
 
 
@@ -189,7 +191,9 @@ def on_main(work: Callable[[], T], dist: Dist) -> T:
             outcome[0] = work()
         except Exception as error:  # any exception, because the other ranks wait for the result
             outcome[1] = error
-    torch.distributed.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    torch.distributed.broadcast_object_list(
+        outcome, src=0, group=_hosts, device=torch.device("cpu")
+    )
     if outcome[1] is not None:
         raise outcome[1]
     return cast(T, outcome[0])
@@ -199,7 +203,7 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
     """The values of all ranks, in rank order, on every rank; they are pickled."""
     values: list[Any] = [value] * dist.world_size
     if dist.world_size > 1:
-        torch.distributed.all_gather_object(values, value)
+        torch.distributed.all_gather_object(values, value, group=_hosts)
     return values
 
 

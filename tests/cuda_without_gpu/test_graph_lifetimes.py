@@ -222,9 +222,10 @@ def test_gloo_names_a_hung_rank_before_nccl_ends_the_process(monkeypatch):
     monkeypatch.setattr(distributed, "choose_device", lambda name, rank: CUDA)
     for name in ("adopt_srun", "is_srun_task", "end_with_parent", "_store_prefix"):
         monkeypatch.setattr(distributed, name, lambda *_: "")
-    with distributed.processes("cuda", 30.0):
+    with distributed.processes("cuda", 30.0) as dist:
         timeout = torch_distributed.init_process_group.call_args.kwargs["timeout"]
-        assert timeout == timedelta(seconds=30)
-        of_backend = torch_distributed.group.WORLD._get_backend
-        of_backend.assert_called_once_with(CUDA)
-        of_backend()._set_default_timeout.assert_called_once_with(timedelta(seconds=90))
+        assert timeout == timedelta(seconds=90)
+        hosts = torch_distributed.new_group
+        hosts.assert_called_once_with(timeout=timedelta(seconds=30), backend="gloo")
+        distributed.gather_objects(None, dist)
+        assert torch_distributed.all_gather_object.call_args.kwargs == {"group": hosts()}
