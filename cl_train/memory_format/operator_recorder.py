@@ -31,7 +31,7 @@ class OriginRecorder(TorchDispatchMode):
         self._parameters: dict[int, str] = {}
         self._origins: dict[int, Origin] = {}  # by sequence number of the autograd node
         self._depth = 0
-        self._last_node = torch._C._autograd._get_sequence_nr() - 1
+        self._last_node = torch.autograd._get_sequence_nr() - 1
 
     def __enter__(self) -> Self:
         self._depth += 1
@@ -76,7 +76,7 @@ class OriginRecorder(TorchDispatchMode):
         origin = Origin("forward", *self.running[-1], source, line)
         # Autograd created this call's node just before dispatching it. A call without its own node
         # (inside a custom autograd function) belongs to the previous node.
-        newest = torch._C._autograd._get_sequence_nr() - 1
+        newest = torch.autograd._get_sequence_nr() - 1
         self._origins.update(dict.fromkeys(range(self._last_node + 1, newest + 1), origin))
         self._last_node = max(self._last_node, newest)
         return origin
