@@ -75,6 +75,7 @@ def build_train_state(
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        freeze(model, cfg.freeze, head)  # the new modules, too
 
     model = cast_model(model.to(dist.device), settings.precision)
     batch_format = convert_layout(cfg, model, settings, dist)

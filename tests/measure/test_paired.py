@@ -8,7 +8,6 @@ import json
 import math
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, timed_step
-from cl_train.measure.auto import Choice
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
 from cl_train.measure.statistics import Interval, alternate, verdict_of
 from cl_train.measure.timed_step import TimedStep, Workload
@@ -28,16 +26,16 @@ from cl_train.step.precision import resolve_precision
 from tests.measure.conftest import unchanged
 
 CPU = torch.device("cpu")
-QUICK: dict[str, Any] = {"target_ci": 0.5, "time_limit_s": 0.0}
+QUICK = {"target_ci": 0.5, "time_limit_s": 0.0}
 
 
-def network(width: int = 8) -> nn.Module:
+def network(width=8):
     torch.manual_seed(0)
     stem = nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout()
     return nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
 
 
-def workload(precision: str = "fp32", **changes: Any) -> Workload:
+def workload(precision="fp32", **changes):
     names = {field.name for field in fields(Workload)}
     settings = {name: changes.pop(name) for name in set(changes) - names}
     step = StepSettings(resolve_precision(precision, CPU), **settings)
@@ -105,13 +103,13 @@ def test_a_training_step_trains_and_an_inference_does_not(precision, changes):
 
 def test_no_eager_work_follows_a_recording(monkeypatch):
     """The memory of a graph cannot serve eager steps, so a GPU would have to hold both."""
-    recorded: list[object] = []
+    recorded = []
 
-    def record(recorder: object, work: object) -> Any:
+    def record(recorder, work):
         recorded.append(work)
         return lambda: None
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         assert not recorded, "eager work beside a graph"
 
     monkeypatch.setattr(timed_step.Recorder, "record", record)
@@ -138,7 +136,7 @@ class Disturbed:
 
     is_known, every, calls = True, 1, 0
 
-    def seconds(self) -> float:
+    def seconds(self):
         self.calls += 1
         return 0.5 * (self.calls // 2 // self.every)
 
@@ -168,7 +166,7 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
     calls = itertools.count()
 
-    def block(step: TimedStep, steps: int, taken: object) -> timed_step.Block:
+    def block(step, steps, taken):
         is_disturbed = next(calls) % 16 == 5
         seconds = 0.01 if step.layout is CONTIGUOUS else 0.005
         return timed_step.Block(seconds * (10 if is_disturbed else 1), 0.9 if is_disturbed else 0.0)
@@ -226,9 +224,9 @@ def test_what_cannot_be_measured_is_refused_in_one_line(arguments, problem):
 
 def test_both_layouts_are_compiled_with_their_own_strides(monkeypatch):
     """Symbolic ones, which the second layout gets from torch by default, make slower code."""
-    strides: list[tuple[Any, ...]] = []
+    strides = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    def backend(graph, inputs):
         strides.extend(value.stride() for value in inputs if value.dim() == 4)
         return graph.forward
 
@@ -244,12 +242,12 @@ def test_both_layouts_are_compiled_with_their_own_strides(monkeypatch):
 # --- auto -----------------------------------------------------------------------------------------
 
 
-def choose(model: nn.Module, **changes: Any) -> Choice:
-    settings: dict[str, Any] = {"image_size": 16, "batch_size": 4, "precision": "fp32"}
+def choose(model, **changes):
+    settings = {"image_size": 16, "batch_size": 4, "precision": "fp32"}
     return auto.choose_memory_format(model, **(settings | {"time_limit_s": 0.1} | changes))
 
 
-def measured(ratio: float, half: float) -> paired.Comparison:
+def measured(ratio, half):
     """The outcome of a benchmark."""
     intervals = {
         "contiguous": Interval(1, 1, 1, 5),

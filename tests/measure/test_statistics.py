@@ -28,15 +28,7 @@ REPEATS = (1, 2, 3, 5)
 SPREADS = (0.005, 0.03, 0.05)  # between processes, of log speed
 
 
-def verdicts(
-    repeats: int,
-    spread: float,
-    ratio: float,
-    trials: int,
-    noise: float = 0.01,
-    windows: int = 30,
-    drift: float = 0.0,
-) -> dict[str, float]:
+def verdicts(repeats, spread, ratio, trials, noise=0.01, windows=30, drift=0.0):
     """The percentage of each verdict in simulated sweeps A B B A ... of `repeats` runs per side, B
     at `ratio`.
 
@@ -136,9 +128,7 @@ def test_quantiles_of_t_agree_with_tables():
     assert student_t(1) > student_t(1.5) > student_t(2), "degrees need not be whole"
 
 
-def sequential_verdicts(
-    spreads: tuple[float, float], ratio: float, sweeps: int = 2000, max_repeats: int = 12
-) -> tuple[dict[str, float], float]:
+def sequential_verdicts(spreads, ratio, sweeps=2000, max_repeats=12):
     """Percent of each verdict of sweeps with repeats=auto, and the mean number of repeats."""
     rng = np.random.default_rng(0)
     logs = [rng.normal(0, spreads[0], (sweeps, max_repeats))]

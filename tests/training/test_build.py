@@ -18,6 +18,7 @@ from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
+from cl_train.system.distributed import Dist
 from cl_train.training import build
 from cl_train.training.build import try_model
 from tests.measure.test_parity import MODELS as COMPARED
@@ -42,6 +43,17 @@ def test_what_cannot_train_is_refused_in_one_line():
         attempt(broken)
     with pytest.raises(ConfigError, match=r"outputs \[2, 2\], not \[N, classes\] for 3 classes"):
         attempt(small(2))
+
+
+def test_a_frozen_batch_norm_stays_frozen_when_it_is_synchronised(monkeypatch):
+    stop = Mock(side_effect=ConfigError("enough"))
+    monkeypatch.setattr(build, "convert_layout", stop)
+    monkeypatch.setattr(nn.Module, "to", lambda model, device: model)
+    cfg = Config(model="tests.networks:small", freeze=["1"], sync_batchnorm=True)
+    with pytest.raises(ConfigError, match="enough"):
+        build.build_train_state(cfg, StepSettings(FP32), 3, Dist(0, 2, torch.device("cuda")), 0.1)
+    norm = stop.call_args.args[1].train()[1]
+    assert isinstance(norm, nn.SyncBatchNorm) and not norm.training
 
 
 @pytest.mark.parametrize(
