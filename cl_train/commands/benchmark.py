@@ -48,7 +48,7 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     if len(results) > 1:
         undecided = {"inconclusive", "not_comparable"}
         outcomes = [{pair["verdict"] for pair in result["pairs"]} for result in results]
-        decided = sum(bool(found) and found.isdisjoint(undecided) for found in outcomes)
+        decided = sum(bool(outcome) and outcome.isdisjoint(undecided) for outcome in outcomes)
         verdicts.append(f"{decided} of {len(results)} are decided")
     return document, "; ".join(verdicts)
 

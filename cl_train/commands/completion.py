@@ -65,7 +65,7 @@ def model_names(package: str) -> list[str]:
     if not path.is_file():
         from cl_train.models import sources
 
-        known = sources.model_names() if package == "torchvision" else sources.timm_model_names()
+        names = sources.model_names() if package == "torchvision" else sources.timm_model_names()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, "\n".join(known) + "\n")
+        write_text(path, "\n".join(names) + "\n")
     return path.read_text(encoding="utf-8").split()

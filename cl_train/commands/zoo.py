@@ -68,16 +68,16 @@ def chosen_models(words: list[str]) -> list[str]:
     from cl_train.measure.zoo import GROUPS, TIMM
     from cl_train.models import sources as models
 
-    known, problems = [*models.model_names(), *models.video_model_names(), *TIMM], []
+    every_name, problems = [*models.model_names(), *models.video_model_names(), *TIMM], []
     names: list[str] = []
     for word in words:
-        found = list(GROUPS.get(word, ())) or fnmatch.filter(known, word)
-        if not found and (word.startswith("timm/") or ":" in word):
+        matches = list(GROUPS.get(word, ())) or fnmatch.filter(every_name, word)
+        if not matches and (word.startswith("timm/") or ":" in word):
             models.check_model(word)
-            found = [word]
-        if not found:
-            problems.append(f"model={word}: no such model{suggest(word, [*GROUPS, *known])}")
-        names += found
+            matches = [word]
+        if not matches:
+            problems.append(f"model={word}: no such model{suggest(word, [*GROUPS, *every_name])}")
+        names += matches
     if problems or not names:
         raise ConfigError(problems or "model= is empty: name models, or a group of them")
     return list(dict.fromkeys(names))

@@ -35,10 +35,10 @@ def parse_environment(words: Sequence[str], key: str = "environment") -> Environ
     """
     variables = dict(word.split("=", 1) for word in words if _VARIABLE.fullmatch(word))
     pythons = [word for word in words if not _VARIABLE.fullmatch(word) and word != HERE]
-    found = shutil.which(pythons[0]) if pythons else sys.executable
-    if len(pythons) > 1 or found is None or Path(found).is_dir():
+    python = shutil.which(pythons[0]) if pythons else sys.executable
+    if len(pythons) > 1 or python is None or Path(python).is_dir():
         raise ConfigError(
             f"{key}={','.join(words)}: name one Python that can be run "
             "(/opt/venv/bin/python), or variables (OMP_NUM_THREADS=4), or both"
         )
-    return Environment(",".join(words), os.path.abspath(found), variables)
+    return Environment(",".join(words), os.path.abspath(python), variables)

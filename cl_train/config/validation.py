@@ -67,13 +67,13 @@ def _built(schema: Any, checked: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def flatten(
-    values: Mapping[Any, Any], known: Collection[str] = (), prefix: str = ""
+    values: Mapping[Any, Any], leaves: Collection[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested settings by full key; a mapping whose key is `known` is a leaf."""
+    """The leaves of nested settings by full key; a mapping whose key is in `leaves` is one."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in known:
-            yield from flatten(value, known, f"{key}.")
+        if isinstance(value, Mapping) and key not in leaves:
+            yield from flatten(value, leaves, f"{key}.")
         else:
             yield key, value
 

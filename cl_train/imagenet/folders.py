@@ -45,8 +45,8 @@ def resumable_folder(
         output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)),
         lock_file(out / _LOCK, waiting_for=str(out)),
     ):
-        known = read_json(record) if record.is_file() else settings
-        changed = [f"{key}={known.get(key)}" for key in settings if known.get(key) != settings[key]]
+        start = read_json(record) if record.is_file() else settings
+        changed = [f"{key}={start.get(key)}" for key in settings if start.get(key) != settings[key]]
         if changed:
             what = f"out={out} was started with {', '.join(changed)}"
             raise ConfigError(f"{what}: give another folder")
@@ -150,22 +150,22 @@ def verify(
     if absent:
         raise ConfigError([f"'{root}' has no folder '{name}'" for name in absent])
     # By split and class: the number of images; other files, with the reason.
-    found: dict[str, dict[str, tuple[int, list[str]]]] = {}
+    contents: dict[str, dict[str, tuple[int, list[str]]]] = {}
     for split in ("train", "val"):
         folders = [entry.name for entry in os.scandir(root / split) if entry.is_dir()]
         names = sorted(name for name in folders if name[0] != ".")
         check = partial(_check_class, root / split, deep)
         results = map_in_processes(check, names, workers, description=split, unit="class")
-        found[split] = dict(zip(names, results, strict=True))
+        contents[split] = dict(zip(names, results, strict=True))
     lines, problems = [], []
     for split, other in (("train", "val"), ("val", "train")):
-        classes, official = found[split], IMAGES[split]
+        classes, official = contents[split], IMAGES[split]
         images = sum(count for count, _ in classes.values())
         lines.append(f"{split}: {images:,} images in {len(classes):,} classes")
         if expect == "imagenet" and (len(classes), images) != (CLASSES, official):
             expected = f"ILSVRC2012 has {official:,} in {CLASSES:,}"
             problems.append(f"{lines[-1]}; {expected} (another data set: expect=any)")
-        if only := sorted(classes.keys() - found[other]):
+        if only := sorted(classes.keys() - contents[other]):
             problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
         if empty := [name for name, (count, _) in classes.items() if not count]:
             problems.append(f"{split}: {len(empty)} classes have no image: {listed(empty)}")

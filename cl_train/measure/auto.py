@@ -117,8 +117,8 @@ def choose_memory_format(
         ConfigError: an impossible argument.
     """
     if optimizer not in OPTIMIZERS:
-        known = f"{', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}"
-        raise ConfigError(f"optimizer={optimizer}; use {known}")
+        choices = f"{', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}"
+        raise ConfigError(f"optimizer={optimizer}; use {choices}")
     step: dict[str, Any] = {"compile": compile, "compile_mode": compile_mode}
     step |= {"cuda_graph": cuda_graph, "optim": OptimConfig(name=optimizer)}
     workload = workload_of(model, batch_size, image_size, precision, device, **step)

@@ -313,12 +313,12 @@ def _quiet_rounds(
     """Blocks of `steps` steps in turns, and the number of rounds left out, because other processes
     took time from a block; None: all are disturbed, or it is not known, and all are kept.
     """
-    taken = TakenTime()
-    is_told = timed[0].workload.device.type == "cpu" and taken.is_known
+    others = TakenTime()
+    is_told = timed[0].workload.device.type == "cpu" and others.is_known
     taken_shares = [0.0 for blocks in ends["earlier"] for _ in blocks]
 
     def block_s(step: TimedStep) -> float:
-        block = step.block(steps, taken if is_told else None)
+        block = step.block(steps, others if is_told else None)
         taken_shares.append(block.taken_share)
         return block.seconds
 
@@ -329,10 +329,10 @@ def _quiet_rounds(
 
     blocks = [partial(block_s, step) for step in timed]
     done = alternate(blocks, **ends, counting=counting if is_told else None)
-    kept = counting(done.rounds) if is_told else []
-    if not kept:
+    rounds = counting(done.rounds) if is_told else []
+    if not rounds:
         return done, None
-    return done.of_rounds(kept), done.rounds - len(kept)
+    return done.of_rounds(rounds), done.rounds - len(rounds)
 
 
 def rounds_that_count(taken_shares: Sequence[float], *, is_busy: bool) -> list[int]:

@@ -152,8 +152,8 @@ def check_parity(
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     size = batch_size or BATCH_SIZE
-    given: dict[str, Any] = {"mode": mode, "modes": MODES, "loss": loss, "output": output}
-    workload = workload_of(model, size, image_size, precision, device, **given)
+    options: dict[str, Any] = {"mode": mode, "modes": MODES, "loss": loss, "output": output}
+    workload = workload_of(model, size, image_size, precision, device, **options)
     if batch is None:
         batch = noise((size, *_small_input(model, workload.input_shape)), seed)
     shape = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__

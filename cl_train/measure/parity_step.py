@@ -137,14 +137,14 @@ def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
 def _watched(model: nn.Module) -> Iterator[Samples]:
     """Record inputs and outputs as modules run: a later operator may overwrite them in place."""
     forward: Samples = []
-    known: Any = WeakTensorKeyDictionary()  # of a tensor: its version and sample
+    samples: Any = WeakTensorKeyDictionary()  # of a tensor: its version and sample
 
     def note(what: str, module: nn.Module, *values: Any) -> None:
         for value in tensors_in(values):
-            version, values_then = known.get(value, (None, None))
+            version, values_then = samples.get(value, (None, None))
             if version != value._version:
                 values_then = sample(value)
-                known[value] = value._version, values_then
+                samples[value] = value._version, values_then
             forward.append((what, values_then))
 
     def note_output(what: str, module: nn.Module, _: Any, output: Any) -> None:

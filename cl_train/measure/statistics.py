@@ -196,8 +196,8 @@ class Alternation:
 
     def of_rounds(self, numbers: Sequence[int]) -> "Alternation":
         """Returns these rounds alone."""
-        kept = [[times[2 * n + half] for n in numbers for half in (0, 1)] for times in self.blocks]
-        return replace(self, blocks=kept)
+        rows = [[times[2 * n + half] for n in numbers for half in (0, 1)] for times in self.blocks]
+        return replace(self, blocks=rows)
 
     def round_ratios(self, variant: int) -> list[float]:
         """Speed of a variant / that of the first one in each round; the median ignores outliers."""

@@ -93,15 +93,15 @@ def workload_of(
     """Checks the arguments that users give; `step` are fields of `StepSettings`."""
     refuse_lazy(model)
     if batch_size < 1 or mode not in modes:
-        known = ", ".join(modes)
-        raise ConfigError(f"batch_size={batch_size} mode={mode}: at least 1, and one of {known}")
+        choices = ", ".join(modes)
+        raise ConfigError(f"batch_size={batch_size} mode={mode}: at least 1, and one of {choices}")
     if device is None:
         device = next((tensor.device for tensor in named_tensors(model).values()), "cpu")
     where = torch.device(device)
     settings = StepSettings(resolve_precision(precision, where), **step)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    images = len(given[0]) if given else batch_size
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    images = len(tensors[0]) if tensors else batch_size
     return Workload(images, shape, settings, where, mode, batch, loss, output)
 
 
@@ -261,19 +261,19 @@ class TimedStep:
         """Seconds of each of `steps` steps."""
         return step_times_s(self.step, steps, self.workload.device)
 
-    def block(self, steps: int, taken: TakenTime | None) -> Block:
+    def block(self, steps: int, others: TakenTime | None) -> Block:
         """Time `steps` steps, without those from which other processes took time.
 
         With one thread that time is subtracted instead; with several, what one of them waits for a
-        core may or may not delay the others. `taken` None: it is not known.
+        core may or may not delay the others. `others` None: it is not known.
         """
-        if taken is None:
+        if others is None:
             return Block(median(self.block_times_s(steps)), 1.0)
         all_s, shares = [], []
         for _ in range(steps):
-            taken_before_s = taken.seconds()
+            taken_before_s = others.seconds()
             [step_s] = self.block_times_s(1)
-            taken_s = taken.seconds() - taken_before_s
+            taken_s = others.seconds() - taken_before_s
             if torch.get_num_threads() == 1:
                 step_s = max(step_s - taken_s, 0.1 * step_s)
                 taken_s = 0.0

@@ -162,8 +162,8 @@ def verdict(row: dict[str, Any]) -> str:
             pair = row[mode]["pairs"][0]
             words.append(f"{mode} {pair['verdict'].replace('_', ' ')} ({pair['ratio']:.2f}x)")
     lost, moved = row["audit"]["lost"], row["audit"]["moved_pct"]
-    kept = f"loses the layout in {lost} calls" if lost else "keeps the layout"
-    return "; ".join([*words, f"{kept}, {moved:.1f} % of the step's bytes moved"])
+    layout = f"loses the layout in {lost} calls" if lost else "keeps the layout"
+    return "; ".join([*words, f"{layout}, {moved:.1f} % of the step's bytes moved"])
 
 
 def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:

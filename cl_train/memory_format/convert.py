@@ -93,8 +93,8 @@ def convert(
         raise ConfigError(f"conversion={mode}: no such mode; use {', '.join(CONVERSIONS)}{near}")
     memory_format = MEMORY_FORMATS.get(memory_format, memory_format)  # type: ignore[arg-type]
     if memory_format not in MEMORY_FORMAT_NAMES:
-        known = f"{', '.join(MEMORY_FORMATS)}{suggest(str(memory_format), MEMORY_FORMATS)}"
-        raise ConfigError(f"a model cannot be converted to {memory_format}; use {known}")
+        choices = f"{', '.join(MEMORY_FORMATS)}{suggest(str(memory_format), MEMORY_FORMATS)}"
+        raise ConfigError(f"a model cannot be converted to {memory_format}; use {choices}")
     refuse_lazy(model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     tensors = named_tensors(model)

@@ -191,8 +191,8 @@ class LayoutRecorder(OriginRecorder):
         memory = self._memory.get(storage)
         if memory is None and (is_new or tensor.nbytes >= tensor.untyped_storage().nbytes()):
             if len(self._memory) % 4096 == 4095:  # forget what is freed
-                known = self._memory.items()
-                self._memory = {each: m for each, m in known if not each.expired()}
+                entries = self._memory.items()
+                self._memory = {each: m for each, m in entries if not each.expired()}
             memory = self._memory[storage] = Memory()
         return memory
 

@@ -85,8 +85,8 @@ class ModelCard:
         """Plain values without the unknown ones."""
         values = {name: getattr(self, name) for name in _TEXTS}
         values |= {name: list(getattr(self, name)) for name in _LISTS}
-        known = {name: value for name, value in values.items() if value}
-        return known | (self.preprocessing.to_dict() if self.preprocessing else {})
+        facts = {name: value for name, value in values.items() if value}
+        return facts | (self.preprocessing.to_dict() if self.preprocessing else {})
 
     def to_texts(self) -> dict[str, str]:
         """The same, for metadata that holds text only: lists and numbers as JSON."""

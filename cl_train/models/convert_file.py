@@ -121,8 +121,8 @@ def convert_file(
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         saved = saved.with_card(memory_format=MEMORY_FORMAT_NAMES[memory_format])
         proof, is_proved = _convert(saved, file, memory_format, input)
-    taken = f", {saved.taken}" if saved.taken else ""
-    done = f"{saved.kind}{taken}: {len(saved.tensors)} tensors; {proof}"
+    origin = f", {saved.origin}" if saved.origin else ""
+    done = f"{saved.kind}{origin}: {len(saved.tensors)} tensors; {proof}"
     size_mib = target.stat().st_size / 2**20
     return f"{done}\nwritten as {saved.card.memory_format}: {target}, {size_mib:.1f} MiB", is_proved
 

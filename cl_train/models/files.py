@@ -39,7 +39,7 @@ class SavedModel:
     kind: Kind
     state: dict[str, Any]  # parameters, buffers and the modules' extra state, by name
     card: ModelCard = ModelCard()
-    taken: str = ""  # the entry and the prefix that were removed, for messages
+    origin: str = ""  # the entry and the prefix that were removed, for messages
     program: Any = None  # a ScriptModule or an ExportedProgram
     versions: dict[str, int] = field(default_factory=dict)  # of modules by path; empty: unknown
     code: str | None = None  # package.module:function, which the file names as its model
@@ -55,8 +55,8 @@ class SavedModel:
         tensors = self.tensors.items()
         return [name for name, value in tensors if own.get(name, value).shape != value.shape]
 
-    def with_card(self, **known: Any) -> "SavedModel":
-        return replace(self, card=replace(self.card, **known))
+    def with_card(self, **facts: Any) -> "SavedModel":
+        return replace(self, card=replace(self.card, **facts))
 
 
 def weights_path(weights: str | Path) -> Path | None:
@@ -128,7 +128,7 @@ def read_weights(
     except Exception as error:  # safetensors raises many
         raise ConfigError(f"{path}: cannot be read: {str(error)[:300]}") from error
 
-    content, taken = _find_state(content, path, entry)
+    content, origin = _find_state(content, path, entry)
     metadata = metadata or _mapping(getattr(content, "_metadata", None)).get("")
     state = {
         str(name): value
@@ -145,7 +145,7 @@ def read_weights(
         kind,
         {new: state[old] for old in state if (new := rename(old)) is not None},
         ModelCard.read(metadata),
-        ", ".join(filter(None, (taken, removed))),
+        ", ".join(filter(None, (origin, removed))),
         versions=versions,
     )
 

@@ -205,9 +205,9 @@ def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
 def torchvision_weights(name: str, weights: str) -> Any:
     choices = torchvision.models.get_model_weights(name).__members__  # DEFAULT is one
     if weights not in choices:
-        near, known = suggest(weights, choices), ", ".join(sorted(choices))
+        near, names = suggest(weights, choices), ", ".join(sorted(choices))
         what = f"not a file, nor weights of {name}{near}"
-        raise ConfigError(f"weights={weights}: {what} (there are {known})")
+        raise ConfigError(f"weights={weights}: {what} (there are {names})")
     return choices[weights]
 
 
@@ -245,8 +245,8 @@ def head_parameters(model: nn.Module) -> set[str]:
 def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) -> bool:
     """Load a file of weights into `model`; whether its classifier is new, of other classes."""
     weights = read_weights(path, entry=entry)
-    if weights.taken:
-        log.info("weights=%s: %s", path, weights.taken)
+    if weights.origin:
+        log.info("weights=%s: %s", path, weights.origin)
     new_head = set(weights.names_of_other_shape(model))
     if not new_head <= head_parameters(model):
         new_head = set()  # loading them fails
@@ -309,16 +309,16 @@ def published_preprocessing(
 
 
 def follow_published_preprocessing(
-    data: DataConfig, model: str, weights: str, given: Collection[str], entry: str | None = None
+    data: DataConfig, model: str, weights: str, keys: Collection[str], entry: str | None = None
 ) -> DataConfig:
-    """`data` with the preprocessing of `weights`, if it is known. A setting in `given`, such as
+    """`data` with the preprocessing of `weights`, if it is known. A setting in `keys`, such as
     `data.image_size`, is kept, and so are those that belong to it: the sizes of crop and resize,
     mean and standard deviation.
     """
     published = published_preprocessing(model, weights, entry)
     settings = {**published.settings(), "val_size": None} if published else {}
     for names in _TOGETHER:
-        if any(f"data.{name}" in given for name in names):
+        if any(f"data.{name}" in keys for name in names):
             settings = {name: settings[name] for name in settings.keys() - {*names}}
     return replace(data, **settings)
 

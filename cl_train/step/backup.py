@@ -34,7 +34,7 @@ class BufferBackup:
         }
         self._groups: list[tuple[list[str], torch.Tensor]] = []
         for kind in {kind[1:] for kind in self._kinds.values() if kind[-1]}:
-            names = [name for name, found in self._kinds.items() if found[1:] == kind]
+            names = [name for name, other in self._kinds.items() if other[1:] == kind]
             good = torch.cat([buffers[name].flatten() for name in names])
             self._groups.append((names, good))
             for name, part in zip(

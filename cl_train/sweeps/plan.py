@@ -222,9 +222,9 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     sweep = Sweep(folder, cfg.compare_by, jobs, options, options.looks)
     sweep = sweep.with_repeats(2 if options.is_auto else options.repeats)
     names = ("sweep.json", *(job.name for job in sweep.jobs))
-    if taken := [name for name in names if (folder / name).exists()]:
+    if clashes := [name for name in names if (folder / name).exists()]:
         advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues"
-        raise ConfigError(f"{folder / taken[0]} exists already: {advice} a sweep")
+        raise ConfigError(f"{folder / clashes[0]} exists already: {advice} a sweep")
     keys = set(map(_setting_of, varied))
     if keys and cfg.compare_by not in keys and keys <= FIELDS.keys():
         advice = " or ".join(f"compare_by={key}" for key in sorted(keys))

@@ -227,8 +227,8 @@ def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
 def _labels(pairs: Sequence[Pair]) -> list[str]:
     """Names for each pair the model, and the settings and sides that differ between the pairs."""
     facts = [pair.held_equal | pair.names for pair in pairs]
-    known = set.intersection(*map(set, facts)) if facts else set()
-    varying = known - {"model", *_common(facts)}
+    keys = set.intersection(*map(set, facts)) if facts else set()
+    varying = keys - {"model", *_common(facts)}
     return [
         " ".join([str(one["model"]), *(f"{key}={one[key]}" for key in one if key in varying)])
         for one in facts

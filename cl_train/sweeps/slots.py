@@ -30,21 +30,21 @@ def visible_gpus() -> list[str]:
 
 
 def plan_slots(
-    asked: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]
+    names: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]
 ) -> list[Slot]:
     """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same
     time, one per group. A job chooses its loader workers and threads by the cores of its slot.
 
     Raises ConfigError: too few GPUs or cores, or GPUs that do not exist.
     """
-    gpus = list(visible if list(asked) == ["all"] else asked)
+    gpus = list(visible if list(names) == ["all"] else names)
     cores = usable_cores()
     jobs = [job for group in groups for job in group]
     size = max(job.nproc for job in jobs)
     on_cpu = any("device=cpu" in job.overrides for job in jobs)
     if on_cpu or len(set(gpus) & set(visible)) < max(len(gpus), size):
         choice = f"nproc={size} or more of the GPUs {','.join(visible) or '(none)'}, each once"
-        asked_for = f"launcher.gpus={','.join(asked)}"
+        asked_for = f"launcher.gpus={','.join(names)}"
         raise ConfigError(f"{asked_for}: name {choice}, for jobs without device=cpu")
 
     count = min(len(gpus) // size, len(groups))

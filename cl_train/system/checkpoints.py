@@ -153,7 +153,7 @@ class CheckpointStore:
         self.wait()
         if best:
             self._best = step
-        unwritten_best = {s: kept for s, kept in self._unwritten.items() if s == self._best}
+        unwritten_best = {s: values for s, values in self._unwritten.items() if s == self._best}
         self._unwritten = {**unwritten_best, step: snapshot(state)}
         self._writing = self._executor.submit(self._write)
         if not self.background:

@@ -47,8 +47,8 @@ def explain_failure(error: BaseException) -> str:
 
 def short_path(path: str) -> str:
     """A source file relative to site-packages or to the current folder."""
-    _, found, tail = path.rpartition("site-packages/")
-    if found:
+    _, separator, tail = path.rpartition("site-packages/")
+    if separator:
         return tail
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

@@ -52,9 +52,9 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         launch = Launch(*(int(environment[name]) for name in names[:3]))
         if launch.local_rank <= launch.rank < launch.world_size:
             return launch
-    found = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in names)
+    values = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in names)
     alone = "unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
-    raise ConfigError(f"the environment has {found}: start with torchrun or srun, or {alone}")
+    raise ConfigError(f"the environment has {values}: start with torchrun or srun, or {alone}")
 
 
 def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:

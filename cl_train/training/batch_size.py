@@ -51,12 +51,12 @@ def resolve_batch_size(cfg: Config, dist: Dist) -> Config:
         return cfg
     micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
     batches = f"batch_size={cfg.batch_size} x {dist.world_size} processes"
-    asked = f"global_batch_size={cfg.global_batch_size} with {batches}"
+    request = f"global_batch_size={cfg.global_batch_size} with {batches}"
     if rest or not micro_steps:
-        raise ConfigError(f"{asked}: it is not a multiple; choose another batch_size")
+        raise ConfigError(f"{request}: it is not a multiple; choose another batch_size")
     if micro_steps > 1 and cfg.ddp_static_graph:
         advice = "raise batch_size, or set ddp_static_graph=false"
-        raise ConfigError(f"{asked} needs micro-steps: {advice}")
+        raise ConfigError(f"{request} needs micro-steps: {advice}")
     return replace(cfg, accumulate_steps=micro_steps)
 
 

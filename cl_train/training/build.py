@@ -291,9 +291,9 @@ def try_model(
     device = batch_format.device
 
     def check_logits(module: nn.Module, inputs: Any, output: Any) -> None:
-        found, needs = list(logits_of(output).shape), f"[N, classes] for {num_classes} classes"
-        if len(found) != 2 or found[1] < num_classes:
-            raise ValueError(f"outputs {found}, not {needs}")
+        shape, needs = list(logits_of(output).shape), f"[N, classes] for {num_classes} classes"
+        if len(shape) != 2 or shape[1] < num_classes:
+            raise ValueError(f"outputs {shape}, not {needs}")
 
     try:
         copied = models.copy_model(model)

@@ -136,9 +136,9 @@ def _comparing_command(folder: Path, cfg: Config) -> str:
 
 def is_importable(code: str) -> bool:
     """Whether another process can import `package.module:function`, or a list with such names."""
-    modules = (name.partition(":")[0] for name in code.strip("[]").split(","))
-    known = [sys.modules[name] for name in modules if name in sys.modules]
-    return all(module.__spec__ is not None for module in known)
+    names = (name.partition(":")[0] for name in code.strip("[]").split(","))
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    return all(module.__spec__ is not None for module in modules)
 
 
 class RunLog(logging.Handler):

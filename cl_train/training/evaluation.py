@@ -148,8 +148,8 @@ def _numbers(
 ) -> dict[str, float]:
     try:
         numbers = {str(name): float(value) for name, value in metrics(logits, targets).items()}
-        if taken := numbers.keys() & {*EVALUATED, "epoch", "step", "kind"}:
-            raise ValueError(f"the names {sorted(taken)} are taken")
+        if clashes := numbers.keys() & {*EVALUATED, "epoch", "step", "kind"}:
+            raise ValueError(f"the names {sorted(clashes)} are taken")
         return numbers
     except Exception as error:  # of the user's function
         what = "metrics=... must return a dict of numbers"

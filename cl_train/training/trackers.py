@@ -129,8 +129,8 @@ def find_tracker(name: str) -> Tracker:
     if name in _TRACKERS:
         return _TRACKERS[name]
     if ":" not in name:
-        known = "must be tensorboard, wandb, mlflow or package.module:function"
-        raise ConfigError(f"log_to={name}: {known}{suggest(name, [*_TRACKERS])}")
+        choices = "must be tensorboard, wandb, mlflow or package.module:function"
+        raise ConfigError(f"log_to={name}: {choices}{suggest(name, [*_TRACKERS])}")
     function = user_function("log_to", name)
 
     def call(records: Iterator[Record]) -> None:
@@ -240,8 +240,8 @@ def mlflow(records: Iterator[Record]) -> None:
 
     def new_run() -> str:
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cl_train")
-        known = client.get_experiment_by_name(experiment_name)
-        experiment = known.experiment_id if known else client.create_experiment(experiment_name)
+        entry = client.get_experiment_by_name(experiment_name)
+        experiment = entry.experiment_id if entry else client.create_experiment(experiment_name)
         tags = {"group": start["group"]} if start["group"] else {}
         name = Path(start["folder"]).name
         created = client.create_run(experiment, run_name=name, tags=tags).info.run_id

@@ -312,7 +312,7 @@ def test_wrapped_weights(name, tmp_path):
     torch.save(content, tmp_path / "w.pth")
     asked = {"entry": "ema", "prefix": "backbone."} if name == "by option" else {}
     weights = read_weights(tmp_path / "w.pth", **asked)
-    assert list(weights.tensors) == list(STATE) and taken in weights.taken
+    assert list(weights.tensors) == list(STATE) and taken in weights.origin
 
 
 @pytest.mark.slow
