@@ -1,6 +1,7 @@
 """Which parameters train, by which optimizer, with which learning rate."""
 
 import fnmatch
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -125,23 +126,30 @@ def in_memory_order(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 continue
             if weight.is_contiguous() and gradient.is_contiguous():
                 continue
-            strides = weight.stride()
-            order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-            before.append((weight, weight.data, gradient, order))
-            weight.data = weight.data.permute(order)
+            order, inverse = _memory_order(weight.stride())
+            data = weight.data
+            before.append((weight, data, gradient, inverse))
+            weight.data = data.permute(order)
             # The kernels read by address: other strides than the weight's give a wrong update.
             weight.grad = gradient.permute(order).contiguous()
             _permute(optimizer.state.get(weight, {}), order)
         yield
     finally:
-        for weight, data, gradient, order in before:
+        for weight, data, gradient, inverse in before:
             weight.data = data
             weight.grad = gradient
-            inverse = sorted(range(len(order)), key=order.__getitem__)
             _permute(optimizer.state.get(weight, {}), inverse)
 
 
-def _permute(state: dict[str, Any], order: list[int]) -> None:
+@functools.cache
+def _memory_order(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions from the largest to the smallest stride, and the inverse permutation."""
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return tuple(order), tuple(inverse)
+
+
+def _permute(state: dict[str, Any], order: tuple[int, ...]) -> None:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim():  # not a step counter
             state[name] = value.permute(order)
