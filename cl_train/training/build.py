@@ -305,8 +305,7 @@ def try_model(
     try:
         with random_state_restored(device):
             # cuDNN's choice of kernels may stay for training: zeros would be faster than images.
-            noise = torch.randn(*shape, device=device)
-            images = noise.to(batch_format.dtype, memory_format=batch_format.memory_format)
+            images = batch_format.place(torch.randn(*shape, device=device))
             labels = torch.randint(num_classes, (shape[0],), device=device)
             is_soft = settings.soft_targets or max(settings.mixup, settings.cutmix) > 0
             targets = F.one_hot(labels, num_classes).float() if is_soft else labels
