@@ -41,7 +41,9 @@ LEAD_STEPS = 2  # that the device may be behind the host: each holds a batch in 
 
 @dataclass
 class OpenWindow:
-    """The timing of the steps between two log lines. Marks are those of `DeviceClock`."""
+    """The timing of the steps between two log lines. Marks of `DeviceClock` are moments in the work
+    of the device: CUDA events, or on a CPU the time.
+    """
 
     image_size: int
     warmup: bool
