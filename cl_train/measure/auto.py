@@ -24,14 +24,8 @@ from cl_train.measure.timed_step import (
     measurement_state,
     workload_of,
 )
-from cl_train.memory_format.layout import (
-    CHANNELS_LAST,
-    CONTIGUOUS,
-    CONVOLUTIONS,
-    MEMORY_FORMAT_NAMES,
-    MEMORY_FORMATS,
-    Layout,
-)
+from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
+from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, MEMORY_FORMATS
 from cl_train.step.make import LEARNING_RATE
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import cache_folder, read_json, write_json

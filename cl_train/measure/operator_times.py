@@ -19,8 +19,8 @@ from torch import nn
 from cl_train.measure.statistics import alternate
 from cl_train.measure.time_recorder import Key, LineRecorder, TimeRecorder, processor_clock
 from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedCall, Times
-from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import CONTIGUOUS, images_in, model_memory_format
+from cl_train.memory_format.convert import CONTIGUOUS, convert
+from cl_train.memory_format.layout import images_in, model_memory_format
 from cl_train.models.sources import copy_model
 from cl_train.step.make import StepSettings, make_step
 from cl_train.step.precision import Precision, kernel_selection

@@ -29,7 +29,7 @@ from cl_train.measure.timed_step import (
     measurement_state,
     workload_of,
 )
-from cl_train.memory_format.layout import CHANNELS_LAST, CONTIGUOUS, Layout
+from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory

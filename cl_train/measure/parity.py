@@ -18,8 +18,8 @@ from torch import nn
 
 from cl_train.measure.parity_step import MODES, Record, Samples, recorded_step
 from cl_train.measure.timed_step import LossFunction, noise, workload_of
-from cl_train.memory_format.convert import convert
-from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, CONTIGUOUS, Layout, classify
+from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
 from cl_train.models.sources import copy_model, run_on_shapes
 from cl_train.step.precision import Precision
 from cl_train.system.failures import explain_failure, failure_explained

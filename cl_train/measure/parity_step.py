@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
+from cl_train.memory_format.convert import Layout
 from cl_train.memory_format.crashes import refuse_known_crash
-from cl_train.memory_format.layout import Layout
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import Precision, autocast, kernel_selection

@@ -16,7 +16,7 @@ from cl_train.measure.paired import Comparison, benchmark_layouts
 from cl_train.measure.parity import ParityReport, check_parity
 from cl_train.measure.statistics import seconds_to_decide
 from cl_train.measure.timed_step import Workload, input_shape
-from cl_train.memory_format.layout import CONTIGUOUS, LAYOUTS
+from cl_train.memory_format.convert import CONTIGUOUS, LAYOUTS
 from cl_train.models import sources as models
 from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision

@@ -17,15 +17,9 @@ from cl_train.config.schema import AugmentConfig
 from cl_train.data.device import Batch, MixLabels
 from cl_train.data.transforms import label_mix
 from cl_train.errors import ConfigError
-from cl_train.memory_format.convert import convert
+from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.crashes import refuse_known_crash
-from cl_train.memory_format.layout import (
-    CONTIGUOUS,
-    Layout,
-    images_in,
-    named_tensors,
-    refuse_lazy,
-)
+from cl_train.memory_format.layout import images_in, named_tensors, refuse_lazy
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.models.sources import copy_model, head_parameters, usual_image_size
 from cl_train.step.backup import random_state_restored

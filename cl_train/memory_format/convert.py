@@ -1,4 +1,4 @@
-"""Converting the parameters and buffers of a model from one memory format to another, in place."""
+"""A `Layout`, and the conversion of a model's parameters and buffers to it, in place."""
 
 import fnmatch
 import re
@@ -19,7 +19,6 @@ from cl_train.memory_format.layout import (
     CONVOLUTIONS,
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
-    Layout,
     named_tensors,
     refuse_lazy,
     to_memory_format,
@@ -29,6 +28,34 @@ Predicate = Callable[[str, nn.Module], bool]
 _DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 # The original of a parametrised tensor belongs to the parametrised module.
 _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The memory format of the input and, with `conversion` and `select`, of the model.
+
+    The last two are the arguments of `convert`; without arguments all is channels_last.
+    """
+
+    memory_format: torch.memory_format = torch.channels_last
+    conversion: str = "full"
+    select: tuple[str, ...] = ()
+
+    @property
+    def is_channels_last(self) -> bool:
+        return self.memory_format != torch.contiguous_format
+
+    @property
+    def name(self) -> str:
+        """`contiguous`, `channels_last`, or with a conversion, `channels_last_conv`."""
+        suffix = "" if self.conversion == "full" else f"_{self.conversion}"
+        return MEMORY_FORMAT_NAMES[self.memory_format] + suffix
+
+
+CONTIGUOUS = Layout(torch.contiguous_format)
+CHANNELS_LAST = Layout()
+CHANNELS_LAST_CONV = Layout(conversion="conv")
+LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 
 
 @dataclass

@@ -7,7 +7,6 @@ formats; torch calls the second one `channels_last_3d`.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,34 +26,6 @@ MEMORY_FORMATS = {name: memory_format for memory_format, name in MEMORY_FORMAT_N
 # By the number of dimensions of a tensor
 CHANNELS_LAST_BY_DIM = {4: torch.channels_last, 5: torch.channels_last_3d}
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The memory format of the input and, with `conversion` and `select`, of the model.
-
-    The last two are the arguments of `convert`; without arguments all is channels_last.
-    """
-
-    memory_format: torch.memory_format = torch.channels_last
-    conversion: str = "full"
-    select: tuple[str, ...] = ()
-
-    @property
-    def is_channels_last(self) -> bool:
-        return self.memory_format != torch.contiguous_format
-
-    @property
-    def name(self) -> str:
-        """`contiguous`, `channels_last`, or with a conversion, `channels_last_conv`."""
-        suffix = "" if self.conversion == "full" else f"_{self.conversion}"
-        return MEMORY_FORMAT_NAMES[self.memory_format] + suffix
-
-
-CONTIGUOUS = Layout(torch.contiguous_format)
-CHANNELS_LAST = Layout()
-CHANNELS_LAST_CONV = Layout(conversion="conv")
-LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
 
 
 def classify(tensor: torch.Tensor) -> StrideOrder:

@@ -16,7 +16,7 @@ from cl_train.data.build import build_data, size_schedule
 from cl_train.data.loader import DataSettings
 from cl_train.errors import ConfigError
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
-from cl_train.memory_format.layout import CHANNELS_LAST, CONTIGUOUS
+from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory

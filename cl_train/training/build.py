@@ -26,15 +26,9 @@ from cl_train.errors import ConfigError
 from cl_train.measure.auto import fastest_layout
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.audit_report import LayoutReport
-from cl_train.memory_format.convert import convert
+from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.crashes import refuse_known_crash
-from cl_train.memory_format.layout import (
-    CONTIGUOUS,
-    Layout,
-    model_memory_format,
-    named_tensors,
-    refuse_lazy,
-)
+from cl_train.memory_format.layout import model_memory_format, named_tensors, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
 from cl_train.models import sources as models
 from cl_train.step.backup import random_state_restored
