@@ -26,7 +26,7 @@ from cl_train.measure.timed_step import (
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, MEMORY_FORMATS
-from cl_train.step.make import LEARNING_RATE
+from cl_train.step.train_step import LEARNING_RATE
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import cache_folder, read_json, write_json
 from cl_train.system.machine import (

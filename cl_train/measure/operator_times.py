@@ -22,9 +22,8 @@ from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedC
 from cl_train.memory_format.convert import CONTIGUOUS, convert
 from cl_train.memory_format.layout import images_in, model_memory_format
 from cl_train.models.sources import copy_model
-from cl_train.step.make import StepSettings, make_step
 from cl_train.step.precision import Precision, kernel_selection
-from cl_train.step.train_step import update_weights
+from cl_train.step.train_step import StepSettings, make_step, update_weights
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import as_current
 from cl_train.system.machine import keep_freed_memory, wait_for

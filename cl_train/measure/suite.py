@@ -18,8 +18,8 @@ from cl_train.measure.statistics import seconds_to_decide
 from cl_train.measure.timed_step import Workload, input_shape
 from cl_train.memory_format.convert import CONTIGUOUS, LAYOUTS
 from cl_train.models import sources as models
-from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
+from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import choose_device
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import write_json

@@ -24,7 +24,6 @@ from cl_train.memory_format.model_call import call_model, mean_square, output_te
 from cl_train.models.sources import copy_model, head_parameters, usual_image_size
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable
-from cl_train.step.make import StepSettings, compiled, make_step
 from cl_train.step.precision import (
     Precision,
     autocast,
@@ -32,7 +31,14 @@ from cl_train.step.precision import (
     kernel_selection,
     resolve_precision,
 )
-from cl_train.step.train_step import StepParts, train_step, update_weights
+from cl_train.step.train_step import (
+    StepParts,
+    StepSettings,
+    compiled,
+    make_step,
+    train_step,
+    update_weights,
+)
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, step_times_s
 

@@ -22,8 +22,8 @@ from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
-from cl_train.step.make import StepSettings
 from cl_train.step.precision import cast_model, resolve_precision
+from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import read_json, write_json, write_text
 from cl_train.system.processes import StopRequest

@@ -1,6 +1,5 @@
 """One optimizer step: forward, loss, backward and update in each precision, eager or replayed as a
 CUDA graph.
 
-Read `train_step.py` first, then `precision.py`; `make.py` makes the step from its settings. May
-import data, system and config.
+Read `train_step.py` first, then `precision.py`. May import data, system and config.
 """

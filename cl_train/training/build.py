@@ -33,7 +33,6 @@ from cl_train.memory_format.layout_recorder import recording
 from cl_train.models import sources as models
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
-from cl_train.step.make import StepSettings, make_step
 from cl_train.step.optim import freeze
 from cl_train.step.precision import (
     BATCH_NORMS,
@@ -42,7 +41,15 @@ from cl_train.step.precision import (
     cast_model,
     kernel_selection,
 )
-from cl_train.step.train_step import Loss, StepResult, logits_of, loss_of, train_step
+from cl_train.step.train_step import (
+    Loss,
+    StepResult,
+    StepSettings,
+    logits_of,
+    loss_of,
+    make_step,
+    train_step,
+)
 from cl_train.step.utilisation import flop_counter, utilisation
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.failures import explain_failure, failure_explained

@@ -5,7 +5,7 @@ from torch import nn
 
 from cl_train.measure import paired, timed_step
 from cl_train.memory_format.layout import classify
-from cl_train.step.make import make_step
+from cl_train.step.train_step import make_step
 from cl_train.training import build
 
 slow_layout = ""

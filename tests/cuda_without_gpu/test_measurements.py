@@ -14,8 +14,8 @@ from cl_train.data.device import Batch, DeviceFormat
 from cl_train.measure import audit, operator_times, paired
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST
-from cl_train.step.make import StepSettings
 from cl_train.step.precision import BY_NAME, kernel_selection
+from cl_train.step.train_step import StepSettings
 from cl_train.sweeps import verdict
 from cl_train.system import machine
 from cl_train.system.machine import gpu_state, problem_of_gpu

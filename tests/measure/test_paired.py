@@ -22,8 +22,8 @@ from cl_train.measure.statistics import Interval, alternate, verdict_of
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.memory_format.layout import model_memory_format
-from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
+from cl_train.step.train_step import StepSettings
 from tests.measure.conftest import unchanged
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from cl_train.measure.statistics import EARLY_ERROR, Alternation, verdict_of
 from cl_train.measure.suite import run_suite
 from cl_train.measure.timed_step import Workload
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
-from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
+from cl_train.step.train_step import StepSettings
 from tests.data.image_folders import write_folder
 
 SMALL, DROPOUT = "tests.networks:small", "tests.networks:dropout"

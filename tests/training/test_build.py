@@ -16,8 +16,8 @@ from cl_train.config.schema import Config, OptimConfig
 from cl_train.data.device import DeviceFormat
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
-from cl_train.step.make import StepSettings
 from cl_train.step.precision import resolve_precision
+from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist
 from cl_train.training import build
 from cl_train.training.build import try_model
