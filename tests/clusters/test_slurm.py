@@ -162,6 +162,7 @@ def test_a_sweep_in_one_allocation_is_requeued_and_continues(
     gate.mkdir()
     words = [*TINY, "model=tests.networks:gated", f"data.root={image_folder}", "batch_size=16"]
     words += ["epochs=8", "warmup_steps=1", "evaluate_every=-1", "repeats=2", "max_reruns=0"]
+    words += ["environment='A=1'"]  # named again after the requeue
     command = ["sbatch", "--parsable", f"--output={tmp_path / 'log'}"]
     command += ["scripts/slurm/sweep.sbatch", str(sweep), *words, "wait_for_quiet_s=0"]
     environment = cluster | {"GATE": str(gate)}
