@@ -44,10 +44,7 @@ from cl_train.config.words import (
 from cl_train.config.words import group_choices as group_choices
 from cl_train.errors import ConfigError
 
-MULTIRUN_KEYS = (
-    *("nproc", "environment", "repeats", "max_repeats", "max_reruns", "wait_for_quiet_s"),
-    *("time_limit_s", "resume_sweep", "rerun", "compare_by", "launcher"),
-)
+MULTIRUN_KEYS = [key.partition(".")[0] for key, item in FIELDS.items() if item.metadata["multirun"]]
 _UNUSED_OF_HYDRA = "output launcher sweeper help hydra_help hydra_logging job_logging env"
 # Of the run that left a file: how it started, not what it trained.
 _HOW_STARTED = ("config", "resume", "overwrite", "environment")

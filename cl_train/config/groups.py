@@ -29,6 +29,7 @@ class Details(TypedDict, total=False):
     # "speed": runs with different values are not comparable; "loss": only their losses are not;
     # "nothing": both are.
     affects: Literal["speed", "loss", "nothing"]
+    multirun: bool  # of a whole sweep, not of each of its runs
     required: bool  # the user must give a value; the default is not used
     key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
 
@@ -36,6 +37,7 @@ class Details(TypedDict, total=False):
 def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details]) -> Any:
     """A dataclass field. bounds: of a number, as in --help: `>= 1`, `> 0 <= 1`, `0 to 1`."""
     metadata: dict[str, Any] = dict.fromkeys(Details.__annotations__) | {"affects": "speed"}
+    help = f"multirun: {help}" if details.get("multirun") else help
     metadata |= {"help": help, "bounds": bounds, **details}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -44,6 +46,7 @@ def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details
 
 loss_setting = partial(setting, affects="loss")  # changes the losses of a run, not its speed
 neutral_setting = partial(setting, affects="nothing")  # changes neither
+multirun_setting = partial(neutral_setting, multirun=True)
 
 
 @dataclass(frozen=True)
@@ -238,8 +241,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LauncherConfig:
-    """Multirun: where the jobs of a sweep run."""
+    """Where the jobs of a sweep run."""
 
-    gpus: list[str] = neutral_setting(
+    gpus: list[str] = multirun_setting(
         [], "run one job per GPU at a time; all, or some: 0,1,2; [] = one job at a time"
     )

@@ -17,6 +17,7 @@ from cl_train.config.groups import (
     OptimConfig,
     ScheduleConfig,
     loss_setting,
+    multirun_setting,
     neutral_setting,
     setting,
 )
@@ -180,39 +181,41 @@ class Config:
         600.0, "end the run if a rank is silent for this many seconds", "> 0 <= 10000000"
     )
 
-    nproc: int = neutral_setting(
-        1, "multirun: processes per job; above 1 each job runs under torchrun", ">= 1"
+    nproc: int = multirun_setting(
+        1, "processes per job; above 1 each job runs under torchrun", ">= 1"
     )
-    environment: str = setting(HERE, "multirun: a Python, or variables A=1, that the jobs run in")
-    repeats: int = neutral_setting(
+    environment: str = multirun_setting(
+        HERE, "a Python, or variables A=1, that the jobs run in", affects="speed"
+    )
+    repeats: int = multirun_setting(
         1,
-        "multirun: runs of each setting, interleaved A B B A; auto = until every pair is decided",
+        "runs of each setting, interleaved A B B A; auto = until every pair is decided",
         ">= 1",
         words={"auto": AUTO_REPEATS},
     )
-    max_repeats: int = neutral_setting(12, "multirun: the most that repeats=auto runs", ">= 2")
-    max_reruns: int = neutral_setting(
-        2, "multirun: how often a run that other processes disturbed is run again", ">= 0"
+    max_repeats: int = multirun_setting(12, "the most that repeats=auto runs", ">= 2")
+    max_reruns: int = multirun_setting(
+        2, "how often a run that other processes disturbed is run again", ">= 0"
     )
-    wait_for_quiet_s: float | None = neutral_setting(
+    wait_for_quiet_s: float | None = multirun_setting(
         None,
-        "multirun: before each run, wait so long for other processes to end; null = as long as a "
+        "before each run, wait so long for other processes to end; null = as long as a "
         "run takes, at most 600",
         ">= 0",
     )
-    time_limit_s: float | None = neutral_setting(
-        None, "multirun: add no repeat and no rerun that would end later than this", "> 0"
+    time_limit_s: float | None = multirun_setting(
+        None, "add no repeat and no rerun that would end later than this", "> 0"
     )
-    resume_sweep: str | None = neutral_setting(
-        None, "multirun: run what is missing in this folder of a sweep; repeats=N adds repeats"
+    resume_sweep: str | None = multirun_setting(
+        None, "run what is missing in this folder of a sweep; repeats=N adds repeats"
     )
-    rerun: str = neutral_setting(
+    rerun: str = multirun_setting(
         "missing",
         "with resume_sweep: noisy = also what other processes disturbed",
         choices=("missing", "noisy"),
     )
-    compare_by: str = neutral_setting(
-        "channels_last", "multirun: the setting whose values the report compares"
+    compare_by: str = multirun_setting(
+        "channels_last", "the setting whose values the report compares"
     )
 
     data: DataConfig = field(default_factory=DataConfig)
