@@ -21,6 +21,8 @@ from cl_train.system.processes import TOO_BUSY_PCT
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 FAULTY_SHARE = 0.1  # of windows, updates or images: the speed is no longer that of training
+# Facts that a resume may change; a comparison refuses runs in which they changed.
+MAY_CHANGE = ("memory_format", "precision", "world_size", "device_name")
 Record = dict[str, Any]  # a line of metrics.jsonl: of a window, kind "train", or of an evaluation
 
 
@@ -49,7 +51,7 @@ class Window:
     skipped_steps: int = 0  # since the run began
     skipped_images: int = 0
     peak_memory_gib: float = 0.0
-    # What a resumed run may change; a comparison refuses runs in which it changed.
+    # `MAY_CHANGE`
     memory_format: str | None = None
     precision: str | None = None
     world_size: int | None = None
@@ -362,7 +364,7 @@ def run_problems(windows: Sequence[Window], summary: dict[str, Any]) -> Iterator
     if steps != sorted(set(steps)):
         yield "a step is recorded twice or out of order"
     for before, after in pairwise(windows):
-        for name in ("memory_format", "precision", "world_size", "device_name"):
+        for name in MAY_CHANGE:
             values = getattr(before, name), getattr(after, name)
             if None not in values and values[0] != values[1]:
                 yield f"{name} changed at step {after.step}: {values[0]} before, {values[1]} after"

@@ -23,7 +23,7 @@ from cl_train.step.train_step import StepResult
 from cl_train.system.distributed import Dist, gather_objects, sum_over_ranks
 from cl_train.system.machine import DeviceClock
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
-from cl_train.system.run_folder import Window, after_warmup
+from cl_train.system.run_folder import MAY_CHANGE, Window, after_warmup
 from cl_train.training.console import console_line, mean
 from cl_train.training.records import Records, peak_memory_gib
 from cl_train.training.state import Checkpoints, Plan, Progress, TrainingFault, TrainState
@@ -245,7 +245,6 @@ class ActiveRun:
         self.progress.skipped_steps += round(skipped / self.dist.world_size)
         rows = submitted.rows
         images = len(rows) * self.plan.global_batch_size
-        may_change = ("memory_format", "precision", "world_size", "device_name")
         window = Window(
             step=submitted.step,
             epoch=submitted.epoch,
@@ -259,7 +258,7 @@ class ActiveRun:
             skipped_steps=self.progress.skipped_steps,
             skipped_images=int(skipped_images),
             peak_memory_gib=peak_memory_gib(self.dist.device),
-            **{name: self.records.description[name] for name in may_change},
+            **{name: self.records.description[name] for name in MAY_CHANGE},
         )
         self.epoch_windows.append(window)
         self.records.append(window.to_record())  # a line of metrics.jsonl, see `read_run`
