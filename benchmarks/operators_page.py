@@ -22,6 +22,7 @@ from cl_train.memory_format.operators import AGAINST, conformance_program, diffe
 from cl_train.system.files import read_json, write_json
 from cl_train.system.tables import markdown_table
 
+Record = dict[str, Any]
 _HEAD = """# What each operator does with channels_last
 
 Measured on a CPU. The page is made from `results/` by
@@ -53,11 +54,11 @@ def where(cells: Mapping[tuple[str, ...], list[str]], count: int) -> Iterator[tu
         yield *row, "everywhere" if len(places) == count else "; ".join(places)
 
 
-def label(document: dict[str, Any]) -> str:
+def label(document: Record) -> str:
     return f"{document['dtype']}, torch {document['torch'].partition('+')[0]}"
 
 
-def formats(documents: list[dict[str, Any]]) -> str:
+def formats(documents: list[Record]) -> str:
     """The format of the output and of the input's gradient of the operators that lose it."""
     cells = defaultdict[tuple[str, str], list[str]](list)  # by operator and label
     for document in documents:
@@ -80,7 +81,7 @@ def formats(documents: list[dict[str, Any]]) -> str:
     )
 
 
-def differences(documents: list[dict[str, Any]]) -> str:
+def differences(documents: list[Record]) -> str:
     """What differs from eager mode under the compiler."""
     columns = ("operator", "direction", "eager", *AGAINST, "alone")
     labels = defaultdict[tuple[str, ...], list[str]](list)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from cl_train.cli import exit_code
-from cl_train.commands import print_result
+from cl_train.commands import Result, print_result
 from cl_train.config.schema import JsonResult, LoaderBenchmarkSettings, OptimConfig, setting
 from cl_train.config.validation import load, optional_module
 from cl_train.errors import ConfigError
@@ -43,7 +43,6 @@ from cl_train.system.machine import measured, timed_s
 from cl_train.system.run_folder import read_records, windows_of, windows_that_count
 from cl_train.training.loop import train
 
-Result = tuple[dict[str, Any], str]
 CPU = torch.device("cpu")
 
 

@@ -36,6 +36,7 @@ from cl_train.system.files import read_json, write_json
 from cl_train.system.machine import measured
 from cl_train.system.processes import MachineLoad
 
+Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 95.0  # top-1, percent
 IMAGE_SIZE = {"digits": 32, "sample": 128}
@@ -108,7 +109,7 @@ def write_digits(folder: Path) -> None:
     unfinished.rename(folder)
 
 
-def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float) -> dict[str, Any]:
+def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float) -> Record:
     """Run `command` until it ends, or `limit_s` have passed: then `exit_code` is null.
 
     `points` are [seconds, top-1] of each evaluation.
@@ -141,14 +142,14 @@ def options_of(program: str) -> list[str]:
     return PROGRAMS[program][0].replace("{amp}", amp).split()
 
 
-def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> dict[str, Any]:
+def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> Record:
     """The run with this seed, from `work` if it was finished before."""
     epochs, size = PROGRAMS[program][1][data], IMAGE_SIZE[data]
     folder = work / f"{data}-{epochs}-{program.replace(' ', '_')}-{seed}"
     if (folder / "run.json").exists():
         return read_json(folder / "run.json")
     folder.mkdir(parents=True, exist_ok=True)
-    run: dict[str, Any] = {"data": data, "program": program, "seed": seed, "epochs": epochs}
+    run: Record = {"data": data, "program": program, "seed": seed, "epochs": epochs}
     values = {"data": work / data, "size": size, "resize": round(size * 256 / 224)}
     values |= {"seed": seed, "epochs": epochs, "third": math.ceil(epochs / 3)}
     values |= {"script": script, "folder": script.parent, "out": folder / "out"}
@@ -182,7 +183,7 @@ def scripts_of(settings: Settings) -> dict[str, Path]:
     return scripts
 
 
-def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+def measure(settings: Settings) -> Iterator[Record]:
     """The results after each seed; the programs take turns, in alternating order."""
     work, scripts = Path(settings.work).absolute(), scripts_of(settings)
     if not (work / "digits").exists():
@@ -196,7 +197,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         "commits": {name: head(cwd=folder).stdout.strip() for name, folder in folders.items()},
         "options": {name: options_of(name) for name in scripts},
     }
-    runs: list[dict[str, Any]] = []
+    runs: list[Record] = []
     started_at = time.monotonic()
     for seed in range(settings.seeds):
         taken_s = time.monotonic() - started_at
@@ -214,22 +215,22 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         yield measured(settings, torch.device("cpu"), **facts, summary=summary, runs=runs)
 
 
-def seconds_to(run: dict[str, Any]) -> float:
+def seconds_to(run: Record) -> float:
     """Seconds from the start to the first evaluation that reaches the target; inf if none does."""
     return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), math.inf)
 
 
-def epoch_s(run: dict[str, Any]) -> float | None:
+def epoch_s(run: Record) -> float | None:
     """Seconds between evaluations: training, evaluation and checkpoint, without the first."""
     times = [after - before for (before, _), (after, _) in pairwise(run["points"])]
     return statistics.median(times) if times else None
 
 
-def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(runs: list[Record]) -> Record:
     """Per program medians over the runs: seconds to the target, null if most missed it; to the
     first evaluation; per later epoch. `theirs_over_ours`: the median and the range over the seeds.
     """
-    summary: dict[str, Any] = {}
+    summary: Record = {}
     ours = {run["seed"]: run for run in runs if run["program"] == "cl_train"}
     for name in dict.fromkeys(run["program"] for run in runs):
         finished = [run for run in runs if run["program"] == name]

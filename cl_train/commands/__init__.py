@@ -15,6 +15,7 @@ from cl_train.config.validation import is_setting, settings_from_arguments
 from cl_train.system.files import output_file, write_json
 
 T = TypeVar("T")
+Result = tuple[dict[str, Any], str]  # what is written as JSON, and what is printed
 COMMANDS = {
     "train": "train a model, or with -m compare settings",
     "compare": "compare finished runs, or check that both layouts of a model compute the same",
@@ -42,9 +43,7 @@ def optional_file(
     return output_file(Path(path), overwrite=overwrite, key=key) if path else nullcontext()
 
 
-def print_result(
-    schema: type[T], words: list[str], measure: Callable[[T], tuple[dict[str, Any], str]]
-) -> Any:
+def print_result(schema: type[T], words: list[str], measure: Callable[[T], Result]) -> Any:
     """Call `measure` with the settings in `words`, print its text, and write its result to `out`.
 
     With json=true stdout has the JSON only, stderr everything else. Returns the result.

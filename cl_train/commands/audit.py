@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from cl_train.commands import optional_file, print_result
+from cl_train.commands import Result, optional_file, print_result
 from cl_train.config import schema
 from cl_train.config.schema import JsonResult, ModelInput, setting
 from cl_train.config.validation import optional_module
@@ -65,7 +65,7 @@ def main(words: list[str]) -> int:
     return int(print_result(AuditSettings, words, measure).get("exceeded", False))
 
 
-def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+def measure(settings: AuditSettings) -> Result:
     """Raises ConfigError: the model cannot be built or run."""
     if not settings.operators and (settings.against or settings.max_differences is not None):
         raise ConfigError("against= and max_differences= need operators=true")
@@ -77,7 +77,7 @@ def measure(settings: AuditSettings) -> tuple[dict[str, Any], str]:
     return _operators(settings) if settings.operators else _model(settings)
 
 
-def _model(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+def _model(settings: AuditSettings) -> Result:
     from cl_train.measure.charts import write_times_chart
     from cl_train.measure.times_repro import reproduction
 
@@ -146,7 +146,7 @@ def _audited(settings: AuditSettings) -> Any:
     return report
 
 
-def _operators(settings: AuditSettings) -> tuple[dict[str, Any], str]:
+def _operators(settings: AuditSettings) -> Result:
     """The table of torch's operators, and of what differs under the compiler."""
     import torch
 

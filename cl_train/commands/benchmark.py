@@ -20,7 +20,7 @@ Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 from pathlib import Path
 from typing import Any
 
-from cl_train.commands import print_result
+from cl_train.commands import Result, print_result
 from cl_train.config.schema import BenchmarkSettings
 from cl_train.errors import ConfigError
 
@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     return 1 if any("error" in result for result in document["results"]) else 0
 
 
-def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
+def measure(settings: BenchmarkSettings) -> Result:
     """The result, and one line: the verdict on each layout of each combination."""
     if settings.against:
         return measure_against(settings)
@@ -53,7 +53,7 @@ def measure(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
     return document, "; ".join(verdicts)
 
 
-def measure_against(settings: BenchmarkSettings) -> tuple[dict[str, Any], str]:
+def measure_against(settings: BenchmarkSettings) -> Result:
     """The result, and one line: the verdict on this environment against the other, per layout."""
     from cl_train.measure import environments
     from cl_train.models.sources import check_model

@@ -6,16 +6,14 @@
 Exit codes: 0 done, 2 wrong usage.
 """
 
-from typing import Any
-
-from cl_train.commands import print_result
+from cl_train.commands import Result, print_result
 from cl_train.config.schema import LoaderBenchmarkSettings
 
 SETTINGS = {"settings": LoaderBenchmarkSettings}
 
 
 def main(words: list[str]) -> int:
-    def measure(settings: LoaderBenchmarkSettings) -> tuple[dict[str, Any], str]:
+    def measure(settings: LoaderBenchmarkSettings) -> Result:
         from cl_train.measure.loaders import benchmark_loaders
 
         return benchmark_loaders(settings)
