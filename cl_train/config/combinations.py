@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from cl_train.config import schema as defined
 from cl_train.config.fields import FIELDS, suggest
+from cl_train.config.groups import WITH_CLASS_FOLDERS
 from cl_train.config.schema import AugmentConfig, Config, DataConfig
 
 
 def combination_problems(cfg: Config) -> Iterator[str]:
     """One line per problem."""
-    has_class_folders = cfg.data.name in defined.WITH_CLASS_FOLDERS
+    has_class_folders = cfg.data.name in WITH_CLASS_FOLDERS
     needs = [  # a setting, whether it has an effect, and what the user would have to write for it
         ("label_smoothing", cfg.loss in defined.LOSSES, "loss=cross_entropy"),
         ("patience", cfg.evaluate_every > 0, "evaluate_every=1"),

@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def bounds(self) -> list[tuple[str, float]]:
-        """Sign and limit of each, such as (">=", 1.0)."""
+        """Signs and limits, such as (">=", 1.0)."""
         low, is_range, high = self.metadata["bounds"].partition(" to ")
         text = f">= {low} <= {high}" if is_range else low
         assert re.fullmatch(r"((>=|>|<=) \S+ ?)*", text), f"bounds {text}"
@@ -47,11 +47,10 @@ class Setting:
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key: required ones first, inherited last."""
     leaves: dict[str, Setting] = {}
-    own = [*schema.__annotations__]
+    own = {name: place for place, name in enumerate(schema.__annotations__)}
 
     def place(item: Any) -> tuple[bool, int]:
-        is_own = item.name in own
-        return not item.metadata.get("required"), own.index(item.name) if is_own else len(own)
+        return not item.metadata.get("required"), own.get(item.name, len(own))
 
     for item in sorted(dataclasses.fields(schema), key=place):
         hint: Any = item.type

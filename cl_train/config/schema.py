@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field
 
 from cl_train.config.groups import DATA_SETS as DATA_SETS
-from cl_train.config.groups import WITH_CLASS_FOLDERS as WITH_CLASS_FOLDERS
 from cl_train.config.groups import (
     AmpConfig,
     AugmentConfig,
