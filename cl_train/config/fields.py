@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def bounds(self) -> list[tuple[str, float]]:
-        """Signs and limits, such as (">=", 1.0)."""
+        """Such as (">=", 1.0)."""
         low, is_range, high = self.metadata["bounds"].partition(" to ")
         text = f">= {low} <= {high}" if is_range else low
         assert re.fullmatch(r"((>=|>|<=) \S+ ?)*", text), f"bounds {text}"
