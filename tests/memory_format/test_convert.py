@@ -5,6 +5,7 @@ that follows them.
 import copy
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -215,12 +216,17 @@ def mesh():
     ],
 )
 def test_what_cannot_be_converted_is_refused_and_unchanged(build, arguments, message, tmp_path):
-    with group_of_one(tmp_path):
+    def check():
         model = build()
         before = [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
         with pytest.raises(ConfigError, match=message):
             convert(model, **arguments)
         assert before == [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
+
+    # A thread that ends: DTensor caches its process group per thread, and a process that another
+    # thread forks later would end it, and crash.
+    with group_of_one(tmp_path), ThreadPoolExecutor(1) as pool:
+        pool.submit(check).result()
 
 
 def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_are_known():
