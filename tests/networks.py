@@ -76,6 +76,10 @@ def versioned(num_classes: int) -> nn.Module:
     return Versioned(*small(num_classes))
 
 
+def too_few_outputs(num_classes: int) -> nn.Module:
+    return small(num_classes - 1)
+
+
 def unsaveable(num_classes: int) -> nn.Module:
     class Unsaveable(nn.Identity):
         def get_extra_state(self) -> object:
