@@ -1,5 +1,3 @@
-"""Shared by the tests of measurements."""
-
 import copy
 import random
 from collections.abc import Iterator

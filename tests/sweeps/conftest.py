@@ -1,5 +1,3 @@
-"""Shared by the tests of sweeps and their reports."""
-
 import pytest
 
 

@@ -195,7 +195,6 @@ def test_only_errors_of_collectives_are_faults_of_ranks(monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(image_folder, tmp_path):
-    """The second pair of processes is forked: one start of torchrun is enough."""
     (tmp_path / "one").mkdir()
     shared = [f"data.root={image_folder}", "epochs=2", "channels_last=true"]
     (cfg,) = check_command_line([*TINY, "batch_size=32", *shared])
