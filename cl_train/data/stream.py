@@ -19,7 +19,7 @@ from cl_train.data.device import RawBatch
 from cl_train.data.loader import BadImages, DataSettings, WorkerTimes
 from cl_train.data.transforms import seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
-from cl_train.data.workers import ignore_parents_signals
+from cl_train.data.workers import ignore_parents_signals, killing_at_exit
 from cl_train.errors import ConfigError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -151,14 +151,14 @@ class StreamLoader(IterableDataset[Any]):
             )
             loaded = iter(loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
+        kill = killing_at_exit(None, workers)  # also one that hangs
         problem = ""
         try:
             yield from loaded
         except (RuntimeError, GeneratorExit) as error:  # a worker died or hangs, or `_read` ends
             problem = " ".join(str(error).split())
         del loaded  # torch ends its workers
-        for worker in workers:
-            worker.kill()  # one that hangs: it ignores SIGTERM, and the program would wait for it
+        kill()
         if problem:
             raise WorkerError(f"data.dataset: {problem}")
 

@@ -59,19 +59,37 @@ class Workers:
         fork = multiprocessing.get_context("fork")
         self._work, self._timeout_s, self._name_of = work, timeout_s, name_of
         self._progress = shared((max(1, count), 2), torch.int64).numpy()
-        self._round = shared((1,), torch.int64).numpy()  # of the tasks that are still wanted
+        self._round = shared((1,), torch.int64).numpy()  # of the tasks that are wanted
         self._tasks = fork.SimpleQueue()
         self._results, self._results_end = fork.Pipe(duplex=False)
         self._sending = fork.Lock()
-        self._unfinished = 0  # tasks whose results were not returned
-        self._selector = DefaultSelector()  # of the results, and of the ends of the workers
+        self._unfinished = 0  # tasks
+        self._selector = DefaultSelector()  # of results and of ends of workers
         self._selector.register(self._results, EVENT_READ)
         self.processes: list[BaseProcess] = []
         self.is_running = True
         self._owner = os.getpid()
-        # at exit before multiprocessing's own: SIGTERM, which workers ignore, and an endless wait
-        multiprocessing.util.Finalize(self, _kill, (self.processes,), exitpriority=10)
-        self._start(count)
+        killing_at_exit(self, self.processes)
+
+        # The kernel's signal follows the end of the thread that forked, not of its process.
+        by_kernel = handles_signals()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a threaded process forks: no worker takes a lock
+                for worker in range(count):
+                    process = fork.Process(target=self._run, args=(worker, by_kernel), daemon=True)
+                    process.start()
+                    self.processes.append(process)
+                    self._selector.register(process.sentinel, EVENT_READ, data=worker)
+        except OSError as error:
+            self.close()
+            raise WorkerError(
+                f"cannot start {count} loader workers: {error}. Free memory, processes or open"
+                " files (ulimit -n), or lower data.workers"
+            ) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def submit(self, task: Any) -> None:
         """Hands `task` to the worker that is free first."""
@@ -119,28 +137,6 @@ class Workers:
         for resource in (self._tasks, self._results, self._results_end, self._selector):
             resource.close()
 
-    def _start(self, count: int) -> None:
-        # The kernel's signal follows the end of the thread that forked, not of its process.
-        by_kernel = handles_signals()
-        fork = multiprocessing.get_context("fork")
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a threaded process forks: no worker takes a lock
-                for worker in range(count):
-                    process = fork.Process(target=self._run, args=(worker, by_kernel), daemon=True)
-                    process.start()
-                    self.processes.append(process)
-                    self._selector.register(process.sentinel, EVENT_READ, data=worker)
-        except OSError as error:
-            self.close()
-            raise WorkerError(
-                f"cannot start {count} loader workers: {error}. Free memory, processes or open"
-                " files (ulimit -n), or lower data.workers"
-            ) from None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
     def _run(self, worker: int, by_kernel: bool) -> None:
         """In the worker: does tasks until the loader closes or its process ends."""
         gc.freeze()  # garbage of the parent may have a destructor that waits for its threads
@@ -157,11 +153,11 @@ class Workers:
         progress = self._progress[worker]
 
         def begin(sample: int) -> bool:
-            is_wanted = bool(self._round[0] == task_round)
-            if is_wanted:
-                progress[_SAMPLE] = sample
-                progress[_BEGUN] += 1
-            return is_wanted
+            if self._round[0] != task_round:
+                return False
+            progress[_SAMPLE] = sample
+            progress[_BEGUN] += 1
+            return True
 
         try:
             return self._work(task, worker, begin)
@@ -208,6 +204,13 @@ def ignore_parents_signals() -> None:
     for signum in _PARENTS_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
+
+
+def killing_at_exit(owner: object, processes: list[BaseProcess]) -> multiprocessing.util.Finalize:
+    """Returns what kills them when it is called, or without `owner`, or at exit: before
+    multiprocessing sends SIGTERM, which workers ignore, and waits for them.
+    """
+    return multiprocessing.util.Finalize(owner, _kill, (processes,), exitpriority=10)
 
 
 def _kill(processes: list[BaseProcess]) -> None:

@@ -190,9 +190,10 @@ def test_memory_is_pinned_after_the_workers_are_forked(root, workers, monkeypatc
 
 
 SCRIPT = """
-import os, signal, time
+import multiprocessing, os, signal, time
 from cl_train.data.workers import Workers
 from tests.data.image_folders import folder_data
+from tests.data.test_user_dataset import own_data
 run, parent = Workers._run, os.getpid()
 def run_late(self, worker, *more):
     while {late} and worker == 1 and os.getppid() == parent:
@@ -200,22 +201,23 @@ def run_late(self, worker, *more):
     run(self, worker, *more)
 Workers._run = run_late
 signal.signal(signal.SIGINT, signal.default_int_handler)
-data = folder_data({root!r}, workers=2)
-batches = data.train_loader.batches(0)
+batches = {data}.train_loader.batches(0)
 next(batches)
-print(*[process.pid for process in data.train_loader._pool.processes], flush=True)
+print(*[process.pid for process in multiprocessing.active_children()], flush=True)
 time.sleep(10_000)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("late", [False, True])
-def test_workers_end_when_their_parent_is_stopped(root, number, late):
+@pytest.mark.parametrize(("kind", "late"), [("folder", False), ("folder", True), ("stream", False)])
+def test_workers_end_when_their_parent_is_stopped(root, number, kind, late):
+    data = "own_data('Numbers', workers=2)"
+    if kind == "folder":
+        data = f"folder_data({str(root)!r}, workers=2)"
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(root=str(root), late=late)], **options
-    ) as parent:
+    script = SCRIPT.format(data=data, late=late)
+    with subprocess.Popen([sys.executable, "-c", script], **options) as parent:
         children = [Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2 and all(process.is_running() for process in children)
         parent.send_signal(number)
