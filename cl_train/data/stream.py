@@ -6,9 +6,9 @@ import itertools
 import logging
 import math
 import multiprocessing
+import traceback
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class StreamLoader(IterableDataset[Any]):
         return self._settings.batch_count(self.samples, training=self._is_training)
 
     def start(self) -> None:
-        """Does nothing: the workers begin and end with their epoch."""
+        """Does nothing: the workers live for an epoch."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -111,11 +111,12 @@ class StreamLoader(IterableDataset[Any]):
 
     def _read(self, epoch: int) -> Iterator[list[Tensor]]:
         """Yields the stream once, images [N, size, size, 3] and labels; in training the smaller
-        batches of the workers are joined to full ones. Raises BadImageError.
+        batches of the workers are joined to full ones. Raises BadImageError, WorkerError.
         """
         full = self._settings.batch_size
-        rest = list[Any]()  # samples of smaller batches
-        with closing(self._loaded(epoch)) as loaded:
+        rest = list[Any]()
+        loaded, kill = self._start_workers(epoch)
+        try:
             for batch, bad in loaded:
                 for name, reason in bad:
                     self._bad_images.add(name, reason, skipped=True)
@@ -126,9 +127,17 @@ class StreamLoader(IterableDataset[Any]):
                 if len(rest) >= full:
                     yield default_collate(rest[:full])
                     rest = rest[full:]
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which hold `loaded`
+            if type(error) is RuntimeError:  # a worker died or hangs
+                raise WorkerError(f"data.dataset: {' '.join(str(error).split())}") from None
+            raise
+        finally:
+            del loaded  # torch ends its workers
+            kill()  # one that hangs: it ignores SIGTERM
 
-    def _loaded(self, epoch: int) -> Generator[Any, None, None]:
-        """Yields what `_collate` returns. Raises WorkerError: a worker died or hangs."""
+    def _start_workers(self, epoch: int) -> tuple[Iterator[Any], Callable[[], object]]:
+        """Returns what the workers collate, and what kills them."""
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
@@ -151,16 +160,7 @@ class StreamLoader(IterableDataset[Any]):
             )
             loaded = iter(loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
-        kill = killing_at_exit(None, workers)  # also one that hangs
-        problem = ""
-        try:
-            yield from loaded
-        except (RuntimeError, GeneratorExit) as error:  # a worker died or hangs, or `_read` ends
-            problem = " ".join(str(error).split())
-        del loaded  # torch ends its workers
-        kill()
-        if problem:
-            raise WorkerError(f"data.dataset: {problem}")
+        return loaded, killing_at_exit(None, workers)
 
 
 def _collate(samples: list[tuple[Any, Any]]) -> tuple[list[Tensor], list[tuple[str, str]]]:

@@ -63,7 +63,7 @@ class Workers:
         self._tasks = fork.SimpleQueue()
         self._results, self._results_end = fork.Pipe(duplex=False)
         self._sending = fork.Lock()
-        self._unfinished = 0  # tasks
+        self._unfinished = 0
         self._selector = DefaultSelector()  # of results and of ends of workers
         self._selector.register(self._results, EVENT_READ)
         self.processes: list[BaseProcess] = []
@@ -207,8 +207,8 @@ def ignore_parents_signals() -> None:
 
 
 def killing_at_exit(owner: object, processes: list[BaseProcess]) -> multiprocessing.util.Finalize:
-    """Returns what kills them when it is called, or without `owner`, or at exit: before
-    multiprocessing sends SIGTERM, which workers ignore, and waits for them.
+    """Returns what kills them when it is called, or without `owner`, or at exit: multiprocessing
+    would send SIGTERM, which they ignore, and wait.
     """
     return multiprocessing.util.Finalize(owner, _kill, (processes,), exitpriority=10)
 
