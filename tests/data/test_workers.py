@@ -1,4 +1,4 @@
-"""Worker processes: what happens when they die or hang; none is left over."""
+"""Worker processes: what happens when they die or hang; none is left."""
 
 import contextlib
 import ctypes
@@ -201,7 +201,7 @@ def run_late(self, worker, *more):
     run(self, worker, *more)
 Workers._run = run_late
 signal.signal(signal.SIGINT, signal.default_int_handler)
-batches = {data}.train_loader.batches(0)
+batches = {kind}_data({place!r}, workers=2).train_loader.batches(0)
 next(batches)
 print(*[process.pid for process in multiprocessing.active_children()], flush=True)
 time.sleep(10_000)
@@ -210,13 +210,11 @@ time.sleep(10_000)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize(("kind", "late"), [("folder", False), ("folder", True), ("stream", False)])
+@pytest.mark.parametrize(("kind", "late"), [("folder", False), ("folder", True), ("own", False)])
 def test_workers_end_when_their_parent_is_stopped(root, number, kind, late):
-    data = "own_data('Numbers', workers=2)"
-    if kind == "folder":
-        data = f"folder_data({str(root)!r}, workers=2)"
+    place = "Numbers" if kind == "own" else str(root)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    script = SCRIPT.format(data=data, late=late)
+    script = SCRIPT.format(kind=kind, place=place, late=late)
     with subprocess.Popen([sys.executable, "-c", script], **options) as parent:
         children = [Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2 and all(process.is_running() for process in children)
