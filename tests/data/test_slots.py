@@ -88,7 +88,6 @@ def test_batches_that_are_being_copied_keep_their_slots(monkeypatch, workers):
 
 
 def test_the_tasks_that_are_submitted_at_once_fit_into_their_pipe():
-    """Else the loader would wait for workers that wait until it takes their results."""
     for prefetch, workers in ((3, 32), (64, 32), (64, 256)):
         loader = loader_of(batch_size=2048, prefetch=prefetch, workers=workers)
         assert workers <= (loader._ahead + 1) * loader._tasks_per_batch <= 512

@@ -24,7 +24,6 @@ from cl_train.data import workers as data_workers
 from cl_train.data.transforms import ImageReader
 from cl_train.errors import WorkerError
 from tests.data.image_folders import (
-    FLOAT_CHANNELS_LAST,
     count_silence_from,
     folder_data,
     train_batches,
@@ -230,7 +229,7 @@ def test_memory_and_open_files_stay_constant_over_twenty_epochs(root, workers):
 
     def epochs(numbers):
         for number in numbers:
-            assert len(list(data.train(number, FLOAT_CHANNELS_LAST))) == 6 and val_count(data) == 17
+            assert len(train_batches(data, number)) == 6 and val_count(data) == 17
         pids = ["self", *(worker.pid for worker in workers())]
         return [resident_kib(pid) for pid in pids], len(os.listdir("/proc/self/fd"))
 
