@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.data.device import Batch, MixLabels
@@ -41,6 +40,7 @@ from cl_train.step.train_step import (
 )
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, step_times_s
+from cl_train.system.tensors import map_tensors, tensors_in
 
 MOST_TAKEN = 0.02  # of a step's time, by other processes
 
@@ -100,7 +100,7 @@ def workload_of(
     where = torch.device(device)
     settings = StepSettings(resolve_precision(precision, where), **step)
     shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     images = len(tensors[0]) if tensors else batch_size
     return Workload(images, shape, settings, where, mode, batch, loss, output)
 
@@ -300,8 +300,7 @@ class TimedStep:
             optimizer, average = self.parts.optimizer, self.parts.average
             state += [optimizer.param_groups, list(optimizer.state.values())]
             state += [] if average is None else list(average.module.state_dict().values())
-        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+        storages = [t.untyped_storage() for t in tensors_in(state) if t.layout == torch.strided]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -337,7 +336,7 @@ def place_batch(
     def place(value: torch.Tensor) -> torch.Tensor:
         return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
 
-    return images_in(memory_format, tree_map_only(torch.Tensor, place, batch))
+    return images_in(memory_format, map_tensors(place, batch))
 
 
 @contextmanager
