@@ -3,6 +3,9 @@
 Each environment has a child process that runs `environment_runner.py`. Both stay alive and take
 turns in blocks A B B A, so the drift of the machine cancels. They load the same weights and the
 same batch from files. Environments that compute something else are not comparable.
+
+Two processes of one environment differ by some percent, in which no number of rounds finds an end:
+several pairs of processes are measured, and the interval is over the pairs.
 """
 
 import json
@@ -12,8 +15,9 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ from cl_train.config.environment import Environment, parse_environment
 from cl_train.config.schema import HERE, BenchmarkSettings
 from cl_train.errors import ConfigError
 from cl_train.measure import environment_runner
-from cl_train.measure.statistics import alternate, verdict_of
+from cl_train.measure.statistics import Alternation, alternate, verdict_of
 from cl_train.measure.timed_step import input_shape, noise
 from cl_train.models import sources as models
 from cl_train.step.precision import resolve_precision
@@ -33,7 +37,8 @@ BLOCK_S = 0.3
 # Relative distances above which two environments compute different things. Versions of torch choose
 # other algorithms, so even fp32 differs by rounding; a wrong kernel differs by whole values.
 _TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 3e-2, "bf16": 1e-1}
-_LEAST_ROUNDS = 4  # two rounds that drift alike look like a difference
+_LEAST_PAIRS = 4  # of processes
+_PAIR_S = 15.0  # of the rounds of a pair
 _PROFILED_STEPS = 7
 _SHOWN_OPERATORS = 5
 _LEAST_SHOWN_SHARE = 0.01  # of the step: smaller differences of an operator are noise
@@ -86,32 +91,32 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
     precision = resolve_precision(settings.precision[0], device).name
     if precision not in _TOLERANCE:
         raise ConfigError(f"precision={precision}: against= takes {', '.join(_TOLERANCE)}")
-    environments = parse_environment(settings.against, "against"), parse_environment([HERE])
-    with ExitStack() as stack:
-        request = stack.enter_context(_files(settings, model, layout, device, precision))
-        runners = []
-        for environment in environments:
-            runners.append(Runner(environment))
-            stack.callback(runners[-1].close)
-        versions = [runner.ask("prepare", **request) for runner in runners]
-        distance = _distance(*(runner.ask("result") for runner in runners))
-
-        one_thread = device.type == "cpu" and all(v["threads"] == 1 for v in versions)
-        clock = "thread_time" if one_thread else "perf_counter"  # thread time: own time only
-        step_s = [runner.ask("block_s", steps=2, clock=clock) for runner in runners]
-        steps = max(1, math.ceil(BLOCK_S / max(step_s)))
-        load = MachineLoad()
-        done = alternate(
-            [partial(runner.ask, "block_s", steps=steps, clock=clock) for runner in runners],
-            target_ci=settings.target_ci,
-            time_limit_s=60.0 if settings.time_limit_s is None else settings.time_limit_s,
-            least_rounds=_LEAST_ROUNDS,
-        )
-        others_pct = load.others_pct()
-        operators: dict[str, Any] = {}
-        if settings.time:
-            times_ms = [runner.ask("operator_ms", steps=_PROFILED_STEPS) for runner in runners]
-            operators = {"operators": _moved_operators(*times_ms)}
+    environments = [parse_environment(settings.against, "against"), parse_environment([HERE])]
+    time_limit_s = 60.0 if settings.time_limit_s is None else settings.time_limit_s
+    count = max(_LEAST_PAIRS, 2 * round(time_limit_s / _PAIR_S / 2))
+    load = MachineLoad()
+    pairs: list[_ProcessPair] = []
+    with _files(settings, model, layout, device, precision) as request:
+        for number in range(count):
+            is_last = number == count - 1
+            pair = _measured_pair(
+                environments,
+                request,
+                baseline_first=number % 2 == 0,
+                time_limit_s=time_limit_s / count,
+                profile=settings.time and is_last,
+            )
+            pairs.append(pair)
+            is_narrow = _over_pairs(pairs).speed_ratios()[1].width <= settings.target_ci
+            if len(pairs) >= _LEAST_PAIRS and is_narrow and not settings.time:
+                break
+    others_pct = load.others_pct()
+    versions, distance = pairs[0].versions, max(pair.distance for pair in pairs)
+    one_thread = all(pair.is_one_thread for pair in pairs)
+    done = _over_pairs(pairs)
+    operators: dict[str, Any] = {}
+    if settings.time:
+        operators = {"operators": _moved_operators(*pairs[-1].operator_ms)}
 
     notes = []
     if distance > _TOLERANCE[precision]:
@@ -137,6 +142,61 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
         "seconds": round(done.seconds, 1),
         **operators,
     }
+
+
+@dataclass(frozen=True)
+class _ProcessPair:
+    """What a process of each environment measured; the baseline is the first of each list."""
+
+    blocks: list[list[float]]  # seconds per step, as `Alternation.blocks`
+    seconds: float
+    versions: list[dict[str, Any]]
+    distance: float
+    is_one_thread: bool
+    operator_ms: list[dict[str, float]]  # empty if not profiled
+
+
+def _measured_pair(
+    environments: list[Environment],
+    request: dict[str, Any],
+    *,
+    baseline_first: bool,
+    time_limit_s: float,
+    profile: bool,
+) -> _ProcessPair:
+    """Starts the processes in an order that alternates, as the first one may be slower for it."""
+    with ExitStack() as stack:
+        started = []
+        for environment in environments if baseline_first else reversed(environments):
+            started.append(Runner(environment))
+            stack.callback(started[-1].close)
+        runners = started if baseline_first else started[::-1]
+        versions = [runner.ask("prepare", **request) for runner in runners]
+        distance = _distance(*(runner.ask("result") for runner in runners))
+
+        is_cpu = request["device"] == "cpu"
+        is_one_thread = is_cpu and all(v["threads"] == 1 for v in versions)
+        clock = "thread_time" if is_one_thread else "perf_counter"  # thread time: own time only
+        step_s = [runner.ask("block_s", steps=2, clock=clock) for runner in runners]
+        steps = max(1, math.ceil(BLOCK_S / max(step_s)))
+        done = alternate(
+            [partial(runner.ask, "block_s", steps=steps, clock=clock) for runner in runners],
+            target_ci=0.0,
+            time_limit_s=time_limit_s,
+        )
+        times_ms = []
+        if profile:
+            times_ms = [runner.ask("operator_ms", steps=_PROFILED_STEPS) for runner in runners]
+    return _ProcessPair(done.blocks, done.seconds, versions, distance, is_one_thread, times_ms)
+
+
+def _over_pairs(pairs: list[_ProcessPair]) -> Alternation:
+    """Each pair of processes as one round, of its mean even and odd blocks."""
+    blocks = [
+        [geometric_mean(pair.blocks[side][half::2]) for pair in pairs for half in (0, 1)]
+        for side in (0, 1)
+    ]
+    return Alternation(blocks, sum(pair.seconds for pair in pairs), "time_limit")
 
 
 @contextmanager

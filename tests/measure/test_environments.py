@@ -1,5 +1,6 @@
 """`benchmark against=ENV`: one model in two environments, each in a process of its own."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -89,6 +90,29 @@ def test_a_benchmark_that_is_stopped_keeps_its_pairs(monkeypatch, tmp_path):
     assert document["complete"] is False and document["results"] == [{"pairs": [pair]}]
 
 
+def test_processes_that_differ_are_no_difference_of_their_environments(monkeypatch):
+    """Planted: each process has a speed of its own, within 8 %, which all its blocks repeat."""
+    speeds = itertools.cycle([1.0, 1.08, 1.03, 0.99, 1.06, 1.01, 0.98, 1.02])
+    started = []
+
+    def start(runner, environment):
+        runner.environment = environment
+        runner.step_s = 0.01 / next(speeds)
+        started.append(environment.name)
+
+    def ask(runner, do, **request):
+        if do == "prepare":
+            return {"threads": 1, "torch": "2", "python": "3", "cuda": None, "cudnn": None}
+        return {"logits": [1.0], "gradient_norms": [1.0]} if do == "result" else runner.step_s
+
+    monkeypatch.setattr(Runner, "__init__", start)
+    monkeypatch.setattr(Runner, "ask", ask)
+    monkeypatch.setattr(Runner, "close", lambda runner: None)
+    pair, text = compared(["A=1"], time_limit_s=0.1)
+    assert (pair["n"], pair["verdict"]) == (4, "inconclusive") and "inconclusive" in text
+    assert started == ["A=1", "here", "here", "A=1"] * 2
+
+
 @pytest.mark.slow
 def test_a_slow_operator_of_an_environment_is_named(tmp_path, monkeypatch, capfd):
     """The operators are those that ran; the times are planted, as noise is no part of this test."""
@@ -106,6 +130,7 @@ def test_a_slow_operator_of_an_environment_is_named(tmp_path, monkeypatch, capfd
 
     monkeypatch.setattr(Runner, "ask", planted)
     pair, text = compared([f"PYTHONPATH={tmp_path}"], time=True)
+    assert pair["n"] == 4, "pairs of processes"
     assert pair["verdict"] == "faster" and pair["ratio"] == 3.0 and "faster" in text
     assert pair["operators"][0]["operator"] == "aten::erfinv"
     assert pair["operators"][0]["baseline_ms"] == 10.0
