@@ -5,7 +5,7 @@ that follows them.
 import copy
 import json
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import processes
 from cl_train.training.build import build_train_state, step_settings
+from tests.faults.forkserver import Forked
 from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks, group_of_one
 
@@ -205,28 +206,34 @@ def mesh():
         (convolutions, {"memory_format": "channels_lst"}, "did you mean channels_last"),
         (exported, {"mode": "conv"}, "an exported program has no modules; use full"),
         (dict, {}, "dict"),
-        (
-            lambda: nn.Sequential(nn.parallel.DistributedDataParallel(convolutions())),
-            {},
-            "DDP|Dist",
-        ),
-        (lambda: nn.Sequential(fully_shard(convolutions(), mesh=mesh())), {}, "FSDP"),
-        (lambda: with_weight(lambda weight: distribute_tensor(weight, mesh())), {}, "DTensor"),
         (lambda: with_weight(lambda weight: TwoTensor(weight, weight.clone())), {}, "TwoTensor"),
     ],
 )
-def test_what_cannot_be_converted_is_refused_and_unchanged(build, arguments, message, tmp_path):
-    def check():
-        model = build()
-        before = [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
-        with pytest.raises(ConfigError, match=message):
-            convert(model, **arguments)
-        assert before == [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
+def test_what_cannot_be_converted_is_refused_and_unchanged(build, arguments, message):
+    model = build()
+    before = [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
+    with pytest.raises(ConfigError, match=message):
+        convert(model, **arguments)
+    assert before == [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
 
-    # A thread that ends: DTensor caches its process group per thread, and a process that another
-    # thread forks later would end it, and crash.
-    with group_of_one(tmp_path), ThreadPoolExecutor(1) as pool:
-        pool.submit(check).result()
+
+def refuse_modules_of_torch_distributed(folder):
+    refused = test_what_cannot_be_converted_is_refused_and_unchanged
+    with group_of_one(folder):
+        for build, message in (
+            (lambda: nn.parallel.DistributedDataParallel(convolutions()), "DDP|Dist"),
+            (lambda: fully_shard(convolutions(), mesh=mesh()), "FSDP"),
+            (lambda: with_weight(lambda weight: distribute_tensor(weight, mesh())), "DTensor"),
+        ):
+            refused(lambda build=build: nn.Sequential(build()), {}, message)
+
+
+def test_modules_of_torch_distributed_are_refused_and_unchanged(tmp_path):
+    """In a process of its own: DTensor caches its process group for each thread, and a process that
+    another thread forks later, as a sweep forks its jobs, would end the group, and crash.
+    """
+    process = Forked(partial(refuse_modules_of_torch_distributed, tmp_path), tmp_path / "log")
+    assert process.wait() == 0, process.output()
 
 
 def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_are_known():
