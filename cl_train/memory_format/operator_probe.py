@@ -68,7 +68,9 @@ def decompose(function: Callable[..., Any], image: torch.Tensor) -> Any:
     table = torch.export.default_decompositions()
 
     class Decomposed(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
             if func not in table:
                 return func(*args, **(kwargs or {}))
             with self:

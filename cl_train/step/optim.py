@@ -166,7 +166,7 @@ def _parameter_groups(
     exempt = set[str]()
     if not cfg.decay_norm_and_bias:
         # timm's rule: vectors, and the model's own list of tokens and position embedding.
-        listed: Any = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]
+        listed: Any = getattr(model, "no_weight_decay", tuple)()
         exempt = {name for name, p in parameters.items() if p.ndim <= 1 or name in listed}
     layers = layer_numbers(model) if cfg.layer_decay < 1 else dict.fromkeys(parameters, 0)
     last = max(layers.values(), default=0)
@@ -192,9 +192,10 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     containers (Sequential, ModuleList) and the modules outside them, in order. Norms and biases
     are in the layer of their entry, or in the one before them.
     """
-    if hasattr(model, "group_matcher"):
+    group_matcher = getattr(model, "group_matcher", None)
+    if group_matcher is not None:
         group = optional_module("timm.models", "optim.layer_decay").group_parameters
-        of_timm: dict[str, int] = group(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+        of_timm: dict[str, int] = group(model, group_matcher(coarse=False), reverse=True)
         return of_timm
     modules, containers = dict(model.named_modules()), nn.Sequential | nn.ModuleList
     numbers: dict[str, int] = {}
