@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
+from cl_train.memory_format.layout import have_other_strides
 from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
 from cl_train.system.failures import TORCH, short_path
 from cl_train.system.tensors import map_tensors, tensors_in
@@ -149,7 +150,7 @@ class TimeRecorder(OriginRecorder):
         stop = self._now()
         if is_new and function._schema.name in COPIES:
             copied = [value for value in positional if isinstance(value, torch.Tensor)][-1]
-            if copied.shape == result.shape and _has_other_strides(copied, result):
+            if copied.shape == result.shape and have_other_strides(copied, result):
                 call.kind = COPY_KIND
         self._spans.append((key, start, stop))
         self._go_on(module)
@@ -215,11 +216,6 @@ def _is_models_code(path: str) -> bool:
     if path.startswith((TORCH, _PACKAGE, "<")):
         return False
     return "site-packages" in path or not path.startswith(str(Path(os.__file__).parent))
-
-
-def _has_other_strides(copied: torch.Tensor, result: torch.Tensor) -> bool:
-    strides = zip(result.shape, copied.stride(), result.stride(), strict=True)
-    return any(size > 1 and old != new for size, old, new in strides)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

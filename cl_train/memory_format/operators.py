@@ -9,7 +9,7 @@ import torch
 
 from cl_train.errors import ConfigError
 from cl_train.memory_format import operator_probe
-from cl_train.memory_format.layout import classify
+from cl_train.memory_format.layout import classify, have_other_strides
 from cl_train.memory_format.operator_probe import (
     AGAINST,
     compile,
@@ -211,8 +211,7 @@ def _described(tensor: torch.Tensor) -> str:
 def _difference(expected: torch.Tensor, other: torch.Tensor | None, has_values: bool) -> str:
     if other is None or other.shape != expected.shape:
         return "no gradient" if other is None else f"shape {tuple(other.shape)}"
-    strides = zip(expected.shape, expected.stride(), other.stride(), strict=True)
-    if any(size > 1 and one != two for size, one, two in strides):
+    if have_other_strides(expected, other):
         return _described(other)
     if has_values:
         largest = expected.abs().max().item()
