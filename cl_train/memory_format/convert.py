@@ -149,7 +149,7 @@ def _convert_tensors(
 ) -> None:
     """Convert the selected tensors; those that shared memory still do so afterwards."""
     strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
-    views = {name: _view(tensor) for name, tensor in strided.items()}
+    views = {name: view_of(tensor) for name, tensor in strided.items()}
     selected_views = {views[name] for name in selected & views.keys()}
     overlapping = _overlapping(set(views.values()))
     converted: dict[Any, torch.Tensor] = {}  # by view
@@ -176,7 +176,7 @@ def _convert_tensors(
             tensor.grad.data = to_memory_format(tensor.grad, memory_format)
 
 
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same elements of the same memory."""
     storage = StorageWeakRef(tensor.untyped_storage()).cdata  # its data_ptr may be 0, as of meta
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

@@ -21,6 +21,7 @@ from torch import nn
 
 from cl_train.config.validation import optional_module, suggest
 from cl_train.errors import ConfigError
+from cl_train.memory_format.convert import view_of
 from cl_train.models.card import KEYS, ModelCard
 from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file, snapshot
 
@@ -188,8 +189,7 @@ def write_weights(saved: SavedModel, path: Path) -> None:
     copy_of: dict[Any, torch.Tensor] = {}  # by view, so that tied tensors stay tied
     for name, value in saved.tensors.items():
         if value.layout == torch.strided:
-            view = (value.data_ptr(), value.shape, value.stride())
-            state[name] = copy_of.setdefault(view, snapshot(value))
+            state[name] = copy_of.setdefault(view_of(value), snapshot(value))
     versions = saved.versions or module_versions(saved.state)
     state._metadata = _metadata_of(versions, saved.card.to_dict())  # type: ignore[attr-defined]
     torch.save(state, path)
