@@ -376,5 +376,9 @@ def run_on_shapes(model: nn.Module, shape: Sequence[int], *, training: bool = Tr
     "meta". Raises what the model raises.
     """
     shapes = copy_model(model, "meta").train(training)
-    dtypes = [p.dtype for p in shapes.parameters() if p.is_floating_point()]
-    return shapes(torch.empty(*shape, device="meta", dtype=[*dtypes, torch.float32][0]))
+    return shapes(torch.empty(*shape, device="meta", dtype=dtype_of(shapes)))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of the model's first floating-point parameter; float32 if there is none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
