@@ -11,6 +11,7 @@ from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure.operator_times import time_operators
+from cl_train.measure.timed_step import LossFunction
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
@@ -21,8 +22,6 @@ from cl_train.step.precision import Precision, autocast, resolve_precision
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import step_times_s, timed_s
 from cl_train.system.tensors import tensors_in
-
-LossFunction = Callable[[Any], torch.Tensor]
 
 
 def audit(

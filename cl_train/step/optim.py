@@ -122,7 +122,7 @@ def in_memory_order(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         for weight in [p for group in groups for p in group["params"] if p.device.type == "cpu"]:
             gradient = weight.grad
-            if gradient is None or gradient.layout != torch.strided:  # is refused
+            if gradient is None or gradient.layout != torch.strided:  # sparse: torch refuses it
                 continue
             if weight.is_contiguous() and gradient.is_contiguous():
                 continue
