@@ -1,11 +1,11 @@
 """One model in two environments: this one, and another Python or other environment variables.
 
-Each environment has a child process that runs `environment_runner.py`. Both stay alive and take
-turns in blocks A B B A, so the drift of the machine cancels. They load the same weights and the
-same batch from files. Environments that compute something else are not comparable.
+A child process of each environment runs `environment_runner.py`. The two stay alive and take turns
+in blocks A B B A, so the drift of the machine cancels. They load the same weights and the same
+batch from files. Environments that compute something else are not comparable.
 
-Two processes of one environment differ by some percent, in which no number of rounds finds an end:
-several pairs of processes are measured, and the interval is over the pairs.
+Two processes of one environment differ by some percent, which more rounds only confirm: several
+pairs of processes are measured, and the interval is over the pairs.
 """
 
 import json
@@ -98,32 +98,28 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
     pairs: list[_ProcessPair] = []
     with _files(settings, model, layout, device, precision) as request:
         for number in range(count):
-            is_last = number == count - 1
             pair = _measured_pair(
                 environments,
                 request,
                 baseline_first=number % 2 == 0,
                 time_limit_s=time_limit_s / count,
-                profile=settings.time and is_last,
+                profile=settings.time and number == 0,
             )
             pairs.append(pair)
-            is_narrow = _over_pairs(pairs).speed_ratios()[1].width <= settings.target_ci
-            if len(pairs) >= _LEAST_PAIRS and is_narrow and not settings.time:
+            done = _over_pairs(pairs)
+            ratio = done.speed_ratios()[1]
+            if len(pairs) >= _LEAST_PAIRS and ratio.width <= settings.target_ci:
                 break
     others_pct = load.others_pct()
-    versions, distance = pairs[0].versions, max(pair.distance for pair in pairs)
-    one_thread = all(pair.is_one_thread for pair in pairs)
-    done = _over_pairs(pairs)
-    operators: dict[str, Any] = {}
-    if settings.time:
-        operators = {"operators": _moved_operators(*pairs[-1].operator_ms)}
+    distance = max(pair.distance for pair in pairs)
+    is_one_thread = all(version["threads"] == 1 for pair in pairs for version in pair.versions)
+    operators = {"operators": _moved_operators(*pairs[0].operator_ms)} if settings.time else {}
 
     notes = []
     if distance > _TOLERANCE[precision]:
         notes.append(f"they compute something else: results differ by {distance:.2g}")
-    elif device.type == "cpu" and not one_thread and (others_pct or 0.0) >= TOO_BUSY_PCT:
+    elif device.type == "cpu" and not is_one_thread and (others_pct or 0.0) >= TOO_BUSY_PCT:
         notes.append(f"other processes used {others_pct:.0f} % of the cores")
-    ratio = done.speed_ratios()[1]
     speeds = [round(settings.batch_size[0] / fmean(times_s), 2) for times_s in done.blocks]
     return {
         "model": model,
@@ -137,7 +133,7 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
         "verdict": "not_comparable" if notes else verdict_of(ratio),
         "notes": notes,
         "parity": {"relative_distance": distance, "limit": _TOLERANCE[precision]},
-        "versions": {"baseline": versions[0], "candidate": versions[1]},
+        "versions": dict(zip(("baseline", "candidate"), pairs[0].versions, strict=True)),
         "others_pct": others_pct,
         "seconds": round(done.seconds, 1),
         **operators,
@@ -148,11 +144,9 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
 class _ProcessPair:
     """What a process of each environment measured; the baseline is the first of each list."""
 
-    blocks: list[list[float]]  # seconds per step, as `Alternation.blocks`
-    seconds: float
+    rounds: Alternation
     versions: list[dict[str, Any]]
     distance: float
-    is_one_thread: bool
     operator_ms: list[dict[str, float]]  # empty if not profiled
 
 
@@ -179,7 +173,7 @@ def _measured_pair(
         clock = "thread_time" if is_one_thread else "perf_counter"  # thread time: own time only
         step_s = [runner.ask("block_s", steps=2, clock=clock) for runner in runners]
         steps = max(1, math.ceil(BLOCK_S / max(step_s)))
-        done = alternate(
+        rounds = alternate(
             [partial(runner.ask, "block_s", steps=steps, clock=clock) for runner in runners],
             target_ci=0.0,
             time_limit_s=time_limit_s,
@@ -187,16 +181,16 @@ def _measured_pair(
         times_ms = []
         if profile:
             times_ms = [runner.ask("operator_ms", steps=_PROFILED_STEPS) for runner in runners]
-    return _ProcessPair(done.blocks, done.seconds, versions, distance, is_one_thread, times_ms)
+    return _ProcessPair(rounds, versions, distance, times_ms)
 
 
 def _over_pairs(pairs: list[_ProcessPair]) -> Alternation:
     """Each pair of processes as one round, of its mean even and odd blocks."""
     blocks = [
-        [geometric_mean(pair.blocks[side][half::2]) for pair in pairs for half in (0, 1)]
+        [geometric_mean(pair.rounds.blocks[side][half::2]) for pair in pairs for half in (0, 1)]
         for side in (0, 1)
     ]
-    return Alternation(blocks, sum(pair.seconds for pair in pairs), "time_limit")
+    return Alternation(blocks, sum(pair.rounds.seconds for pair in pairs), "time_limit")
 
 
 @contextmanager

@@ -338,10 +338,10 @@ def _quiet_rounds(
 def rounds_that_count(taken_shares: Sequence[float], *, is_busy: bool) -> list[int]:
     """The rounds from which other processes took least; `taken_shares`: of each round's time.
 
-    Those that lost at most 2 %, and at least half of all: small losses are noise, which the
-    interval contains, and few rounds make it wider than the noise would. On a busy machine the
-    first alone count, where large losses could differ between the layouts; none if there are less
-    than four.
+    Those that lost at most 2 % count, and at least half of all: small losses are noise, which the
+    interval contains, and few rounds make it wider than the noise would. On a busy machine, where
+    large losses could differ between the layouts, only those that lost at most 2 % count; none if
+    they are fewer than four.
     """
     count = len(taken_shares)
     quiet = sum(share <= MOST_TAKEN for share in taken_shares)
