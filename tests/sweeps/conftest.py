@@ -8,3 +8,8 @@ def tables_only(monkeypatch) -> None:
 
     monkeypatch.setattr(report, "write_chart", lambda *_: False)
     monkeypatch.setattr(report, "write_dashboard", lambda *_: None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "sweep"

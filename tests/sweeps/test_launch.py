@@ -1,4 +1,4 @@
-"""Sweeps: what is planned, and runs of a stand-in for train.py."""
+"""Sweeps: runs of a stand-in for train.py."""
 
 import json
 import os
@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,13 +22,13 @@ from cl_train.sweeps.job import LOG_NAME, problem_of, start_job
 from cl_train.sweeps.launch import run_sweep
 from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
 from cl_train.sweeps.report import compare_folders
-from cl_train.sweeps.slots import Slot, plan_slots
+from cl_train.sweeps.slots import Slot
 from cl_train.system import files
-from cl_train.system.processes import MachineLoad, usable_cores
+from cl_train.system.processes import MachineLoad
 from tests.processes import LIMIT_S, wait_until
+from tests.sweeps.test_plan import BOTH, saved_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-BOTH = "channels_last=true,false"
 
 # Leaves the records of a run: channels_last=true is 1.5 times as fast. Some models misbehave until
 # `mended` exists.
@@ -99,24 +97,12 @@ def problems(folder):
     return {job.name: problem_of(folder / job.name) for job in read_sweep(folder).jobs}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "sweep"
-
-
 def sweep(folder, *words):
     return run_sweep(["-m", f"hydra.sweep.dir={folder}", "wait_for_quiet_s=0", *words])
 
 
 def resume(folder, *words):
     return run_sweep(["-m", f"resume_sweep={folder}", "wait_for_quiet_s=0", *words])
-
-
-def saved_plan(folder):
-    planned = plan_sweep(["-m", BOTH, f"hydra.sweep.dir={folder}"])
-    planned.folder.mkdir()
-    planned.save()
-    return planned
 
 
 def compared(folder, key="pairs"):
@@ -136,88 +122,6 @@ def launch(stand_in, folder, models):
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_until((folder / "vgg16_channels_last" / "ready").exists)
     return process
-
-
-NAMES = [
-    ("", "resnet18_contiguous"),
-    (
-        "channels_last=true,false repeats=2",
-        "channels_last_1 contiguous_1 contiguous_2 channels_last_2",
-    ),
-    # Jobs that are compared are adjacent.
-    ("model=resnet18,vgg11 seed=1,2 compare_by=seed", "18_contiguous_seed=1 =2 =1 =2"),
-    (
-        "optim.lr=1,2 schedule=cosine,step compare_by=schedule.name",
-        "cosine_lr=1 step_lr=1 cosine_lr=2 step_lr=2",
-    ),
-    (
-        "nproc=1,2 batch_size=range(8,17,8)",
-        "=1_batch_size=8 =1_batch_size=16 =2_batch_size=8 =2_batch_size=16",
-    ),
-    ("precision=bf16,fp32 compare_by=precision", "contiguous_bf16 contiguous_fp32"),
-    ("weights=a/b.pth,a_b.pth", "a_b.pth a_b.pth-2"),
-    ("model=choice(resnet18,tests.networks:small)", "resnet18_contiguous small_contiguous"),
-    (f"data.root='/a/path/{'x' * 200}',/b", "-52419fa5 =_b"),
-]
-
-
-@pytest.mark.parametrize(("words", "ends"), NAMES)
-def test_the_names_of_jobs(words, ends):
-    planned = plan_sweep(["-m", *words.split(), "epochs=2"])
-    assert planned.folder.parent == Path("multirun")
-    for job, end in zip(planned.jobs, ends.split(), strict=True):
-        assert job.name.endswith(end)
-    assert all(len(job.name) <= 100 and "/" not in job.name for job in planned.jobs)
-    assert not any(word.startswith("nproc") for job in planned.jobs for word in job.overrides)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("optim=sgd,adamw", "compare_by=optim.name"),
-        ("nproc=1,2", "compare_by=nproc"),
-        ("seed=1,2 compare_by=precision", "compare_by=seed"),
-        ("seed=1,2 channels_last=true,false", ""),
-        ("augment=basic,strong compare_by=augment.flip", ""),
-        (f"{BOTH} max_steps=2", "windows"),
-        (f"{BOTH} epochs=1", "windows"),
-        (f"{BOTH} max_steps=14 log_every=1", ""),
-        (f"{BOTH} data.root=/x", ""),
-    ],
-)
-def test_a_sweep_without_a_verdict_is_announced(words, expected, capsys):
-    plan_sweep(["-m", *words.split()])
-    output = capsys.readouterr().out
-    assert expected in output and bool(expected) == bool(output)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (f"{BOTH} model=resnet50 resume_sweep={{sweep}}", "resume_sweep"),
-        ("compare_by=precision resume_sweep={sweep}", "resume_sweep"),
-        (f"{BOTH} hydra.sweep.dir={{sweep}}", "resume_sweep"),
-        ("model=resnet18 hydra.sweep.dir={sweep}/..", "resnet18_contiguous exists already"),
-        ("resume_sweep={sweep}/..", "sweep.json"),
-        (f"{BOTH} rerun=noisy", "rerun=noisy needs resume_sweep"),
-        (f"{BOTH} max_repeats=4", "max_repeats needs repeats=auto"),
-        ("resume_sweep={sweep} repeats=1", "has 1 already"),
-        ("environment=here,/no/python compare_by=environment", "name one Python"),
-        ("channels_last=false,false", "listed twice .channels_last=false"),
-        (f"{BOTH} launcher.gpus=all hydra.sweep.dir={{sweep}}/new", "launcher.gpus"),
-        (f"{BOTH} hydra.sweep.dir={{sweep}}/new", "nproc=N"),  # under torchrun
-    ],
-)
-def test_what_is_refused(words, named, folder, monkeypatch):
-    saved_plan(folder)
-    (folder.parent / "resnet18_contiguous").mkdir()
-    monkeypatch.setattr(sweep_module, "visible_gpus", list)
-    torchrun = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500"
-    for word in torchrun.split() if named == "nproc=N" else ():
-        monkeypatch.setenv(*word.split("="))
-    with pytest.raises(ConfigError, match=named):
-        run_sweep(["-m", *words.format(sweep=folder).split()])
-    assert not (folder / "new").exists()
 
 
 @pytest.mark.slow
@@ -291,7 +195,8 @@ def test_several_processes_are_started_by_torchrun(stand_in, tmp_path):
     stand_in.write_text(
         "import os; os.write(1, '{RANK} of {WORLD_SIZE};'.format(**os.environ).encode())"
     )
-    assert start_job(job(nproc=2), tmp_path / "a", Slot()).wait(LIMIT_S) == 0
+    several = Job(0, "a", ["model=resnet18"], nproc=2)
+    assert start_job(several, tmp_path / "a", Slot()).wait(LIMIT_S) == 0
     log = (tmp_path / "a" / LOG_NAME).read_text()
     assert "0 of 2;" in log and "1 of 2;" in log
 
@@ -493,37 +398,3 @@ def end"""
         used.append(gpu)
     assert set(used) == {"0", "1"}
     assert {pair["verdict"] for pair in compared(folder)} == {"faster"}
-
-
-def job(*words, nproc=1):
-    return Job(0, "a", ["model=resnet18", *words], nproc)
-
-
-@pytest.mark.parametrize(
-    ("asked", "visible", "cores", "settings", "expected"),
-    [
-        ("all", "0,1,2,3", 16, job(), [(gpu, 4) for gpu in "0123"]),
-        ("all", "0,1,2", 16, job(nproc=2), [("01", 16)]),
-        ("5", "2,5", 16, job(), [("5", 16)]),
-        ("all", "0,1", 2, job("data=synthetic"), [("0", 1), ("1", 1)]),  # no loader
-        ("all", "0,1,2,3", 7, job(), "cores"),  # one core per job: none for its loader
-        ("all", "0,1,2,3", 7, job(nproc=2), "cores"),
-        ("all", "0", 16, job(nproc=2), "nproc"),
-        ("all", "0,1", 16, job("device=cpu"), "device=cpu"),
-        ("0", "2,5", 16, job(), "2,5"),
-        ("2,2", "2,5", 16, job(), "each once"),
-    ],
-)
-def test_gpus_and_cores(asked, visible, cores, settings, expected, monkeypatch):
-    assert len(set(usable_cores())) == len(usable_cores()) > 0
-    monkeypatch.setattr(slots_module, "usable_cores", lambda: list(range(cores)))
-    plan = partial(plan_slots, asked.split(","), visible.split(","))
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            plan([[settings]] * 4)
-        return
-    slots = plan([[replace(settings, nproc=1), settings]] * 4)
-    assert [("".join(slot.gpus), len(slot.cores)) for slot in slots] == expected
-    used = [core for slot in slots for core in slot.cores]
-    assert len(set(used)) == len(used), "no core is shared"
-    assert len(plan([[settings]])) == 1, "one slot per group"

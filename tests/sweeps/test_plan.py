@@ -1,0 +1,140 @@
+"""Sweeps: what is planned, and in which slots."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cl_train.errors import ConfigError
+from cl_train.sweeps import launch as sweep_module
+from cl_train.sweeps import slots as slots_module
+from cl_train.sweeps.launch import run_sweep
+from cl_train.sweeps.plan import Job, plan_sweep
+from cl_train.sweeps.slots import plan_slots
+from cl_train.system.processes import usable_cores
+
+BOTH = "channels_last=true,false"
+
+
+def saved_plan(folder):
+    planned = plan_sweep(["-m", BOTH, f"hydra.sweep.dir={folder}"])
+    planned.folder.mkdir()
+    planned.save()
+    return planned
+
+
+NAMES = [
+    ("", "resnet18_contiguous"),
+    (
+        "channels_last=true,false repeats=2",
+        "channels_last_1 contiguous_1 contiguous_2 channels_last_2",
+    ),
+    # Jobs that are compared are adjacent.
+    ("model=resnet18,vgg11 seed=1,2 compare_by=seed", "18_contiguous_seed=1 =2 =1 =2"),
+    (
+        "optim.lr=1,2 schedule=cosine,step compare_by=schedule.name",
+        "cosine_lr=1 step_lr=1 cosine_lr=2 step_lr=2",
+    ),
+    (
+        "nproc=1,2 batch_size=range(8,17,8)",
+        "=1_batch_size=8 =1_batch_size=16 =2_batch_size=8 =2_batch_size=16",
+    ),
+    ("precision=bf16,fp32 compare_by=precision", "contiguous_bf16 contiguous_fp32"),
+    ("weights=a/b.pth,a_b.pth", "a_b.pth a_b.pth-2"),
+    ("model=choice(resnet18,tests.networks:small)", "resnet18_contiguous small_contiguous"),
+    (f"data.root='/a/path/{'x' * 200}',/b", "-52419fa5 =_b"),
+]
+
+
+@pytest.mark.parametrize(("words", "ends"), NAMES)
+def test_the_names_of_jobs(words, ends):
+    planned = plan_sweep(["-m", *words.split(), "epochs=2"])
+    assert planned.folder.parent == Path("multirun")
+    for job, end in zip(planned.jobs, ends.split(), strict=True):
+        assert job.name.endswith(end)
+    assert all(len(job.name) <= 100 and "/" not in job.name for job in planned.jobs)
+    assert not any(word.startswith("nproc") for job in planned.jobs for word in job.overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("optim=sgd,adamw", "compare_by=optim.name"),
+        ("nproc=1,2", "compare_by=nproc"),
+        ("seed=1,2 compare_by=precision", "compare_by=seed"),
+        ("seed=1,2 channels_last=true,false", ""),
+        ("augment=basic,strong compare_by=augment.flip", ""),
+        (f"{BOTH} max_steps=2", "windows"),
+        (f"{BOTH} epochs=1", "windows"),
+        (f"{BOTH} max_steps=14 log_every=1", ""),
+        (f"{BOTH} data.root=/x", ""),
+    ],
+)
+def test_a_sweep_without_a_verdict_is_announced(words, expected, capsys):
+    plan_sweep(["-m", *words.split()])
+    output = capsys.readouterr().out
+    assert expected in output and bool(expected) == bool(output)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (f"{BOTH} model=resnet50 resume_sweep={{sweep}}", "resume_sweep"),
+        ("compare_by=precision resume_sweep={sweep}", "resume_sweep"),
+        (f"{BOTH} hydra.sweep.dir={{sweep}}", "resume_sweep"),
+        ("model=resnet18 hydra.sweep.dir={sweep}/..", "resnet18_contiguous exists already"),
+        ("resume_sweep={sweep}/..", "sweep.json"),
+        (f"{BOTH} rerun=noisy", "rerun=noisy needs resume_sweep"),
+        (f"{BOTH} max_repeats=4", "max_repeats needs repeats=auto"),
+        ("resume_sweep={sweep} repeats=1", "has 1 already"),
+        ("environment=here,/no/python compare_by=environment", "name one Python"),
+        ("channels_last=false,false", "listed twice .channels_last=false"),
+        (f"{BOTH} launcher.gpus=all hydra.sweep.dir={{sweep}}/new", "launcher.gpus"),
+        (f"{BOTH} hydra.sweep.dir={{sweep}}/new", "nproc=N"),  # under torchrun
+    ],
+)
+def test_what_is_refused(words, named, folder, monkeypatch):
+    saved_plan(folder)
+    (folder.parent / "resnet18_contiguous").mkdir()
+    monkeypatch.setattr(sweep_module, "visible_gpus", list)
+    torchrun = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500"
+    for word in torchrun.split() if named == "nproc=N" else ():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(ConfigError, match=named):
+        run_sweep(["-m", *words.format(sweep=folder).split()])
+    assert not (folder / "new").exists()
+
+
+def job(*words, nproc=1):
+    return Job(0, "a", ["model=resnet18", *words], nproc)
+
+
+@pytest.mark.parametrize(
+    ("asked", "visible", "cores", "settings", "expected"),
+    [
+        ("all", "0,1,2,3", 16, job(), [(gpu, 4) for gpu in "0123"]),
+        ("all", "0,1,2", 16, job(nproc=2), [("01", 16)]),
+        ("5", "2,5", 16, job(), [("5", 16)]),
+        ("all", "0,1", 2, job("data=synthetic"), [("0", 1), ("1", 1)]),  # no loader
+        ("all", "0,1,2,3", 7, job(), "cores"),  # one core per job: none for its loader
+        ("all", "0,1,2,3", 7, job(nproc=2), "cores"),
+        ("all", "0", 16, job(nproc=2), "nproc"),
+        ("all", "0,1", 16, job("device=cpu"), "device=cpu"),
+        ("0", "2,5", 16, job(), "2,5"),
+        ("2,2", "2,5", 16, job(), "each once"),
+    ],
+)
+def test_gpus_and_cores(asked, visible, cores, settings, expected, monkeypatch):
+    assert len(set(usable_cores())) == len(usable_cores()) > 0
+    monkeypatch.setattr(slots_module, "usable_cores", lambda: list(range(cores)))
+    plan = partial(plan_slots, asked.split(","), visible.split(","))
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            plan([[settings]] * 4)
+        return
+    slots = plan([[replace(settings, nproc=1), settings]] * 4)
+    assert [("".join(slot.gpus), len(slot.cores)) for slot in slots] == expected
+    used = [core for slot in slots for core in slot.cores]
+    assert len(set(used)) == len(used), "no core is shared"
+    assert len(plan([[settings]])) == 1, "one slot per group"
