@@ -176,11 +176,8 @@ def signalling(num_classes: int, signum: int, *, in_training: bool, at_call: int
     """Sends a signal to its own process, under torchrun that of rank 1, at a forward pass."""
 
     def send(module: Fault, images: torch.Tensor, number: int) -> None:
-        if (
-            module.training == in_training
-            and number == at_call
-            and os.environ.get("RANK", "1") == "1"
-        ):
+        is_due = (module.training, number) == (in_training, at_call)
+        if is_due and os.environ.get("RANK", "1") == "1":
             os.kill(os.getpid(), signum)
             wait_until(is_signal_received)
 

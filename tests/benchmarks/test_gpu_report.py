@@ -18,9 +18,8 @@ DECISIVE = ["channels_last", "contiguous", "eager"]
 
 def report(*words, **environment):
     variables = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
-    return subprocess.run(
-        ["bash", str(SCRIPT), *words], capture_output=True, text=True, env=variables
-    )
+    command = ["bash", str(SCRIPT), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
 
 
 def outcomes(done):

@@ -89,14 +89,11 @@ def test_no_seed_begins_that_would_end_too_late(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_placeholder_of_a_command_is_filled_and_a_finished_run_is_kept(
-    program, tmp_path, monkeypatch
-):
+def test_every_placeholder_is_filled_and_a_finished_run_is_kept(program, tmp_path, monkeypatch):
     started = Mock(return_value={"exit_code": None, "points": [[8.0, 95.0]]})
     monkeypatch.setattr(time_to_accuracy, "run_to_end", started)
-    first, again = (
-        finished_run("digits", program, Path("S/train.py"), 3, tmp_path) for _ in range(2)
-    )
+    arguments = ("digits", program, Path("S/train.py"), 3, tmp_path)
+    first, again = (finished_run(*arguments) for _ in range(2))
     (call,) = started.call_args_list
     command = call.args[1]
     assert first == again and "S/train.py" in command

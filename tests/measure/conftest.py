@@ -23,9 +23,7 @@ def quick(monkeypatch, tmp_path) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """The block leaves the model, its statistics, its layout and all random generators as they
-    were.
-    """
+    """The block changes neither the model, its statistics and layout nor a random generator."""
     before = copy.deepcopy(model.state_dict())
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     generators = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
@@ -33,8 +31,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     assert random.getstate() == generators[0]
     assert np.array_equal(np.random.get_state()[1], generators[1])
     assert torch.equal(torch.get_rng_state(), generators[2])
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    assert all(
-        tensor.stride() == before[key].stride() for key, tensor in model.state_dict().items()
-    )
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert all(value.stride() == before[key].stride() for key, value in after.items())
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training

@@ -233,9 +233,8 @@ def test_backward_python_belongs_to_the_innermost_module_and_to_its_line():
     row = times_of(model).tables["operators"][0]
     code, first = inspect.getsourcelines(Slow.backward)
     line = first + next(index for index, text in enumerate(code) if "# this line" in text)
-    assert str(row.calls[0]).endswith(
-        f"backward of `1.1` (tests/measure/{Path(__file__).name}:{line})"
-    )
+    place = f"(tests/measure/{Path(__file__).name}:{line})"
+    assert str(row.calls[0]).endswith(f"backward of `1.1` {place}")
 
 
 def times_with(*calls):

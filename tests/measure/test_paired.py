@@ -69,9 +69,8 @@ def test_equal_blocks_are_rarely_called_different():
 
 
 def test_both_sides_have_the_same_weights_and_images_in_their_layout():
-    plain, converted = (
-        TimedStep(network(), layout, workload()) for layout in (CONTIGUOUS, CHANNELS_LAST)
-    )
+    layouts = (CONTIGUOUS, CHANNELS_LAST)
+    plain, converted = (TimedStep(network(), layout, workload()) for layout in layouts)
     assert torch.equal(plain.inputs, converted.inputs)
     assert plain.targets is not None and torch.equal(plain.targets, converted.targets)
     strides = plain.inputs.stride(), converted.inputs.stride()
@@ -161,9 +160,7 @@ def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):
 
 
 def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch):
-    """In the second of each four rounds a block of channels_last is disturbed, and ten times as
-    slow.
-    """
+    """In the second of each four rounds channels_last has a disturbed block, ten times as slow."""
     monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
     calls = itertools.count()
 

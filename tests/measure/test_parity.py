@@ -86,13 +86,9 @@ def in_mode(training):
 
 def network(middle):
     torch.manual_seed(0)
-    stem = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5)
-    )
-    head = nn.Sequential(
-        nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)
-    )
-    return nn.Sequential(stem, middle, head, nn.Flatten(), nn.Linear(16, 10))
+    stem = nn.Sequential(*body(), nn.Dropout(0.5))
+    layers = nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(stem, middle, nn.Sequential(*layers), nn.Flatten(), nn.Linear(16, 10))
 
 
 BEFORE_SECOND = "1 (Made), in the forward code before submodule 1.second"
@@ -249,8 +245,6 @@ def segmentation():
 
 
 def detector():
-    """Takes a list of images, returns a list of dicts."""
-
     def run(model, images):
         boxes = [pooled(model.body(image[None])) for image in images]
         return [{"boxes": box, "labels": torch.zeros(1, dtype=torch.int64)} for box in boxes]
@@ -259,11 +253,8 @@ def detector():
 
 
 def two_inputs():
-    return Made(
-        lambda m, image, token: pooled(m.body(image)) * m.table(token),
-        body=body(),
-        table=nn.Embedding(5, 8),
-    )
+    parts = {"body": body(), "table": nn.Embedding(5, 8)}
+    return Made(lambda m, image, token: pooled(m.body(image)) * m.table(token), **parts)
 
 
 def viewing():
@@ -358,7 +349,7 @@ def outcome_of(function, arguments, problem):
 
 @pytest.mark.filterwarnings("ignore:.*(torch.jit|lazy|Lazy).*")
 @pytest.mark.parametrize("name", list(MODELS))
-def test_parity_and_speed(name: str) -> None:
+def test_parity_and_speed(name):
     build, expected = MODELS[name], PARITY.get(name, True)
     torch.manual_seed(0)
     model, arguments = build(), {"image_size": 12, **ARGUMENTS.get(name, {})}

@@ -24,6 +24,7 @@ from cl_train.measure.statistics import (
     verdict_of,
 )
 
+VERDICTS = ("faster", "slower", "no_difference", "inconclusive")
 REPEATS = (1, 2, 3, 5)
 SPREADS = (0.005, 0.03, 0.05)  # between processes, of log speed
 
@@ -49,10 +50,7 @@ def verdicts(repeats, spread, ratio, trials, noise=0.01, windows=30, drift=0.0):
         verdict_of(interval_of_runs(*([pair[i] for pair in sweep] for i in (0, 1))))
         for sweep in runs
     )
-    return {
-        name: 100 * found[name] / trials
-        for name in ("faster", "slower", "no_difference", "inconclusive")
-    }
+    return {name: 100 * found[name] / trials for name in VERDICTS}
 
 
 def test_a_difference_of_five_percent_is_found_with_three_repeats_and_none_where_none_is():
@@ -82,9 +80,8 @@ def test_the_interval_of_rounds_is_the_t_interval():
     expected = (math.exp(0.25), math.exp(0.25 - half), math.exp(0.25 + half), 4)
     assert (interval.ratio, interval.low, interval.high, interval.n) == pytest.approx(expected)
     _, one = Alternation([[1.0] * 2, blocks[:2]], 1.0, "").speed_ratios()
-    assert (one.low, one.high, verdict_of(one)) == (0.0, math.inf, "inconclusive"), (
-        "one round gives no verdict"
-    )
+    # One round gives no verdict.
+    assert (one.low, one.high, verdict_of(one)) == (0.0, math.inf, "inconclusive")
 
 
 @pytest.mark.parametrize(
@@ -147,8 +144,7 @@ def sequential_verdicts(spreads, ratio, sweeps=2000, max_repeats=12):
             verdict = verdict_of(Interval(*map(math.exp, ends), count))
             if verdict != "inconclusive":
                 verdicts[sweep], used[sweep] = verdict, count
-    names = ("faster", "slower", "no_difference", "inconclusive")
-    return {name: 100 * float((verdicts == name).mean()) for name in names}, float(used.mean())
+    return {name: 100 * float((verdicts == name).mean()) for name in VERDICTS}, float(used.mean())
 
 
 EQUAL, UNEQUAL = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08), ((0.01, 0.05), (0.005, 0.08), (0.02, 0.08))
@@ -182,29 +178,22 @@ def test_sequential_looks_err_in_five_percent_at_most(spreads):
             math.sqrt(1.2 * 126 / 104),
             student_t(1.91) * math.hypot(0.039221, 0.048790) / 2,  # Welch's degrees
         ),
-        (
-            [100.0] * 3,
-            [120.0] * 3,
-            1.2,
-            2.776 * 0.01 * math.sqrt(2 / 3),
-        ),  # runs that happen to be alike
+        # runs that happen to be alike
+        ([100.0] * 3, [120.0] * 3, 1.2, 2.776 * 0.01 * math.sqrt(2 / 3)),
         ([100.0], [120.0], 1.2, 1.96 * 0.05 * math.sqrt(2)),  # one run per side: processes differ
     ],
 )
 def test_the_interval_of_runs_is_the_t_interval(baseline, candidate, ratio, half):
-    interval = interval_of_runs(
-        *([[speed] * 8 for speed in side] for side in (baseline, candidate))
-    )
+    sides = ([[speed] * 8 for speed in side] for side in (baseline, candidate))
+    interval = interval_of_runs(*sides)
     assert interval.ratio == pytest.approx(ratio)
     assert math.log(interval.high / interval.low) / 2 == pytest.approx(half, abs=1e-4)
 
 
 def test_one_uneven_run_per_side_widens_the_interval():
     uneven = [[100.0] * 10 + [103.0] * 10 + [106.0] * 10 + [109.0] * 10]
-    assert (
-        interval_of_runs(uneven, uneven).width
-        > 1.3 * interval_of_runs([[100.0] * 8], [[100.0] * 8]).width
-    )
+    even = [[100.0] * 8]
+    assert interval_of_runs(uneven, uneven).width > 1.3 * interval_of_runs(even, even).width
 
 
 @pytest.mark.parametrize(
@@ -217,9 +206,7 @@ def test_one_uneven_run_per_side_widens_the_interval():
         (0.05, 0.8, "slower", 0),
     ],
 )
-def test_a_benchmark_that_ends_with_its_verdict_errs_in_five_percent(
-    spread, ratio, right, at_most_wrong, monkeypatch
-):
+def test_benchmarks_that_end_decided_err_rarely(spread, ratio, right, at_most_wrong, monkeypatch):
     """Simulated: at most 256 rounds, each of one second, and a last look at what is undecided."""
     rng, clock = np.random.default_rng(0), itertools.count()
     monkeypatch.setattr(statistics.time, "perf_counter", lambda: float(next(clock)))

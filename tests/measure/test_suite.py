@@ -82,8 +82,7 @@ def comparison(blocks):
 
 def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch, capsys):
     """Rounds of planted times: one model is decided at once, the other in its third visit."""
-    clock = [0.0]
-    visits = []
+    clock, visits = [0.0], []
     ratios = iter([[1.5] * 4, [1.2, 0.9] * 4, [1.2, 0.9] * 4, [1.2, 1.1] * 16])
 
     def planted(model, workload, layouts, **ends):

@@ -56,6 +56,11 @@ def partition(x):
     return parts.transpose(2, 3).reshape(-1, 16, C)
 
 
+def windows_of_planes(x):
+    parts = x.unflatten(3, (2, 4)).unflatten(2, (2, 4)).transpose(3, 4).contiguous()
+    return parts.transpose(3, 4).flatten(4).flatten(2, 3)
+
+
 def reverse(t):
     parts = t.unflatten(0, (-1, S // 4, S // 4)).unflatten(3, (4, 4))
     return parts.transpose(2, 3).reshape(-1, S, S, C).permute(0, 3, 1, 2)
@@ -124,15 +129,7 @@ LOST = {
     "transposed copy": lambda x: x.transpose(2, 3).contiguous(),
     "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, linear.weight).contiguous(),
     "tokens mixed": lambda x: mix(x.flatten(2)).unflatten(2, (S, S)),
-    "windows of planes": lambda x: (
-        x.unflatten(3, (2, 4))
-        .unflatten(2, (2, 4))
-        .transpose(3, 4)
-        .contiguous()
-        .transpose(3, 4)
-        .flatten(4)
-        .flatten(2, 3)
-    ),
+    "windows of planes": windows_of_planes,
     "channel shuffle": lambda x: x.unflatten(1, (2, C // 2)).transpose(1, 2).flatten(1, 2),
     "cat with new channels": lambda x: torch.cat([x[:, 1:], torch.zeros(len(x), 1, S, S)], 1),
     "stack": lambda x: torch.stack([x[:, :4], x[:, 4:]], 2).flatten(1, 2),
@@ -178,10 +175,8 @@ def test_a_block_that_loses_the_layout_is_named_at_its_line(name):
     assert lines <= set(range(first, first + len(lambdas))), lines
     restored = [call for call in report.of("restored") if call.module == "2"]
     assert len(restored) == 1 and Path(__file__).name in restored[0].cause
-    with (
-        pytest.raises(LayoutLost, match=f"{Path(__file__).name}:{min(lines)} "),
-        cl_train.layout_guard(),
-    ):
+    place = f"{Path(__file__).name}:{min(lines)} "
+    with pytest.raises(LayoutLost, match=place), cl_train.layout_guard():
         model_of(LOST[name])(x)
     with torch.inference_mode(), pytest.raises(LayoutLost), cl_train.layout_guard():
         model_of(LOST[name])(x)

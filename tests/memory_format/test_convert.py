@@ -35,10 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process
 CHANNELS_LAST = torch.channels_last
 
 
-def convolutions(*more):
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), *more
-    )
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1))
 
 
 def strides(model):

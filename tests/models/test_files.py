@@ -49,8 +49,8 @@ def test_each_kind_runs_without_this_package_and_carries_the_card(suffix, tmp_pa
         assert model_memory_format(program) == "channels_last"
         found = program(x)
     else:
-        state = load_file(target) if suffix == ".safetensors" else torch.load(target)
         is_text = suffix == ".safetensors"
+        state = load_file(target) if is_text else torch.load(target)
         recorded = safe_open(target, "pt").metadata() if is_text else state._metadata[""]
         plain = small(3).eval()
         plain.load_state_dict(state)

@@ -140,7 +140,7 @@ def test_a_drop_path_that_two_places_share_is_set_at_both():
 
 def test_deit3_drops_every_path_alike_and_scales_its_layers():
     name = "timm/deit3_small_patch16_224"
-    model = sources.build_model(name, num_classes=2, image_size=32, drop_path=0.05)
+    model = build_model(name, num_classes=2, image_size=32, drop_path=0.05)
     sources.set_drop_path(model, 0.05)
     sources.set_layer_scale(model, 1e-4)
     depths = [module.drop_prob for module in model.modules() if hasattr(module, "drop_prob")]

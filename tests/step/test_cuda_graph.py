@@ -55,9 +55,7 @@ def values(sums):
 @pytest.mark.parametrize("optimizer", list(FUSED_OPTIMIZERS))
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_step_by_step_as_train_step(name, optimizer):
-    """Twelve steps with a learning rate that changes, two micro-batches, clipping, and an overflow
-    in the middle.
-    """
+    """Twelve steps: another learning rate in each, two micro-batches, clipping, two overflows."""
     given = {"optimizer": optimizer, "clip_norm": 1.0, "label_smoothing": 0.1}
     eager, recorded = make_parts(name, **given), make_parts(name, **given)
     step = GraphedStep(recorded, CountingRecorder())

@@ -173,9 +173,7 @@ def train(model, optimizer, first, count):
 
 @pytest.mark.parametrize("name", ["lamb", "lion", "muon", "adan", "rmsproptf", "nadamw"])
 def test_timms_optimizers_are_timms_and_continue_exactly(name):
-    """Three steps equal those of `create_optimizer_v2`, though the second begins from a
-    checkpoint.
-    """
+    """Three steps equal those of `create_optimizer_v2`; the second begins from a checkpoint."""
     cfg = OptimConfig(library="timm", name=name, weight_decay=0.1, decay_norm_and_bias=False)
     check_optimizer(cfg)
     torch.manual_seed(0)

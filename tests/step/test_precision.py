@@ -29,9 +29,7 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted():
 
 
 @pytest.mark.parametrize("bf16_s, expected", [(0.25, "bf16"), (0.9, "fp32"), (2.0, "fp32")])
-def test_auto_is_bf16_on_a_cpu_only_where_a_matrix_product_is_faster_in_it(
-    bf16_s, expected, monkeypatch
-):
+def test_auto_is_bf16_on_a_cpu_only_where_a_product_is_faster(bf16_s, expected, monkeypatch):
     def planted_s(product):
         return bf16_s if product().dtype == torch.bfloat16 else 1.0
 
@@ -69,10 +67,6 @@ def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
     torch.testing.assert_close(change, expected, rtol=0.05, atol=0)
 
 
-def nothing():
-    pass
-
-
 def set_newer(owner, precision):
     return lambda: setattr(owner, "fp32_precision", precision)
 
@@ -89,7 +83,7 @@ def default_switches():
 @pytest.mark.parametrize(
     "program",
     [
-        nothing,
+        lambda: None,
         lambda: setattr(backends.cuda.matmul, "allow_tf32", True),
         lambda: torch.set_float32_matmul_precision("medium"),
         set_newer(backends, "tf32"),

@@ -75,7 +75,6 @@ run.write(folder)
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch, tables_only):
-    """The program of jobs."""
     path = tmp_path / "program" / "stand_in.py"
     path.parent.mkdir()
     path.write_text(STAND_IN)
@@ -238,9 +237,7 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in, folder, si
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_takes_its_job_along_and_can_be_resumed(
-    stand_in, folder, capsys, monkeypatch
-):
+def test_a_killed_launcher_takes_its_job_along_and_resumes(stand_in, folder, capsys, monkeypatch):
     """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
     saved = stand_in.parent / "saved"  # when the resumed sweep waits for the job
     waiting = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: saved.touch())
@@ -274,7 +271,7 @@ def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(stand_in, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("repeats", "disturbed_jobs", "reruns", "verdict"),
+    ("repeats", "busy", "reruns", "verdict"),
     [
         ("2", 2, 2, "faster"),
         ("2", 5, 4 + 1, "faster"),
@@ -282,11 +279,9 @@ def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(stand_in, f
         ("auto", 99, 4, "not_comparable"),  # it gives up on a machine that is never quiet
     ],
 )
-def test_disturbed_jobs_run_again_as_long_as_it_helps(
-    repeats, disturbed_jobs, reruns, verdict, stand_in, folder
-):
+def test_disturbed_jobs_run_again_while_it_helps(repeats, busy, reruns, verdict, stand_in, folder):
     """Of four jobs: two run again; four, then the last one of them; all, but only once."""
-    (stand_in.parent / "busy").write_text(str(disturbed_jobs))
+    (stand_in.parent / "busy").write_text(str(busy))
     assert sweep(folder, BOTH, "model=resnet18", f"repeats={repeats}", "max_reruns=2") == 0
     jobs = len((stand_in.parent / "calls").read_text().splitlines())
     assert jobs == 4 + reruns

@@ -149,9 +149,8 @@ def test_crafted_pair(number, tmp_path, tables_only, capsys):
         _, how_to_write = capsys.readouterr().out.splitlines()
         assert "out=" in how_to_write
         for found in compare_folders([tmp_path]).pairs:
-            assert (found.verdict, found.notes) == (pair.verdict, pair.notes), (
-                "the same by folder and by name"
-            )
+            # The same by folder and by name.
+            assert (found.verdict, found.notes) == (pair.verdict, pair.notes)
         capsys.readouterr()
 
 
@@ -289,7 +288,7 @@ def test_every_run_without_a_partner_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("candidate_images_per_s", "waits_pct", "verdict"),
+    ("images_per_s", "waits_pct", "verdict"),
     [
         (100.0, (80.0, 85.0), "not_comparable"),
         (150.0, (1.0, 30.0), "faster"),  # the loader may only hide more of a difference
@@ -298,11 +297,9 @@ def test_every_run_without_a_partner_is_named(tmp_path):
         (60.0, (30.0, 30.0), "slower"),
     ],
 )
-def test_a_verdict_is_not_made_by_waiting_for_data(
-    candidate_images_per_s, waits_pct, verdict, tmp_path
-):
-    first = run_of(tmp_path)
-    second = run_of(tmp_path, candidate_images_per_s, channels_last="true")
+def test_a_verdict_is_not_made_by_waiting_for_data(images_per_s, waits_pct, verdict, tmp_path):
+    """`images_per_s`: of the candidate."""
+    first, second = run_of(tmp_path), run_of(tmp_path, images_per_s, channels_last="true")
     sides = [
         replace(run, windows=[replace(window, data_wait_pct=pct) for window in run.windows])
         for run, pct in zip((first, second), waits_pct, strict=True)
