@@ -178,7 +178,7 @@ def _convert_tensors(
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same elements of the same memory."""
-    storage = StorageWeakRef(tensor.untyped_storage()).cdata  # its data_ptr may be 0, as of meta
+    storage = StorageWeakRef(tensor.untyped_storage()).cdata  # data_ptr is 0 on meta and if empty
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
