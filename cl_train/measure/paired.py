@@ -64,7 +64,7 @@ class Comparison:
     batch_size: int  # smaller than requested where memory ran out; the same for all layouts
     batch_size_requested: int
     rounds: int
-    seconds: float
+    seconds: float  # of all rounds
     stopped_by: str  # "target_ci", "verdict" or "time_limit"
     others_pct: float | None = None  # share of the cores of other processes; None = unknown
     utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
@@ -255,9 +255,11 @@ def _benchmark(
         if earlier is None:
             peaks_gib = [step.peak_memory_gib(timed) for step in timed]
             gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
+            earlier_s = 0.0
         else:
             peaks_gib = [speed.peak_memory_gib for speed in earlier.speeds]
             gflop_per_image = earlier.gflop_per_image
+            earlier_s = earlier.seconds
         for step in timed:
             step.record()
         slowest_s = max(step.block_times_s(1)[0] for step in timed)
@@ -282,7 +284,7 @@ def _benchmark(
             batch_size=workload.batch_size,
             batch_size_requested=workload.batch_size,
             rounds=done.rounds,
-            seconds=done.seconds,
+            seconds=earlier_s + done.seconds,
             stopped_by=done.stopped_by,
             others_pct=others_pct,
             utilisation=used,

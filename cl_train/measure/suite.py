@@ -53,9 +53,11 @@ class Combination:
         results of the others.
         """
         started_at = time.perf_counter()
+        earlier_s = self.comparison.seconds if self.comparison else 0.0
         try:
             self.comparison = self._compared(time_limit_s, until_decided)
-            self.set_up_s = time.perf_counter() - started_at - self.comparison.seconds
+            rounds_s = self.comparison.seconds - earlier_s
+            self.set_up_s = time.perf_counter() - started_at - rounds_s
         except Exception as error:
             self.error = explain_failure(error)
 

@@ -174,6 +174,8 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     assert (done.verdict, done.rounds, done.rounds_left_out) == ("faster", 8, 3)
     assert done.ratio.ratio == pytest.approx(2.0) and "rounds are left out" in str(done)
     assert done.ratio.ratio == pytest.approx(done.speeds[0].step_ms / done.speeds[1].step_ms)
+    more = benchmark_layouts(network(), workload(), earlier=done)
+    assert more.rounds > done.rounds and more.seconds > done.seconds
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,6 @@ def choose(model, **changes):
 
 
 def measured(ratio, half):
-    """The outcome of a benchmark."""
     intervals = {
         "contiguous": Interval(1, 1, 1, 5),
         "channels_last": Interval(ratio, ratio - half, ratio + half, 5),
@@ -260,7 +261,6 @@ def measured(ratio, half):
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """Replaces the measurement."""
     replaced = Mock(return_value=measured(1.5, 0.01))
     monkeypatch.setattr(auto, "benchmark_layouts", replaced)
     monkeypatch.setattr(auto, "release_memory", lambda: None)

@@ -31,8 +31,6 @@ def working_folder(tmp_path, monkeypatch):
 
 
 class Weight(nn.Module):
-    """Has one parameter, `weight`, as `WEIGHT`."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 3, 3, 3))
