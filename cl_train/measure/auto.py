@@ -33,6 +33,7 @@ from cl_train.system.machine import (
     available_bytes,
     describe_environment,
     device_name,
+    problem_of_gpu,
     release_memory,
 )
 from cl_train.system.processes import TOO_BUSY_PCT
@@ -152,21 +153,22 @@ def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) 
     measured = affordable(model, workload, time_limit_s)
     done = benchmark_layouts(model, measured, time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
 
-    verdict = verdict_of(done.ratio)  # also on a busy machine, which both layouts meet alike
+    # Also of a disturbed measurement: its blocks alternate, so both layouts are disturbed alike.
+    verdict = verdict_of(done.ratio)
     layout = CHANNELS_LAST if verdict == "faster" else CONTIGUOUS
-    is_cpu = workload.device.type == "cpu"
-    is_busy = is_cpu and (done.others_pct or 0.0) >= TOO_BUSY_PCT
-    is_busy = is_busy or done.verdict == "not_comparable"
+    disturbed = problem_of_gpu(done.gpu)
+    if workload.device.type == "cpu" and (done.others_pct or 0.0) >= TOO_BUSY_PCT:
+        disturbed = "other processes used the cores"
     is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
     smaller = _smaller(done.batch_size, measured, workload)
     speed = f"{done.speeds[0].images_per_s:.1f} images/s{smaller}"
     reason = f"{layout.name}: channels_last is {done.ratio} as fast as contiguous ({speed})"
-    if is_busy:
-        reason += "; other processes used the cores meanwhile, so the next run measures again"
+    if disturbed:
+        reason += f"; {disturbed}, so the next run measures again"
     elif is_wide:
         reason += "; too noisy to decide, so the next run measures again"
     seconds = round(time.perf_counter() - started_at, 2)
-    return Choice(layout, reason, seconds, conclusive=not (is_busy or is_wide))
+    return Choice(layout, reason, seconds, conclusive=not (disturbed or is_wide))
 
 
 def _smaller(batch_size: int, measured: Workload, workload: Workload) -> str:
@@ -191,10 +193,7 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
     probed = min(PROBED_IMAGES, workload.batch_size)
     small = replace(settings, accumulate_steps=1, cuda_graph=False)
     remedy = "if it takes another input, give image_size"
-    with (
-        failure_explained("the model cannot be measured", remedy, memory_too=False),
-        measurement_state(workload),
-    ):
+    with failure_explained("the model cannot be measured", remedy), measurement_state(workload):
         probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
         probe.warm_up()
         image_s = probe.block_times_s(1)[0] / probed
@@ -220,16 +219,23 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
 
 
 def _cache_file(model: nn.Module, workload: Workload) -> Path:
-    """Returns a file named by everything that could change which layout is faster."""
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
+    """Returns a file named by what could change which layout is faster: model, step and machine.
+
+    The model is known by its text and its parameters; another `forward` of the same modules is not
+    noticed.
+    """
+    parameters = [
+        (name, tuple(tensor.shape), tensor.requires_grad)
+        for name, tensor in model.named_parameters()
+    ]
     versions = describe_environment(workload.device)
     machine = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
     machine.append(device_name(workload.device))
     settings = workload.settings
     same_speed = replace(settings, optim=replace(settings.optim, lr=LEARNING_RATE))
     work = replace(workload, settings=same_speed)
-    # The text of the model and the shapes: changed model code is measured anew.
-    described = repr((6, type(model), model, shapes, work, machine))
+    is_deterministic = torch.are_deterministic_algorithms_enabled()  # it selects kernels
+    described = repr((7, type(model), model, parameters, work, is_deterministic, machine))
     return cache_folder() / f"layout-{hashlib.sha256(described.encode()).hexdigest()[:20]}.json"
 
 

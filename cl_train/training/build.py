@@ -199,8 +199,8 @@ def try_run(
 ) -> None:
     """Try a step of the largest images, and tell whether the model loses channels_last in it.
 
-    On a GPU the whole batch, so that memory runs out now; two images on a CPU, and if the model
-    will be compiled, which takes less memory than this eager step.
+    On a GPU with the whole batch, so that memory runs out now. With two images on a CPU, and before
+    a compilation: the compiled step takes less memory than this eager one.
     """
     size = size_schedule(cfg.data).image_sizes[-1]
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
@@ -231,11 +231,13 @@ def convert_layout(
 ) -> DeviceFormat:
     """Convert `model` in place as the settings say; returns the format of its input.
 
-    `channels_last=auto` is the faster layout of the run's own step on its largest images, measured
-    by rank 0. Raises ConfigError: channels_last=true, and torch is known to crash on the model.
+    `channels_last=auto` is the faster layout of the run's own step on its largest images, or of its
+    evaluation, measured by rank 0. Raises ConfigError: channels_last=true, and torch is known to
+    crash on the model.
     """
     layout = layout_of(cfg)
-    if layout is None or (layout.is_channels_last and not cfg.evaluate_only):
+    is_trained = not cfg.evaluate_only  # only the gradient crashes
+    if is_trained and (layout is None or layout.is_channels_last):
         try:
             refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
         except ConfigError as error:
@@ -244,8 +246,11 @@ def convert_layout(
             log.info("channels_last=auto: contiguous: %s", error)
             layout = CONTIGUOUS
     if layout is None:
-        size = size_schedule(cfg.data).image_sizes[-1]
-        workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device)
+        size = cfg.data.val_size or cfg.data.image_size
+        if is_trained:
+            size = size_schedule(cfg.data).image_sizes[-1]
+        mode = "train" if is_trained else "infer"
+        workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
         choice = on_main(lambda: fastest_layout(model, workload), dist)
         log.info("channels_last=auto: %s", choice.reason)
         layout = choice.layout

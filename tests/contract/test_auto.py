@@ -3,7 +3,8 @@
 import pytest
 from torch import nn
 
-from cl_train.measure import paired, timed_step
+from cl_train.measure import auto, paired, timed_step
+from cl_train.memory_format.convert import CHANNELS_LAST
 from cl_train.memory_format.layout import classify
 from cl_train.step.train_step import make_step
 from cl_train.training import build
@@ -86,3 +87,15 @@ def test_the_step_that_is_timed_is_the_step_that_trains(train, quick_auto, monke
     assert (optimizer, settings.accumulate_steps, settings.ema_every) == ("Lamb", 2, 2)
     assert (settings.mixup, settings.loss.name, settings.optim.clip_norm) == (0.2, "bce", 1.0)
     assert groups > 1 and settings.precision.name == "bf16"
+
+
+def test_an_evaluation_alone_is_timed_as_one(train, monkeypatch):
+    timed = []
+
+    def chosen(model, workload):
+        timed.append((workload.mode, workload.input_shape))
+        return auto.Choice(CHANNELS_LAST, "planted", 0.0)
+
+    monkeypatch.setattr(build, "fastest_layout", chosen)
+    summary = train(*WORDS[:2], "evaluate_only=true", "data.val_size=48").summary
+    assert timed == [("infer", (3, 48, 48))] and summary["memory_format"] == "channels_last"

@@ -306,7 +306,30 @@ def test_what_could_change_the_answer_is_measured_anew(benchmark, change):
     assert benchmark.call_args.args[1].settings.cuda_graph is ("cuda_graph" in change)
     assert not choose(network(width=16)).cached, "other shapes under the same name"
     assert not choose(nn.Sequential(*network(), nn.ReLU())).cached, "other modules, same shapes"
+    frozen = network()
+    next(frozen.parameters()).requires_grad_(False)
+    assert not choose(frozen).cached, "a shorter backward pass"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not choose(network()).cached, "other kernels"
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert choose(network()).cached
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "reason"),
+    [
+        ("cpu", {"others_pct": 60.0}, "other processes used the cores"),
+        ("cuda", {"gpu": {"other_processes": 0, "is_slowed": True, "clock_mhz": 900.0}}, "heat"),
+    ],
+)
+def test_a_disturbed_measurement_is_used_once_and_says_why(benchmark, device, facts, reason):
+    benchmark.return_value = replace(measured(1.5, 0.01), **facts)
+    work = workload(device=torch.device(device))
+    choice = auto._measured_choice(network(), work, 0.1)
+    assert choice.channels_last and not choice.conclusive
+    assert reason in choice.reason and "measures again" in choice.reason
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written(benchmark, tmp_path, monkeypatch, caplog):
@@ -326,6 +349,9 @@ def test_what_cannot_be_measured_means_contiguous_and_is_said(benchmark):
     choice = choose(network())
     assert not choice.channels_last and "does not fit" in choice.reason
     assert not choose(network()).cached and benchmark.call_count == 2, "the next run tries again"
+    greedy = network()
+    greedy.register_forward_pre_hook(Mock(side_effect=torch.OutOfMemoryError("planted")))
+    assert "out of memory" in choose(greedy, batch_size=32).reason
     choice = choose(nn.Sequential(nn.Flatten(), nn.Linear(768, 5)))
     assert not choice.channels_last and "no convolutions" in choice.reason
     with pytest.raises(ConfigError, match="did you mean sgd"):
