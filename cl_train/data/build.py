@@ -33,7 +33,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 # For generated and downloaded data: in the checkout, or for an installed package in the user's
 # cache.
 DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
-_READERS: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), of `data.name`
+_SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), of `data.name`
     "sample": read_sample,
     "imagenet": read_folder,
     "folder": read_folder,
@@ -234,7 +234,7 @@ def build_data(settings: DataSettings) -> Data:
     if cfg.name == "synthetic":
         return SyntheticData(settings)
     root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()
-    source = _READERS[cfg.name](root, cfg, training=settings.training)
+    source = _SOURCES[cfg.name](root, cfg, training=settings.training)
     for note in source.notes if settings.dist.is_main else ():
         log.info("%s", note)
     return ImageData(source, settings)

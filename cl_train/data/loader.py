@@ -4,9 +4,9 @@
 
 Batch n of an epoch lies in slot n % slots, where workers fill its rows in place: no pixel is
 pickled or copied between processes. A batch is divided into tasks of at least 8 rows. Example:
-batches of 32 images, 4 workers, data.prefetch=3, on a GPU: a batch is 4 tasks; 3 slots are being
-filled or wait, 1 is the batch that was requested, and 2 are read by copies that are under way to
-the GPU: 6 slots. Without such copies 2 more are filled in advance instead.
+batches of 32 images, 4 workers, data.prefetch=3, on a GPU: a batch is 4 tasks, and there are 6
+slots: 3 that are being filled or wait, 1 of the batch that was requested, and 2 whose copies to the
+GPU are under way. On a CPU there are no such copies, and 2 more batches are filled in advance.
 """
 
 import contextlib
@@ -238,7 +238,7 @@ class HostLoader:
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
 
-        Each is valid until the next is requested, on CUDA until the third. Ends an earlier
+        The next request may overwrite a batch, on CUDA the third one after it. Ends an earlier
         iteration of the same thread. Raises BadImageError, WorkerError; RuntimeError: another
         iteration has begun, or another thread has not ended its own.
         """

@@ -40,7 +40,7 @@ LEAD_STEPS = 2  # that the device may be behind the host: each holds a batch in 
 
 
 @dataclass
-class OpenWindow:
+class WindowTiming:
     """The timing of the steps between two log lines. Marks of `DeviceClock` are moments in the work
     of the device: CUDA events, or on a CPU the time.
     """
@@ -60,7 +60,7 @@ class OpenWindow:
 class SubmittedWindow:
     """The steps of a log line whose sums are on the way to the host."""
 
-    timing: OpenWindow  # closed
+    timing: WindowTiming  # closed
     rows: torch.Tensor  # of this rank, on the device: see `rows_of`
     totals: torch.Tensor  # of all steps and ranks, on the host after the mark `copied`
     copied: Any
@@ -70,8 +70,10 @@ class SubmittedWindow:
 
 
 class ThroughputMeter:
-    """Counts images between calls of `close`. Windows that begin within `warmup_steps` of an image
-    size, which selects kernels or compiles, are warm-up.
+    """Counts images between calls of `close`.
+
+    A window is warm-up if it begins in the first `warmup_steps` steps on its image size: a new size
+    selects kernels or compiles.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class ThroughputMeter:
         if image_size != self._image_size:
             self._image_size, self._steps_before = image_size, 0
         self._idle_from = mark = self.clock.mark() if mark is None else mark
-        self._window = OpenWindow(image_size, self._steps_before < self._warmup_steps, mark, mark)
+        self._window = WindowTiming(image_size, self._steps_before < self._warmup_steps, mark, mark)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -108,7 +110,7 @@ class ThroughputMeter:
         self._idle_from = self.clock.mark()
         self._window.pauses.append((self._window.end, self._idle_from))
 
-    def close(self) -> OpenWindow:
+    def close(self) -> WindowTiming:
         """Close the window and begin the next. The host does not wait."""
         closed = self._window
         assert closed.waits, "an empty window"
@@ -116,7 +118,7 @@ class ThroughputMeter:
         self.start(closed.image_size, closed.end)
         return closed
 
-    def measured(self, window: OpenWindow) -> dict[str, Any]:
+    def measured(self, window: WindowTiming) -> dict[str, Any]:
         """A closed window as fields of `Window`; the host waits for its end. `data_wait_pct`: the
         share of the time in which an idle device had no batch.
         """

@@ -60,9 +60,9 @@ class Progress:
     closed_step: int = 0  # the last one at which an epoch was closed: no evaluation is missing
     bad_steps: int = 0  # with a loss or gradient that was not finite, up to the last log line
     resumed_with: list[str] = field(default_factory=list)  # settings that a resume has changed
-    # Of this rank, not yet submitted for a log line; and the buffers of the last log line, which
-    # are only filled while such steps are saved.
+    # Of this rank, not yet submitted for a log line.
     pending_steps: list[StepResult] = field(default_factory=list)
+    # The model's at the last log line; only filled while `pending_steps` are saved.
     good_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count_evaluation(self, score: float) -> bool:
