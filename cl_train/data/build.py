@@ -87,7 +87,7 @@ class ImageData:
     ) -> HostLoader | StreamLoader:
         settings, cfg = self._settings, self._settings.data
         transform = ImageTransform(cfg, settings.augment, settings.seed, training=training)
-        form = SampleForm(self.num_classes, sizes.image_sizes[-1], transform)
+        form = SampleForm(self.num_classes, sizes.largest, transform)
         if isinstance(images, IterableDataset):
             return StreamLoader(images, form, settings, self.bad_images)
         if isinstance(images, Split):

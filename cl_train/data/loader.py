@@ -294,7 +294,7 @@ class HostLoader:
         if self._pool is not None and not self._pool.is_running:
             self.close()  # after a failure: new workers, in new memory
         if self._pool is None or self._slots is None:
-            largest = self.sizes.image_sizes[-1]
+            largest = self.sizes.largest
             slots = Slots(self.reader, self._slot_count, self.batch_size, largest)
             attempts = 1 if self._order_of is None else _SUBSTITUTES
             work = partial(fill, slots, self.reader, self._times, attempts)
@@ -358,7 +358,7 @@ class HostLoader:
                 torch.zeros(1, device=self._settings.dist.device)
 
     def _check_memory(self) -> None:
-        pixels = self._slot_count * self.batch_size * self.sizes.image_sizes[-1] ** 2 * 3
+        pixels = self._slot_count * self.batch_size * self.sizes.largest ** 2 * 3
         needed_gib = (pixels * self.reader.dtype.itemsize + 16 * self.samples) / 2**30
         free = available_bytes(torch.device("cpu"))  # the size of /dev/shm does not matter
         if free is not None and needed_gib > free / 2**30:

@@ -104,6 +104,10 @@ class SizeSchedule:
     def image_sizes(self) -> tuple[int, ...]:
         return tuple(sorted({self.image_size_at(epoch) for epoch in range(self.points[-1][0] + 1)}))
 
+    @property
+    def largest(self) -> int:
+        return self.image_sizes[-1]
+
     def image_size_at(self, epoch: int) -> int:
         """Linear between `points`, rounded to a multiple of 32, or of the largest power of two that
         divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, 32, ...

@@ -75,7 +75,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
 
     settings = step_settings(cfg, resolve_precision(cfg.precision, device), alone, soft=False)
     settings = replace(settings, compile=False, cuda_graph=False)
-    size = size_schedule(cfg.data).image_sizes[-1]
+    size = size_schedule(cfg.data).largest
     workload = Workload(SMALLEST, (3, size, size), settings, device)
     layout = layout_of(cfg)
     if layout is None:  # the choice comes later

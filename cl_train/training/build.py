@@ -140,7 +140,7 @@ def build_model(cfg: Config, num_classes: int) -> nn.Module:
         cfg.model,
         num_classes=num_classes,
         weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
-        image_size=size_schedule(cfg.data).image_sizes[-1],
+        image_size=size_schedule(cfg.data).largest,
         drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
         entry=cfg.entry,
@@ -202,7 +202,7 @@ def try_run(
     On a GPU with the whole batch, so that memory runs out now. With two images on a CPU, and before
     a compilation: the compiled step takes less memory than this eager one.
     """
-    size = size_schedule(cfg.data).image_sizes[-1]
+    size = size_schedule(cfg.data).largest
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
     shape = (cfg.batch_size if is_whole else 2, 3, size, size)
     # Kernels for two images would never be used again.
@@ -248,7 +248,7 @@ def convert_layout(
     if layout is None:
         size = cfg.data.val_size or cfg.data.image_size
         if is_trained:
-            size = size_schedule(cfg.data).image_sizes[-1]
+            size = size_schedule(cfg.data).largest
         mode = "train" if is_trained else "infer"
         workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
         choice = on_main(lambda: fastest_layout(model, workload), dist)
