@@ -97,5 +97,7 @@ def test_an_evaluation_alone_is_timed_as_one(train, monkeypatch):
         return auto.Choice(CHANNELS_LAST, "planted", 0.0)
 
     monkeypatch.setattr(build, "fastest_layout", chosen)
-    summary = train(*WORDS[:2], "evaluate_only=true", "data.val_size=48").summary
+    run = train(WORDS[0], "max_steps=1")
+    words = [*WORDS[:2], "evaluate_only=true", f"weights={run.folder}", "data.val_size=48"]
+    summary = train(*words).summary
     assert timed == [("infer", (3, 48, 48))] and summary["memory_format"] == "channels_last"
