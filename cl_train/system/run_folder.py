@@ -165,7 +165,7 @@ def after_warmup(windows: Sequence[Window]) -> list[Window]:
 
 
 def windows_that_count(windows: Sequence[Window]) -> list[Window]:
-    """The windows that make the speed of a run: those after warm-up with the last size among them."""
+    """The windows that make a run's speed: those after warm-up with the last size among them."""
     measured = after_warmup(windows)
     return [window for window in measured if window.image_size == measured[-1].image_size]
 
