@@ -358,7 +358,7 @@ class HostLoader:
                 torch.zeros(1, device=self._settings.dist.device)
 
     def _check_memory(self) -> None:
-        pixels = self._slot_count * self.batch_size * self.sizes.largest ** 2 * 3
+        pixels = self._slot_count * self.batch_size * self.sizes.largest**2 * 3
         needed_gib = (pixels * self.reader.dtype.itemsize + 16 * self.samples) / 2**30
         free = available_bytes(torch.device("cpu"))  # the size of /dev/shm does not matter
         if free is not None and needed_gib > free / 2**30:
