@@ -26,8 +26,7 @@ class Details(TypedDict, total=False):
 
     choices: Collection[str]  # the allowed values of a setting of type str
     words: Mapping[str, int]  # names for numbers outside the bounds, such as batch_size=auto
-    # Of runs with different values, "speed": nothing can be compared; "loss": the speeds, but not
-    # the losses; "nothing": both can.
+    # Of runs with different values nothing can be compared ("speed"), the speed ("loss"), or both.
     affects: Literal["speed", "loss", "nothing"]
     multirun: bool  # of a whole sweep, not of each of its runs
     required: bool  # the user must give a value; the default is not used

@@ -153,8 +153,7 @@ def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) 
     measured = affordable(model, workload, time_limit_s)
     done = benchmark_layouts(model, measured, time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
 
-    # Also of a disturbed measurement: its blocks alternate, so both layouts are disturbed alike.
-    verdict = verdict_of(done.ratio)
+    verdict = verdict_of(done.ratio)  # also of a busy machine, which disturbs both layouts alike
     layout = CHANNELS_LAST if verdict == "faster" else CONTIGUOUS
     disturbed = problem_of_gpu(done.gpu)
     if workload.device.type == "cpu" and (done.others_pct or 0.0) >= TOO_BUSY_PCT:
@@ -219,15 +218,11 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
 
 
 def _cache_file(model: nn.Module, workload: Workload) -> Path:
-    """Returns a file named by what could change which layout is faster: model, step and machine.
-
-    The model is known by its text and its parameters; another `forward` of the same modules is not
-    noticed.
+    """Returns a file named by what could change which layout is faster. Of the model that is its
+    text and its parameters: another `forward` of the same modules is not noticed.
     """
-    parameters = [
-        (name, tuple(tensor.shape), tensor.requires_grad)
-        for name, tensor in model.named_parameters()
-    ]
+    named = model.named_parameters()
+    parameters = [(name, tuple(one.shape), one.requires_grad) for name, one in named]
     versions = describe_environment(workload.device)
     machine = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
     machine.append(device_name(workload.device))

@@ -28,9 +28,8 @@ MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 
 ERROR = 0.05  # of an interval, and of all looks at a growing sweep together
 
-# The rounds after which a benchmark that ends with its verdict looks whether there is one. An early
-# look may err in 0.1 % of cases, so that the last one keeps nearly all of `ERROR` (Haybittle 1971,
-# Peto et al. 1976).
+# The rounds after which a benchmark looks whether there is a verdict: with nearly no error, so that
+# the last look keeps nearly all of it (Haybittle 1971, Peto et al. 1976).
 LOOK_ROUNDS = tuple(4 * 2**power for power in range(7))
 EARLY_ERROR = 0.001
 LAST_ERROR = ERROR - len(LOOK_ROUNDS) * EARLY_ERROR

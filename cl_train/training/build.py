@@ -246,10 +246,9 @@ def convert_layout(
             log.info("channels_last=auto: contiguous: %s", error)
             layout = CONTIGUOUS
     if layout is None:
-        size = cfg.data.val_size or cfg.data.image_size
-        if is_trained:
-            size = size_schedule(cfg.data).largest
-        mode = "train" if is_trained else "infer"
+        mode, size = "train", size_schedule(cfg.data).largest
+        if not is_trained:
+            mode, size = "infer", cfg.data.val_size or cfg.data.image_size
         workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
         choice = on_main(lambda: fastest_layout(model, workload), dist)
         log.info("channels_last=auto: %s", choice.reason)
