@@ -199,8 +199,8 @@ def try_run(
 ) -> None:
     """Try a step of the largest images, and tell whether the model loses channels_last in it.
 
-    On a GPU with the whole batch, so that memory runs out now. With two images on a CPU, and before
-    a compilation: the compiled step takes less memory than this eager one.
+    On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and before a
+    compilation: the compiled step takes less memory.
     """
     size = size_schedule(cfg.data).largest
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
