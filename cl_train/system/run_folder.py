@@ -17,6 +17,7 @@ import yaml
 
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
+from cl_train.system.files import read_json
 from cl_train.system.processes import TOO_BUSY_PCT
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
@@ -146,12 +147,7 @@ def read_records(folder: Path) -> tuple[list[Record], list[int]]:
 def read_summary(folder: Path) -> dict[str, Any]:
     """The content of summary.json; empty without one. Raises OSError, ValueError."""
     path = folder / SUMMARY
-    if not path.is_file():
-        return {}
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(summary, dict):
-        raise ValueError("not a JSON object")
-    return summary
+    return read_json(path) if path.is_file() else {}
 
 
 def windows_of(records: Sequence[Record]) -> list[Window]:
