@@ -29,7 +29,6 @@ LISTEN_S = 3.0
 NCCL_GRACE = timedelta(seconds=60)
 ANSWER_S = 3.0  # the ranks' store may take this long to respond
 _groups = 0  # process groups that this process has joined
-_hosts: Any = None  # the process group that exchanges flags; None: the only one
 # Of gloo's messages.
 _LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
 
@@ -39,6 +38,7 @@ class Dist:
     rank: int
     world_size: int
     device: torch.device
+    hosts: Any = None  # the process group that exchanges flags; None: the only one
 
     @property
     def is_main(self) -> bool:
@@ -131,7 +131,7 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
             f"rank {launch.rank} did not meet the other ranks at {address} within {timeout_s:g} s:"
             f" start all, and check MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
         ) from error
-    global _groups, _hosts
+    global _groups
     _groups += 1
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
@@ -143,19 +143,19 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     )
     group = torch.distributed.group.WORLD
     assert group is not None
+    hosts = None
     if is_cuda:
         # The hosts exchange flags without waiting for a device. NCCL's watchdog ends the process
         # without naming a rank; gloo, in a group of its own, fails first and names it.
-        _hosts = torch.distributed.new_group(timeout=timeout, backend="gloo")
+        hosts = torch.distributed.new_group(timeout=timeout, backend="gloo")
     try:
-        yield Dist(rank, world_size, chosen)
+        yield Dist(rank, world_size, chosen, hosts)
     except BaseException:
         if is_cuda:  # else the end would wait for collectives that a dead rank never joins
             with suppress(RuntimeError):
                 group.abort()
         raise
     finally:
-        _hosts = None
         torch.distributed.destroy_process_group()
 
 
@@ -177,7 +177,7 @@ def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
     if dist.world_size == 1:
         return flags
     maxima = torch.tensor(flags)
-    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=_hosts)
+    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=dist.hosts)
     return [int(flag) for flag in maxima.tolist()]
 
 
@@ -192,7 +192,7 @@ def on_main(work: Callable[[], T], dist: Dist) -> T:
         except Exception as error:  # any exception, because the other ranks wait for the result
             outcome[1] = error
     torch.distributed.broadcast_object_list(
-        outcome, src=0, group=_hosts, device=torch.device("cpu")
+        outcome, src=0, group=dist.hosts, device=torch.device("cpu")
     )
     if outcome[1] is not None:
         raise outcome[1]
@@ -203,7 +203,7 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
     """The values of all ranks, in rank order, on every rank; they are pickled."""
     values: list[Any] = [value] * dist.world_size
     if dist.world_size > 1:
-        torch.distributed.all_gather_object(values, value, group=_hosts)
+        torch.distributed.all_gather_object(values, value, group=dist.hosts)
     return values
 
 
