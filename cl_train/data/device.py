@@ -16,8 +16,8 @@ from cl_train.system.tensors import map_tensors, tensors_in
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 COPIES_UNDER_WAY = 2  # at most, of the loader's batches to a GPU, when the next batch is requested
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class DevicePrefetcher:
         self,
         loader: Iterable[Any],
         device: str | torch.device,
-        mean: Sequence[float] = _IMAGENET_MEAN,
-        std: Sequence[float] = _IMAGENET_STD,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.channels_last,
         ahead: int = 1,

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate, get_worker_info
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import load
 from cl_train.data.build import ImageData, build_data
-from cl_train.data.device import DeviceFormat, Normalise, to_device
+from cl_train.data.device import IMAGENET_MEAN, IMAGENET_STD, DeviceFormat, Normalise, to_device
 from cl_train.data.images import EXTENSIONS
 from cl_train.data.loader import DataSettings
 from cl_train.system.distributed import Dist
@@ -77,8 +77,8 @@ def image_loader(
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.channels_last,
-    mean: Sequence[float] = (0.485, 0.456, 0.406),
-    std: Sequence[float] = (0.229, 0.224, 0.225),
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
     rank: int | None = None,
     world_size: int | None = None,
     skip_bad_images: bool = False,
