@@ -166,10 +166,11 @@ def index_shard(path: str) -> list[_Image]:
             elif extension.lower() in ("cls", "json"):
                 text = read_member(archive, member, path)
                 labels[key] = _label(text, extension.lower(), f"{path}/{name}")
-    if lacking := [
+    lacking = [
         f"'{key}' has no {'label' if key in images else 'image'}"
         for key in images.keys() ^ labels.keys()
-    ]:
+    ]
+    if lacking:
         raise ConfigError(f"{path}: {len(lacking)} incomplete samples: {listed(sorted(lacking))}")
     if not images:
         raise ConfigError(f"{path}: no samples")
@@ -215,11 +216,12 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, 
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
-    if differing := [
+    differing = [
         f"{name} has {counts.get(name, 'missing')} of {expected.get(name, 0)} images"
         for name in sorted(counts | expected)
         if counts.get(name) != expected.get(name)
-    ]:
+    ]
+    if differing:
         raise ConfigError(f"{path} lists other numbers of images: {listed(differing)}")
     return classes
 
