@@ -81,7 +81,7 @@ class StreamLoader(IterableDataset[Any]):
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields the samples; in training full batches, `batch_count()` in an epoch, of a stream
-        that begins again when it ends early. Raises as `HostLoader`.
+        that begins again when it ends early. Raises BadImageError, WorkerError.
         """
         end = self.batch_count() if self._is_training else math.inf
         number = first_batch
@@ -92,7 +92,7 @@ class StreamLoader(IterableDataset[Any]):
                 yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
                 number += 1
                 seen += len(targets)
-                if number == end or seen > self.samples:  # of which an evaluation fails
+                if number == end or seen > self.samples:  # the evaluation refuses so many
                     return
             if not self._is_training:
                 return
@@ -137,7 +137,7 @@ class StreamLoader(IterableDataset[Any]):
             kill()  # one that hangs: it ignores SIGTERM
 
     def _start_workers(self, epoch: int) -> tuple[Iterator[Any], Callable[[], object]]:
-        """Returns what the workers collate, and what kills them."""
+        """Returns what the workers collate, and a function that kills them."""
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)

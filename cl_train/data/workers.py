@@ -207,8 +207,8 @@ def ignore_parents_signals() -> None:
 
 
 def killing_at_exit(owner: object, processes: list[BaseProcess]) -> multiprocessing.util.Finalize:
-    """Returns what kills them when it is called, or without `owner`, or at exit: multiprocessing
-    would send SIGTERM, which they ignore, and wait.
+    """Returns a function that kills `processes`. It is also called when `owner` is freed, and when
+    the program ends, where multiprocessing would send SIGTERM, which they ignore, and wait.
     """
     return multiprocessing.util.Finalize(owner, _kill, (processes,), exitpriority=10)
 
