@@ -132,7 +132,7 @@ def _audited(settings: AuditSettings) -> Any:
         print(convert(model, settings.conversion, settings.select))
         channels_last = torch.channels_last_3d if settings.frames else torch.channels_last
         images = images.to(memory_format=channels_last)
-    report = audit(
+    return audit(
         model,
         images,
         precision=precision,
@@ -143,7 +143,6 @@ def _audited(settings: AuditSettings) -> Any:
         time=settings.time,
         time_limit_s=settings.time_limit_s,
     )
-    return report
 
 
 def _operators(settings: AuditSettings) -> Result:

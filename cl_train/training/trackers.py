@@ -19,10 +19,10 @@ from typing import Any
 from cl_train.config.validation import optional_module, suggest, user_function
 from cl_train.errors import ConfigError
 from cl_train.system.files import write_text
+from cl_train.system.run_folder import Record
 
 log = logging.getLogger("cl_train")
 
-Record = dict[str, Any]
 Tracker = Callable[[Iterator[Record]], None]  # takes all records of a run; ends with it
 
 START_S = 120.0  # the first step waits this long for trackers, whose first start may be slow
