@@ -30,8 +30,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         is_read = cfg.optim.library == "timm" or f"optim={cfg.optim.name}" in readers
         needs.append((f"optim.{key}", is_read, " or ".join(readers)))
     for key, has_effect, remedy in needs:
-        get = operator.attrgetter(key)
-        value, default = get(cfg), get(Config())
+        value, default = operator.attrgetter(key)(cfg), FIELDS[key].default
         if value != default and not has_effect:
             hint = f"write {key}={'null' if default is None else default} if a recipe sets it"
             yield f"{key}={value} has no effect without {remedy}: leave it out, or {hint}"
