@@ -47,7 +47,7 @@ class Setting:
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     """Every leaf setting of a dataclass by its full key: required ones first, inherited last."""
     leaves: dict[str, Setting] = {}
-    own = {name: place for place, name in enumerate(schema.__annotations__)}
+    own = {name: number for number, name in enumerate(schema.__annotations__)}
 
     def place(item: Any) -> tuple[bool, int]:
         return not item.metadata.get("required"), own.get(item.name, len(own))

@@ -139,6 +139,7 @@ def _prepared(
             yield prepare(map_tensors(lambda tensor: tensor.to(device), host))
         return
     side = _side_stream(device)
+    move = partial(Tensor.to, device=device, non_blocking=True)
     ready = deque[tuple[Any, torch.cuda.Event]]()
     copying = deque[torch.cuda.Event]()
 
@@ -155,7 +156,6 @@ def _prepared(
     try:
         for host in batches:
             with torch.cuda.stream(side):
-                move = partial(Tensor.to, device=device, non_blocking=True)
                 moved = map_tensors(move, host)
                 copying.append(side.record_event())
                 ready.append((prepare(moved), side.record_event()))
