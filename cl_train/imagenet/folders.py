@@ -129,7 +129,7 @@ def _copy(
     scale = max_side / max(size) if max_side else (short_side or 1) / min(size)
     if scale < 1:
         height, width = (max(1, round(side * scale)) for side in size)
-        pixels = resized(pixels, (height, width))[0].permute(1, 2, 0).numpy()
+        pixels = resized(pixels, (height, width)).permute(1, 2, 0).numpy()
     if scale < 1 or encoded.needs_pillow or not data.startswith(JPEG_MAGIC):
         pixels = np.ascontiguousarray(pixels)
         copy = simplejpeg.encode_jpeg(pixels, quality=quality, colorsubsampling="420")
