@@ -98,6 +98,7 @@ def test_evaluation_is_torchvisions_resize_and_centre_crop(size):
     ImageTransform(DataConfig(val_resize=64), AUGMENT, 0, training=False)(row, pixels, 0, 0)
     expected = v2.CenterCrop(56)(v2.Resize(64)(torch.from_numpy(pixels).permute(2, 0, 1)))
     assert torch.equal(row, expected)
+    assert transforms.resized(pixels, (6, 5)).stride() == (1, 15, 3)  # else it takes twice as long
 
 
 @pytest.fixture(scope="module")
