@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -231,8 +230,7 @@ class ActiveRun:
         if self.first_step_s is not None:
             return
         self.meter.clock.wait(self.meter.clock.mark())
-        started = datetime.fromisoformat(self.records.description["started"])
-        seconds = (datetime.now().astimezone() - started).total_seconds()
+        seconds = self.records.seconds()
         self.first_step_s = round(max(0.0, seconds), 1)
         if self.dist.device.type == "cuda" or self.plan.cfg.compile:
             log.info("the first step is done after %.0f s", seconds)

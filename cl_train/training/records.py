@@ -82,6 +82,11 @@ class Records:
         place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
         self.append(finite_or_null({**place, **values, "time": time.time()}))
 
+    def seconds(self) -> float:
+        """Since this process began its work."""
+        started = datetime.fromisoformat(self.description["started"])
+        return (datetime.now().astimezone() - started).total_seconds()
+
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self._new if record["kind"] == kind]
 
@@ -107,8 +112,7 @@ class Records:
         last = windows[-1] if windows else None
         device = torch.device(self.description["device"])
         peaks_gib = [peak_memory_gib(device), *(window.peak_memory_gib for window in windows)]
-        ended = datetime.now().astimezone()
-        since = datetime.fromisoformat(self.description["started"])
+        ended, seconds = datetime.now().astimezone(), self.seconds()
         scale = last.loss_scale if last else None
         facts = Summary(
             status=status,
@@ -123,7 +127,7 @@ class Records:
             amp={"scale": scale, "skipped_steps": progress.skipped_steps},
             best=best_evaluation(everything, self._best_by),
             ended=ended.isoformat(timespec="seconds"),
-            seconds=round((ended - since).total_seconds(), 1),
+            seconds=round(seconds, 1),
             reserved_memory_gib=reserved_memory_gib(),
             others_pct=self._of_all_processes(others_pct),
             **({"skipped_images": 0} | results),
