@@ -221,10 +221,8 @@ def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[
 
 def facts_of_run(description: dict[str, Any], data: Data, cfg: Config) -> dict[str, Any]:
     """What identifies the run of a checkpoint (see `check_compatible`), with its `ModelCard`."""
-    names = ("memory_format", "model", "precision")
-    texts = {name: description[name] for name in names}
     card = ModelCard(
-        **texts,
+        **{name: description[name] for name in ("memory_format", "model", "precision")},
         classes=tuple(data.classes),
         preprocessing=Preprocessing.of(cfg.data),
         extensions=tuple(cfg.data.extensions),

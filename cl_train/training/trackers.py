@@ -150,11 +150,11 @@ def metrics_of(record: Record, start: Record) -> dict[str, float]:
         "image_size": not config["data.size_schedule"],
         "skipped_images": config["data.on_bad_image"] == "error",
         "skipped_steps": record.get("loss_scale") is None and config["on_nonfinite"] == "stop",
-    } | dict.fromkeys(_NO_RESULTS, True)
+    }
     values = {
         f"{record['kind']}/{name}": value
         for name, value in record.items()
-        if not is_constant.get(name)
+        if name not in _NO_RESULTS and not is_constant.get(name)
     }
     if record["kind"] == "end":
         summary = record["summary"]
