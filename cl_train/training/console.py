@@ -183,8 +183,8 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`; what it gives is
-    called once per step.
+    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`. Call what it gives
+    once per step.
     """
     trace = folder / "trace.json.gz"
     key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
@@ -197,7 +197,7 @@ def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]
 
     schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
     tracing = partial(torch.profiler.profile, schedule=schedule, record_shapes=True)
-    with tracing(on_trace_ready=write) as profiler:
+    with tracing(on_trace_ready=write, acc_events=True) as profiler:  # else torch 2.11 warns
         yield profiler.step
     if not trace.is_file():
         log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")

@@ -182,8 +182,7 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
     records = on_main(lambda: read_records(folder)[0], dist)
     if progress is None:
         if records and dist.is_main:
-            what = "has no checkpoint: the run begins anew and replaces its records"
-            log.warning("%s %s", folder, what)
+            log.warning(f"{folder} has no checkpoint: the run begins anew and replaces its records")
         return Progress()
     # The checkpoint was written before the evaluation of its epoch: the records say whether that
     # took place.
