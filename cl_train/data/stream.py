@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import multiprocessing
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from cl_train.data.transforms import seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
 from cl_train.data.workers import ignore_parents_signals, killing_at_exit
 from cl_train.errors import ConfigError, WorkerError
+from cl_train.system.processes import handles_signals
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ class StreamLoader(IterableDataset[Any]):
         rest = list[Any]()
         loaded, kill = self._start_workers(epoch)
         try:
-            for batch, bad in loaded:
+            for batch, bad in _next_of(loaded):
                 for name, reason in bad:
                     self._bad_images.add(name, reason, skipped=True)
                 if batch and (len(batch[1]) == full or not self._is_training):
@@ -161,6 +163,36 @@ class StreamLoader(IterableDataset[Any]):
             loaded = iter(loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
         return loaded, killing_at_exit(None, workers)
+
+
+def _next_of(loaded: Iterator[Any]) -> Iterator[Any]:
+    """Yields of `loaded`, whose workers' deaths raise RuntimeError here.
+
+    By itself torch's handler of SIGCHLD raises it anywhere, such as within a training step.
+    """
+    raise_if_dead = signal.getsignal(signal.SIGCHLD)
+    if not handles_signals() or not callable(raise_if_dead):
+        yield from loaded
+        return
+    is_waiting = False
+
+    def handle(signum: int, frame: Any) -> None:
+        if is_waiting:
+            raise_if_dead(signum, frame)
+
+    signal.signal(signal.SIGCHLD, handle)
+    try:
+        while True:
+            is_waiting = True
+            raise_if_dead(signal.SIGCHLD, None)
+            item = next(loaded, None)
+            is_waiting = False
+            if item is None:
+                return
+            yield item
+    finally:
+        is_waiting = False
+        signal.signal(signal.SIGCHLD, raise_if_dead)
 
 
 def _collate(samples: list[tuple[Any, Any]]) -> tuple[list[Tensor], list[tuple[str, str]]]:

@@ -131,7 +131,7 @@ def fastest_layout(
     if cached is not None:
         return cached
     log.info(
-        "channels_last=auto: measuring the layouts, about %.0f s, once per machine and setting",
+        "channels_last=auto: measuring the layouts, about %.0f s; an undisturbed result is kept",
         time_limit_s,
     )
     try:

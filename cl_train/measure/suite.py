@@ -160,6 +160,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     for one in combinations:
         if shares_time and one.comparison and one.is_undecided:
             one.comparison = one.comparison.at_last_look()
+            print("no time is left for more rounds; the last look has a narrower interval:")
             report(one)
     return document | {"complete": True}
 

@@ -56,7 +56,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
         is_backbone = pattern == "backbone"
         matches = parts - around_head if is_backbone else {*fnmatch.filter(parts, pattern)}
         if not matches:
-            near = suggest(pattern, parts)
+            near = suggest(pattern, {"backbone", *parts})
             raise ConfigError(f"freeze={pattern}: the model has no such part{near}")
         frozen |= matches
     still = {name for name in parts if frozen.intersection(_around(name))}

@@ -197,7 +197,9 @@ class Launcher:
             exit_code = self._wait(job, process)
             signum = self._request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
-            write_json(folder / JOB_NAME, {"exit_code": exit_code, "signal": name})
+            seconds = round(time.monotonic() - started_s, 1)
+            ended = {"exit_code": exit_code, "signal": name, "seconds": seconds}
+            write_json(folder / JOB_NAME, ended)
             run = completed_run(folder)
             outcome = f"completed, {run.results['images_per_s']:.1f} images/s"
             if run.is_disturbed:

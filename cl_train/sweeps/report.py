@@ -5,6 +5,7 @@ one sentence.
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +15,10 @@ from cl_train.config.validation import train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.charts import Bar, write_chart
 from cl_train.sweeps.dashboard import DASHBOARD, write_dashboard
-from cl_train.sweeps.job import completed_run
+from cl_train.sweeps.job import JOB_NAME, completed_run
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
-from cl_train.system.files import write_json, write_text
+from cl_train.system.files import read_json, write_json, write_text
 from cl_train.system.processes import with_threads
 from cl_train.system.run_folder import Run, read_run
 from cl_train.system.tables import markdown_table, write_csv
@@ -106,8 +107,11 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
         what = f"on a quieter machine, {_duration(noisy, len(noisy))}: {command}"
         if by != "channels_last":
             return what
-        model = pair.runs[0].settings["model"]
-        return f"{what}; on this one: OMP_NUM_THREADS=1 cl-train benchmark model={model}"
+        keys = ("model", "precision", "batch_size", "data.image_size")
+        facts = {key: pair.runs[0].fact(key) for key in keys}
+        words = [f"{key}={value}" for key, value in facts.items() if value is not None]
+        benchmark = f"OMP_NUM_THREADS=1 cl-train benchmark {shlex.join(words)}"
+        return f"{what}; on this one: {benchmark}"
     values = [str(runs[0].settings.get(by)) for runs in pair.sides.values()]
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
@@ -133,8 +137,15 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
 
 def _duration(runs: Sequence[Run], count: int) -> str:
     """The time of `count` runs like these."""
-    seconds = [run.summary.get("seconds", run.times[1] - run.times[0]) for run in runs]
-    return f"about {timedelta(seconds=round(count * statistics.fmean(seconds)))}"
+    seconds = statistics.fmean(map(_process_s, runs))
+    return f"about {timedelta(seconds=round(count * seconds))}"
+
+
+def _process_s(run: Run) -> float:
+    """Of a job with the start of its process, which the run's own clock does not see."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return float(read_json(run.folder / JOB_NAME)["seconds"])
+    return float(run.summary.get("seconds", run.times[1] - run.times[0]))
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -253,8 +264,9 @@ def verdict_sentence(report: Report) -> str:
         line = f"{what}: {candidate} has {ratio} ({bounds}): {pair.words}.{warning}"
         lines.append(line + next_step)
     if not report.pairs:
-        advice = "compare_by=SETTING names another one"
-        lines = [f"Nothing to compare: no two runs differ only in {report.by}; {advice}."]
+        lines = [f"Nothing to compare: no two finished runs differ only in {report.by}."]
+        if not report.failed:
+            lines[-1] += " compare_by=SETTING names another one."
     if failed := len(report.failed):
         lines[-1] += f" {failed} job{'s' if failed > 1 else ''} did not finish."
     return "\n".join(lines)

@@ -104,7 +104,7 @@ def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterato
     if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")
     if summary["skipped_images"]:
-        parts.append(f"{summary['skipped_images']} bad images were skipped")
+        parts.append(f"bad images skipped: {summary['skipped_images']}")
     yield f"{', '.join(parts)}. Records: {folder}"
     if best is not None and (checkpoints / "best.pt").is_file():
         score = f"top-1 {best['top1']:.2f} %"

@@ -216,6 +216,18 @@ def test_a_stream_that_ends_or_stops_its_worker_ends_the_run(monkeypatch, case):
     wait_until(lambda: not any(child.is_alive() for child in left))
 
 
+def test_a_worker_that_dies_during_a_step_does_not_interrupt_it(monkeypatch):
+    """torch would raise within the step; the next batch reports it."""
+    data = wrong_data(monkeypatch, lambda: wrong.Stream({6: wrong.FATAL["exit"]}), workers=1)
+    before = multiprocessing.active_children()
+    batches = data.train_loader.batches()
+    next(batches)
+    [worker] = [child for child in multiprocessing.active_children() if child not in before]
+    worker.join(LIMIT_S)
+    with pytest.raises(WorkerError, match=r"data\.dataset: .*exited"):
+        list(batches)
+
+
 class EndlessStream(wrong.Stream):
     def __iter__(self):
         return iter(wrong.good, None)
