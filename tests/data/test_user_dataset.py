@@ -219,10 +219,13 @@ def test_a_stream_that_ends_or_stops_its_worker_ends_the_run(monkeypatch, case):
 
 def test_a_worker_that_dies_during_a_step_does_not_interrupt_it(monkeypatch):
     """torch would raise within the step; the next batch reports it."""
-    data = wrong_data(monkeypatch, lambda: wrong.Stream({6: wrong.FATAL["exit"]}), workers=1)
+    is_step = multiprocessing.Event()
+    samples = {6: lambda: is_step.wait(LIMIT_S) and os._exit(7)}
+    data = wrong_data(monkeypatch, lambda: wrong.Stream(samples), workers=1)
     before = multiprocessing.active_children()
     batches = data.train_loader.batches()
     next(batches)
+    is_step.set()
     [worker] = [child for child in multiprocessing.active_children() if child not in before]
     assert wait([worker.sentinel], LIMIT_S)  # not join: torch does not see a worker that is reaped
     with pytest.raises(WorkerError, match=r"data\.dataset: .*exited"):
