@@ -130,8 +130,8 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     else:
         compared = "" if by == "channels_last" else f" compare_by={by}"
         config = shlex.quote(f"config={pair.runs[0].folder}")
-        words = f"{config} {by}={','.join(values)}{compared} repeats={count}"
-        command = with_threads(f"{train_program()} -m {words}")
+        settings = f"{config} {by}={','.join(values)}{compared} repeats={count}"
+        command = with_threads(f"{train_program()} -m {settings}")
     return f"{_duration(pair.runs, more)} for about {count} repeats: {command}"
 
 
