@@ -103,8 +103,8 @@ def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterato
             parts.append(f"other processes used {share}: do not trust the speed")
     if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")
-    if summary["skipped_images"]:
-        parts.append(f"bad images skipped: {summary['skipped_images']}")
+    if count := summary["skipped_images"]:
+        parts.append(f"{count} bad image{'s' if count > 1 else ''} skipped")
     yield f"{', '.join(parts)}. Records: {folder}"
     if best is not None and (checkpoints / "best.pt").is_file():
         score = f"top-1 {best['top1']:.2f} %"

@@ -243,7 +243,7 @@ def finish(run: ActiveRun) -> dict[str, Any]:
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
     reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
     if reasons and dist.is_main:
-        log.warning("bad images skipped: %d: %s", len(reasons), first_reasons(reasons))
+        log.warning("bad images skipped: %d; %s", len(reasons), first_reasons(reasons))
     results = {
         "others_pct": run.machine_load.others_pct(),
         "skipped_images": sum(count for count, _ in bad_images),
