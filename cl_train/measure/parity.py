@@ -19,7 +19,7 @@ from torch import nn
 from cl_train.measure.parity_step import MODES, Record, Samples, recorded_step
 from cl_train.measure.timed_step import LossFunction, noise, workload_of
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
-from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify, uncompiled
 from cl_train.models.sources import copy_model, run_on_shapes
 from cl_train.step.precision import Precision
 from cl_train.system.failures import explain_failure, failure_explained
@@ -150,7 +150,7 @@ def check_parity(
         ConfigError: the model does not run on this batch in the contiguous layout, or needs more
             memory than there is.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = uncompiled(model)
     size = batch_size or BATCH_SIZE
     options: dict[str, Any] = {"mode": mode, "modes": MODES, "loss": loss, "output": output}
     workload = workload_of(model, size, image_size, precision, device, **options)

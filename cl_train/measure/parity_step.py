@@ -137,15 +137,14 @@ def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
 def _watched(model: nn.Module) -> Iterator[Samples]:
     """Record inputs and outputs as modules run: a later operator may overwrite them in place."""
     forward: Samples = []
-    samples: Any = WeakTensorKeyDictionary()  # of a tensor: its version and sample
+    samples: Any = WeakTensorKeyDictionary()  # one for all modules that pass a tensor on unchanged
 
     def note(what: str, module: nn.Module, *values: Any) -> None:
         for value in tensors_in(values):
-            version, values_then = samples.get(value, (None, None))
-            if version != value._version:
-                values_then = sample(value)
-                samples[value] = value._version, values_then
-            forward.append((what, values_then))
+            before, now = samples.get(value), sample(value)
+            if before is None or not torch.equal(before, now):
+                samples[value] = now
+            forward.append((what, samples[value]))
 
     def note_output(what: str, module: nn.Module, _: Any, output: Any) -> None:
         note(what, module, output)

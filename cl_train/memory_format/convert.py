@@ -22,6 +22,7 @@ from cl_train.memory_format.layout import (
     named_tensors,
     refuse_lazy,
     to_memory_format,
+    uncompiled,
 )
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -123,7 +124,7 @@ def convert(
         choices = f"{', '.join(MEMORY_FORMATS)}{suggest(str(memory_format), MEMORY_FORMATS)}"
         raise ConfigError(f"a model cannot be converted to {memory_format}; use {choices}")
     refuse_lazy(model)
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = uncompiled(model)
     tensors = named_tensors(model)
     _refuse_distributed(model, tensors)
     selected = set(tensors)

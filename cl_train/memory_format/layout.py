@@ -102,6 +102,11 @@ def model_memory_format(model: Any) -> str:
     return memory_format_of(model.parameters())
 
 
+def uncompiled(model: Any) -> Any:
+    """The model itself, not its wrapper of `torch.compile`, which adds a part to each name."""
+    return getattr(model, "_orig_mod", model)
+
+
 def named_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a module or an exported program, tied ones under each name."""
     if isinstance(model, torch.export.ExportedProgram):

@@ -19,7 +19,7 @@ from torchvision.ops import StochasticDepth
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
 from cl_train.errors import ConfigError
-from cl_train.memory_format.layout import refuse_lazy
+from cl_train.memory_format.layout import refuse_lazy, uncompiled
 from cl_train.models.card import Preprocessing
 from cl_train.models.files import SavedModel, load_state, read_weights, weights_path
 from cl_train.system.failures import explain_failure
@@ -347,7 +347,7 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
 
     Raises ConfigError: lazy modules, or an attribute that cannot be copied.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     refuse_lazy(model)
     memo: dict[int, object] = {}
     try:
