@@ -14,7 +14,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, geometric_mean
@@ -59,14 +59,12 @@ class Runner:
             env=os.environ | environment.variables,
         )
 
-    def ask(self, do: str, **request: Any) -> Any:
+    def ask(self, **request: Any) -> Any:
         """The answer to a request. Raises ConfigError: it failed, or the process has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            print(json.dumps({"do": do, **request}), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        with suppress(BrokenPipeError):
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
             raise ConfigError(
@@ -97,29 +95,31 @@ def compare_environments(settings: BenchmarkSettings, model: str, layout: str) -
     load = MachineLoad()
     pairs: list[_ProcessPair] = []
     with _files(settings, model, layout, device, precision) as request:
-        for number in range(count):
-            pair = _measured_pair(
-                environments,
-                request,
-                baseline_first=number % 2 == 0,
-                time_limit_s=time_limit_s / count,
-                profile=settings.time and number == 0,
-            )
-            pairs.append(pair)
+        while len(pairs) < count:
+            # The first process may be slower for it: the order alternates.
+            order = slice(None, None, -1 if len(pairs) % 2 else 1)
+            with ExitStack() as stack:
+                runners = [
+                    stack.enter_context(closing(Runner(environment)))
+                    for environment in environments[order]
+                ]
+                is_profiled = settings.time and not pairs
+                limit_s = time_limit_s / count
+                pairs.append(_measured_pair(runners[order], request, limit_s, is_profiled))
             done = _over_pairs(pairs)
             ratio = done.speed_ratios()[1]
             if len(pairs) >= _LEAST_PAIRS and ratio.width <= settings.target_ci:
                 break
     others_pct = load.others_pct()
+    is_busy = device.type == "cpu" and (others_pct or 0.0) >= TOO_BUSY_PCT
     distance = max(pair.distance for pair in pairs)
-    is_one_thread = all(version["threads"] == 1 for pair in pairs for version in pair.versions)
-    operators = {"operators": _moved_operators(*pairs[0].operator_ms)} if settings.time else {}
 
     notes = []
     if distance > _TOLERANCE[precision]:
         notes.append(f"they compute something else: results differ by {distance:.2g}")
-    elif device.type == "cpu" and not is_one_thread and (others_pct or 0.0) >= TOO_BUSY_PCT:
+    elif is_busy and not all(pair.is_one_thread for pair in pairs):
         notes.append(f"other processes used {others_pct:.0f} % of the cores")
+    operators = {"operators": _moved_operators(*pairs[0].operator_ms)} if settings.time else {}
     speeds = [round(settings.batch_size[0] / fmean(times_s), 2) for times_s in done.blocks]
     return {
         "model": model,
@@ -146,42 +146,27 @@ class _ProcessPair:
 
     rounds: Alternation
     versions: list[dict[str, Any]]
+    is_one_thread: bool
     distance: float
     operator_ms: list[dict[str, float]]  # empty if not profiled
 
 
 def _measured_pair(
-    environments: list[Environment],
-    request: dict[str, Any],
-    *,
-    baseline_first: bool,
-    time_limit_s: float,
-    profile: bool,
+    runners: list[Runner], request: dict[str, Any], time_limit_s: float, is_profiled: bool
 ) -> _ProcessPair:
-    """Starts the processes in an order that alternates, as the first one may be slower for it."""
-    with ExitStack() as stack:
-        started = []
-        for environment in environments if baseline_first else reversed(environments):
-            started.append(Runner(environment))
-            stack.callback(started[-1].close)
-        runners = started if baseline_first else started[::-1]
-        versions = [runner.ask("prepare", **request) for runner in runners]
-        distance = _distance(*(runner.ask("result") for runner in runners))
-
-        is_cpu = request["device"] == "cpu"
-        is_one_thread = is_cpu and all(v["threads"] == 1 for v in versions)
-        clock = "thread_time" if is_one_thread else "perf_counter"  # thread time: own time only
-        step_s = [runner.ask("block_s", steps=2, clock=clock) for runner in runners]
-        steps = max(1, math.ceil(BLOCK_S / max(step_s)))
-        rounds = alternate(
-            [partial(runner.ask, "block_s", steps=steps, clock=clock) for runner in runners],
-            target_ci=0.0,
-            time_limit_s=time_limit_s,
-        )
-        times_ms = []
-        if profile:
-            times_ms = [runner.ask("operator_ms", steps=_PROFILED_STEPS) for runner in runners]
-    return _ProcessPair(rounds, versions, distance, times_ms)
+    results = [runner.ask(**request) for runner in runners]
+    versions = [result["versions"] for result in results]
+    is_one_thread = all(each["threads"] == 1 for each in versions)
+    # A thread's own time leaves out that of other processes.
+    clock = "thread_time" if request["device"] == "cpu" and is_one_thread else "perf_counter"
+    blocks = [partial(runner.ask, do="block_s", clock=clock) for runner in runners]
+    steps = max(1, math.ceil(BLOCK_S / max(block(steps=2) for block in blocks)))
+    rounds = alternate(
+        [partial(block, steps=steps) for block in blocks], target_ci=0.0, time_limit_s=time_limit_s
+    )
+    profiled = runners if is_profiled else []
+    operator_ms = [runner.ask(do="operator_ms", steps=_PROFILED_STEPS) for runner in profiled]
+    return _ProcessPair(rounds, versions, is_one_thread, _distance(*results), operator_ms)
 
 
 def _over_pairs(pairs: list[_ProcessPair]) -> Alternation:

@@ -100,10 +100,10 @@ def test_processes_that_differ_are_no_difference_of_their_environments(monkeypat
         runner.step_s = 0.01 / next(speeds)
         started.append(environment.name)
 
-    def ask(runner, do, **request):
-        if do == "prepare":
-            return {"threads": 1, "torch": "2", "python": "3", "cuda": None, "cudnn": None}
-        return {"logits": [1.0], "gradient_norms": [1.0]} if do == "result" else runner.step_s
+    def ask(runner, do=None, **request):
+        versions = {"threads": 1, "torch": "2", "python": "3", "cuda": None, "cudnn": None}
+        result = {"versions": versions, "logits": [1.0], "gradient_norms": [1.0]}
+        return runner.step_s if do == "block_s" else result
 
     monkeypatch.setattr(Runner, "__init__", start)
     monkeypatch.setattr(Runner, "ask", ask)
@@ -120,10 +120,11 @@ def test_a_slow_operator_of_an_environment_is_named(tmp_path, monkeypatch, capfd
     (tmp_path / "sitecustomize.py").write_text(SLOW_RELU)
     ask = Runner.ask
 
-    def planted(runner, do, **request):
+    def planted(runner, **request):
+        do = request.get("do")
         if do == "block_s":
             return 0.03 if runner.environment.variables else 0.01
-        answer = ask(runner, do, **request)
+        answer = ask(runner, **request)
         if do == "operator_ms":
             return {name: 10.0 if name == "aten::erfinv" else 0.1 for name in answer}
         return answer
