@@ -5,7 +5,7 @@ unpack.
 import gzip
 import io
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,43 +35,40 @@ def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def class_tar(wnid: str, images: int, first_seed: int = 0, prefix: str = "") -> bytes:
-    return tar_of(
-        (f"{prefix}{wnid}_{number}.JPEG", jpeg(first_seed + number)) for number in range(images)
-    )
+    names = [f"{prefix}{wnid}_{number}.JPEG" for number in range(images)]
+    return tar_of((name, jpeg(first_seed + number)) for number, name in enumerate(names))
 
 
-def val_wnid(number: int, wnids: tuple[str, ...] = WNIDS) -> str:
-    return wnids[(number * 7) % len(wnids)]
+def train_tar(per_class: int = 4, prefix: str = "", wnids: Sequence[str] = WNIDS) -> bytes:
+    tars = [class_tar(wnid, per_class, 1000 * place, prefix) for place, wnid in enumerate(wnids)]
+    return tar_of((f"{prefix}{wnid}.tar", tar) for wnid, tar in zip(wnids, tars, strict=True))
 
 
-def devkit(val_images: int, wnids: tuple[str, ...] = WNIDS) -> bytes:
+def val_wnid(number: int, wnids: Sequence[str] = WNIDS) -> str:
+    return wnids[number * 7 % len(wnids)]
+
+
+def devkit(val_images: int, wnids: Sequence[str] = WNIDS) -> bytes:
     """With ILSVRC2012_IDs as in the official ground truth; classes that ImageNet lacks are written
     as they are.
     """
     labels = [val_wnid(number, wnids) for number in range(1, val_images + 1)]
     truth = "".join(f"{SYNSETS.index(wnid) + 1 if wnid in SYNSETS else wnid}\n" for wnid in labels)
+    readme = "ILSVRC2012_devkit_t12/readme.txt", b"hello"
     path = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
-    return gzip.compress(
-        tar_of([("ILSVRC2012_devkit_t12/readme.txt", b"hello"), (path, truth.encode())])
-    )
+    return gzip.compress(tar_of([readme, (path, truth.encode())]))
 
 
 def make_archives(
-    folder: Path, per_class: int = 4, val_images: int = 9, wnids: tuple[str, ...] = WNIDS
+    folder: Path, per_class: int = 4, val_images: int = 9, wnids: Sequence[str] = WNIDS
 ) -> dict[str, Path]:
     """The three official archives, shrunk; `unpack(out, **make_archives(folder))`."""
     folder.mkdir(parents=True, exist_ok=True)
-    classes = [
-        (f"{wnid}.tar", class_tar(wnid, per_class, 1000 * place))
-        for place, wnid in enumerate(wnids)
-    ]
-    images = [
-        (f"ILSVRC2012_val_{number:08d}.JPEG", jpeg(-number % 9999))
-        for number in range(1, val_images + 1)
-    ]
+    numbers = range(1, val_images + 1)
+    val = tar_of((f"ILSVRC2012_val_{number:08d}.JPEG", jpeg(-number % 9999)) for number in numbers)
     contents = {
-        "train": ("ILSVRC2012_img_train.tar", tar_of(classes)),
-        "val": ("ILSVRC2012_img_val.tar", tar_of(images)),
+        "train": ("ILSVRC2012_img_train.tar", train_tar(per_class, wnids=wnids)),
+        "val": ("ILSVRC2012_img_val.tar", val),
         "devkit": ("ILSVRC2012_devkit_t12.tar.gz", devkit(val_images, wnids)),
     }
     for name, content in contents.values():
@@ -122,12 +119,10 @@ SECOND = "n01440764_2.JPEG"
 HOSTILE: dict[str, bytes] = {
     "traversal in the outer archive": tar_of([("../n01440764.tar", ONE)]),
     "traversal in a class archive": _inner(("../../evil_1.JPEG", EVIL)),
-    "absolute path": _inner((f"/tmp/{SECOND}", EVIL)),
     "symlink, then a file through it": _inner(
         (SECOND, b"", tarfile.SYMTYPE, "../../.."), (SECOND, EVIL)
     ),
     "hard link to a file outside": _inner((SECOND, b"", tarfile.LNKTYPE, "../../../secret")),
-    "character device": _inner((SECOND, b"", tarfile.CHRTYPE, "")),
     "FIFO": _inner((SECOND, b"", tarfile.FIFOTYPE, "")),
     "the same name twice": _inner(("n01440764_1.JPEG", jpeg(2))),
     "a file of 8 GiB that is not there": _outer(
@@ -139,8 +134,6 @@ HOSTILE: dict[str, bytes] = {
     "truncated outer archive": _outer(THREE)[:-10_000],
     "cut between two images": _outer(THREE[: 512 + -(-len(jpeg(0)) // 512) * 512]),
     "an image of another class": _outer(class_tar(WNIDS[1], 1)),
-    "a setuid program": tar_of([("run.sh", EVIL)]),
-    "a class archive twice": tar_of([("n01440764.tar", ONE)] * 2),
     "no archive at all": b"hello" * 1000,
     "an empty class archive": _outer(tar_of([])),
 }

@@ -270,16 +270,12 @@ MODELS = {
     "tuple": lambda: features(lambda x: (pooled(x), x)),
     "dataclass": lambda: features(lambda x: Output(pooled(x), (x,))),
     "classes": lambda: features(lambda x: pooled(x).argmax(1)),
-    "autoencoder": lambda: nn.Sequential(body(), nn.ConvTranspose2d(8, 3, 3, padding=1)),
     "video": lambda: nn.Sequential(
         nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.AdaptiveAvgPool3d(1), nn.Flatten()
     ),
     "detector": detector,
     "two inputs": two_inputs,
     "keywords": two_inputs,
-    "recurrent": lambda: with_head(
-        lambda gru, x: gru(x.flatten(2).transpose(1, 2))[0][:, -1], nn.GRU(8, 6, batch_first=True)
-    ),
     "complex": lambda: with_head(  # inside and out
         lambda weight, x: torch.fft.fft2(x.float()) * weight, nn.Parameter(torch.ones(8, 1, 1) + 0j)
     ),
@@ -292,12 +288,10 @@ MODELS = {
     "sparse gradients": lambda: with_head(
         lambda table, x: pooled(x) + table(pooled(x).argmax(1)), nn.Embedding(8, 8, sparse=True)
     ),
-    "dropout": lambda: features(lambda x: pooled(F.dropout(x, 0.5, True))),
     # The gradient of a bias before BatchNorm is a sum that cancels: rounding.
     "gradients of zero": lambda: nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
     ),
-    "reads strides": lambda: features(lambda x: pooled(x if x.is_contiguous() else x * 1.2)),
     "view": viewing,
     "lazy": lambda: nn.Sequential(nn.LazyConv2d(8, 3), nn.Flatten()),
     "wrong channels": lambda: nn.Conv2d(1, 8, 3),
@@ -312,7 +306,6 @@ ARGUMENTS = {
     "detector": {"batch": ([torch.randn(3, 12, 12), torch.randn(3, 10, 12)],)},
     "two inputs": {"batch": (torch.randn(4, 3, 12, 12), torch.tensor([0, 1, 2, 3]))},
     "keywords": {"batch": {"image": torch.randn(2, 3, 12, 12), "token": torch.tensor([0, 1])}},
-    "recurrent": {"image_size": 4},
     "gradients of zero": {"image_size": 24},
     "view": {"image_size": 16},
 }
@@ -320,16 +313,13 @@ ARGUMENTS = {
 PARITY = {
     "dict with a wrong entry": "aux",
     "classes": "output",
-    "reads strides": False,
     "view": False,
     "lazy": "run one batch",
     "wrong channels": "image_size",
     "attribute that cannot be copied": "copied",
 }
-# What compare_layouts does otherwise: it measures speed, so equal results are no subject, and it
-# needs an optimizer.
+# What compare_layouts does otherwise: it needs an optimizer.
 SPEED = {
-    "reads strides": True,
     "view": "reshape",
     "complex": "floating point",
     "frozen": "mode=infer",
