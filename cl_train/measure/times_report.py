@@ -123,13 +123,29 @@ class OperatorTimes:
     step_ms: Times
     utilisation: dict[str, Any] | None  # of the faster layout, see `step.utilisation`
 
-    def __post_init__(self) -> None:
-        self.speed_ratio = float(np.median(self.step_ms[:, 0] / self.step_ms[:, 1]))
-        rows_ms = np.sum([call.ms for call in self.calls], axis=0)
-        shares_pct = np.median(100 * rows_ms / self.step_ms, axis=0).tolist()
-        # of the layout that they explain worse
-        self.explained_pct: float = max(shares_pct, key=lambda pct: abs(pct - 100))
-        self._tabulate()
+    @property
+    def speed_ratio(self) -> float:
+        return float(np.median(self.step_ms[:, 0] / self.step_ms[:, 1]))
+
+    @property
+    def explained_pct(self) -> float:
+        """The share of the step that the calls add up to, in the layout that they explain worse."""
+        calls_ms = np.sum([call.ms for call in self.calls], axis=0)
+        shares_pct = np.median(100 * calls_ms / self.step_ms, axis=0).tolist()
+        return max(shares_pct, key=lambda pct: abs(pct - 100))
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        kinds = self.rows(lambda call: f"{call.kind} {call.direction}")
+        kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
+        return {
+            "kinds": kinds,
+            "modules": self.rows(lambda call: call.module or "(top)"),
+            "operators": self.rows(lambda call: call),
+            "convolutions": self.rows(
+                lambda call: call.convolution and f"{call.direction}: {call.convolution}"
+            ),
+        }
 
     def charge(self, creators: Mapping[tuple[str, str, str], str]) -> None:
         """Charge calls, by direction, module and operator, to the line whose contiguous gradient
@@ -138,18 +154,6 @@ class OperatorTimes:
         for call in self.calls:
             if cause := creators.get((call.direction, call.module, call.operator)):
                 call.cause, call.kind = cause, f"contiguous gradient of {cause}"
-        self._tabulate()
-
-    def _tabulate(self) -> None:
-        self.tables = {
-            "kinds": self.rows(lambda call: f"{call.kind} {call.direction}"),
-            "modules": self.rows(lambda call: call.module or "(top)"),
-            "operators": self.rows(lambda call: call),
-            "convolutions": self.rows(
-                lambda call: call.convolution and f"{call.direction}: {call.convolution}"
-            ),
-        }
-        self.tables["kinds"].sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
         """Calls with a key, grouped by it: differences beyond noise first, the largest on top."""
@@ -165,7 +169,7 @@ class OperatorTimes:
         """The call by which channels_last loses most, by itself if one does; if it loses none, that
         which differs most.
         """
-        rows = [row for row in self.tables["operators"] if row.calls[0].operator != PYTHON]
+        rows = [row for row in self.rows(lambda call: call) if row.calls[0].operator != PYTHON]
         losses = [row for row in rows if row.is_loss]
         by_itself = (row for row in losses if not row.calls[0].gets_contiguous)
         return next(by_itself, (losses or rows)[0])
@@ -175,16 +179,15 @@ class OperatorTimes:
         is a third of its kind's difference, else the kind.
         """
 
-        def counting(rows: list[Row]) -> list[Row]:
-            return [row for row in rows if (row.is_gain if is_gain else row.is_loss)]
+        def counts(row: Row) -> bool:
+            return row.is_gain if is_gain else row.is_loss
 
-        calls = counting(self.tables["operators"])
         main: list[Row] = []
         for kind in self.rows(lambda call: call.kind):
-            of_kind = [row for row in calls if row.calls[0].kind == kind.name]
             least_ms = abs(kind.difference_ms) / 3
-            large = [row for row in of_kind if abs(row.difference_ms) > least_ms]
-            main += large or counting([kind])
+            calls = filter(counts, (Row(str(call), [call]) for call in kind.calls))
+            large = [row for row in calls if abs(row.difference_ms) > least_ms]
+            main += large or filter(counts, [kind])
         main.sort(key=lambda row: -abs(row.difference_ms))
         copies = [row for row in main[3:] if row.calls[0].kind == COPY_KIND]
         return main[:3] + copies[:1]
@@ -215,13 +218,16 @@ class OperatorTimes:
         In the contiguous run only Python code and copies are a fault.
         """
         least_ms = 0.01 * float(np.median(self.step_ms))
-        rows = [row for row in self.tables["operators"] if abs(row.difference_ms) > least_ms]
+        rows = [row for row in self.rows(lambda call: call) if abs(row.difference_ms) > least_ms]
         losses = [row for row in rows if row.is_loss]
         faults = [row for row in rows if row.is_gain and row.calls[0].kind in (COPY_KIND, "Python")]
-        lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
-        for row in faults[:3]:
-            lines.append(f"{row.name} slows the contiguous run: {row.calls[0].remedy()}")
-        return lines
+        return [
+            *(f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]),
+            *(
+                f"{row.name} slows the contiguous run: {row.calls[0].remedy()}"
+                for row in faults[:3]
+            ),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {

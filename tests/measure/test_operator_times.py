@@ -91,19 +91,20 @@ def test_planted_sleeps_are_the_first_rows_with_their_time():
     model = model_with(
         lambda x: sleep_if(x, "channels_last") or x * 1,
         lambda x: sleep_if(x, "contiguous") or x * 1,
-        with_gradient(lambda gradient: sleep_if(gradient, "channels_last") or gradient),
     )
+    in_backward = with_gradient(lambda gradient: sleep_if(gradient, "channels_last") or gradient)
+    model.append(nn.Sequential(nn.Identity(), Call(in_backward)))
     model.append(SlowConvolution(8, 8, 3).to(memory_format=torch.channels_last))
     times = times_of(model)
     for rows in (times.tables["modules"], times.tables["operators"]):
         planted = {row.calls[0].module: row for row in rows[:4]}
-        for module, sign in (("3", 1), ("4", -1), ("5", 1), ("7", 1)):
+        for module, sign in (("3", 1), ("4", -1), ("6.1", 1), ("7", 1)):
             row = planted[module]
             assert sign * row.difference_ms == pytest.approx(SLEEP_MS)
             assert row.is_loss or row.is_gain
     calls = {row.calls[0].module: row.calls[0] for row in times.tables["operators"][:4]}
     assert {call.operator for call in calls.values()} == {"python"}
-    directions = [calls[module].direction for module in "3457"]
+    directions = [calls[module].direction for module in ("3", "4", "6.1", "7")]
     assert directions == ["forward", "forward", "backward", "forward"]
     # the first line names all four, each with the line that sleeps; so does the advice
     sleep_line = f"test_operator_times.py:{inspect.getsourcelines(sleep_if)[1] + 2}"
@@ -214,27 +215,6 @@ def test_copies_are_a_row_and_convolutions_a_table():
     assert "convolution_backward backward of `2` (depthwise 3x3, 8 to 8 channels)" in names
     assert len(str(times).splitlines()[1]) < 130
     assert json.loads(json.dumps(times.to_dict()))["rounds"] >= 4
-
-
-@pytest.mark.slow
-def test_backward_python_belongs_to_the_innermost_module_and_to_its_line():
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if classify(gradient) == "channels_last":
-                clock.now_s += SLEEP_MS / 1000  # this line
-            return gradient * 1
-
-    model = nn.Sequential(model_with(), nn.Sequential(nn.Identity(), Call(Slow.apply)))
-    row = times_of(model).tables["operators"][0]
-    code, first = inspect.getsourcelines(Slow.backward)
-    line = first + next(index for index, text in enumerate(code) if "# this line" in text)
-    place = f"(tests/measure/{Path(__file__).name}:{line})"
-    assert str(row.calls[0]).endswith(f"backward of `1.1` {place}")
 
 
 def times_with(*calls):
