@@ -221,13 +221,10 @@ class OperatorTimes:
         rows = [row for row in self.rows(lambda call: call) if abs(row.difference_ms) > least_ms]
         losses = [row for row in rows if row.is_loss]
         faults = [row for row in rows if row.is_gain and row.calls[0].kind in (COPY_KIND, "Python")]
-        return [
-            *(f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]),
-            *(
-                f"{row.name} slows the contiguous run: {row.calls[0].remedy()}"
-                for row in faults[:3]
-            ),
-        ]
+        lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
+        for row in faults[:3]:
+            lines.append(f"{row.name} slows the contiguous run: {row.calls[0].remedy()}")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         return {

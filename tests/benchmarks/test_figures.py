@@ -86,16 +86,13 @@ def planted_accuracy():
         of_run = {"runs": 8, "reached": reached, "target_s": target_s, "epoch_s": epoch_s}
         ratios = {"target": None, "epoch": [epoch_s[0] / 2, 1.0, 2.0]}
         summary[name] = of_run | {"first_s": [7.0, 6.0, 8.0], "theirs_over_ours": ratios}
-    points = [[5.0, 50.0], [9.0, 90.0]]
-    runs = [{"data": "digits", "program": name, "points": points} for name in summary]
-    return {"target_top1": 95.0, "summary": {"digits": summary}, "runs": runs}
+    return {"target_top1": 95.0, "summary": {"digits": summary}}
 
 
 def rows(keys, *values, **same):
     return [dict(zip(keys.split(), row, strict=True), **same) for row in values]
 
 
-UPDATE_MS = {"contiguous": 10.0, "channels_last": 10.5, "torch": 21.0}
 LOADERS = [("torchvision reference", 400, 1.0), ("timm", 500, 1.25), ("cl_train", 1000, 2.5)]
 SWEEPS = [
     ("nothing", "no_difference", 4),
@@ -110,9 +107,6 @@ CONTENTS = {
         "ratio": 0.99,
         "ratios": [0.97, 0.99, 1.01],
         "settings": {"model": "resnet18", "image_size": 128},
-    },
-    "updates": {
-        "rows": rows("model update threads ms ratio", ("resnet50", "sgd", 2, UPDATE_MS, 1.05))
     },
     "aa-sweeps": {"sweeps": rows("beside verdict n", *SWEEPS)},
 }
@@ -141,7 +135,6 @@ def planted(tmp_path, monkeypatch):
         ("models", "| bf16 | 1.22x | 1 faster, 1 not decided |"),
         ("accuracy", "timm, recipe of train.py | 3 of 8 | not reached | 7.0 (6.0 to 8.0) |"),
         ("loader", "| cl_train | 2 | 1,000 | 2.50 |"),
-        ("updates", "| resnet50, sgd, 2 | 10.0 | 10.5 | 21.0 | 1.05 |"),
         ("sweeps", "| nothing | 2 | 1 | 3 |"),
         ("sweeps", "*AMD EPYC (2 threads), torch 2.15.0, commit 0123456789.*"),
     ],
