@@ -14,8 +14,8 @@ from cl_train.errors import ConfigError, LayoutLost, TrainingFault
 if TYPE_CHECKING:
     from cl_train.commands.train import train as train
     from cl_train.data.device import DevicePrefetcher as DevicePrefetcher
-    from cl_train.data.image_loader import channels_last_collate as channels_last_collate
-    from cl_train.data.image_loader import image_loader as image_loader
+    from cl_train.data.for_other_loops import channels_last_collate as channels_last_collate
+    from cl_train.data.for_other_loops import image_loader as image_loader
     from cl_train.measure.audit import audit as audit
     from cl_train.measure.auto import choose_memory_format as choose_memory_format
     from cl_train.measure.paired import compare_layouts as compare_layouts
@@ -30,13 +30,13 @@ __version__ = "0.2.0"
 _MODULES = {
     "DevicePrefetcher": "cl_train.data.device",
     "audit": "cl_train.measure.audit",
-    "channels_last_collate": "cl_train.data.image_loader",
+    "channels_last_collate": "cl_train.data.for_other_loops",
     "check_parity": "cl_train.measure.parity",
     "choose_memory_format": "cl_train.measure.auto",
     "classify": "cl_train.memory_format.layout",
     "compare_layouts": "cl_train.measure.paired",
     "convert": "cl_train.memory_format.convert",
-    "image_loader": "cl_train.data.image_loader",
+    "image_loader": "cl_train.data.for_other_loops",
     "layout_guard": "cl_train.memory_format.guard",
     "load_model": "cl_train.models.convert_file",
     "train": "cl_train.commands.train",

@@ -14,7 +14,7 @@ from cl_train.config.schema import FUSED_OPTIMIZERS
 from cl_train.config.validation import load
 from cl_train.data import device as transfer
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch
-from cl_train.data.image_loader import channels_last_collate
+from cl_train.data.for_other_loops import channels_last_collate
 from cl_train.memory_format.layout import classify
 from cl_train.models.sources import build_model
 from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE, RecordingError

@@ -2,6 +2,6 @@
 way in order.
 
 Read `build.py` first: it lists the images (`images.py`: folders; `tar_shards.py`;
-`user_dataset.py`: Datasets of the user), then makes the loader of each split. `image_loader.py`
+`user_dataset.py`: Datasets of the user), then makes the loader of each split. `for_other_loops.py`
 serves other programs only. May import system and config.
 """

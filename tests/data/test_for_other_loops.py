@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from cl_train import DevicePrefetcher, image_loader
 from cl_train.config.schema import AugmentConfig
-from cl_train.data.image_loader import channels_last_collate
+from cl_train.data.for_other_loops import channels_last_collate
 from cl_train.errors import BadImageError
 from tests.data.image_folders import (
     FLOAT_CHANNELS_LAST,
