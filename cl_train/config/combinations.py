@@ -48,7 +48,6 @@ def combination_problems(cfg: Config) -> Iterator[str]:
 
 
 def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Iterator[str]:
-    val_size = data.val_size or data.image_size
     if data.root is None and (content := defined.DATA_SETS[data.name]):
         yield f"data={data.name} needs data.root=FOLDER with {content}"
     if data.name == "dataset" and data.dataset is None:
@@ -60,8 +59,8 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
     extensions = {extension.lower() for extension in data.extensions}
     if not extensions or extensions - defined.IMAGE_FORMATS.keys():
         yield f"data.extensions={data.extensions}: use some of {', '.join(defined.IMAGE_FORMATS)}"
-    if data.val_resize is not None and data.val_resize < val_size:
-        yield f"data.val_resize={data.val_resize} is smaller than the crop of {val_size} px"
+    if data.val_resize is not None and data.val_resize < data.eval_size:
+        yield f"data.val_resize={data.val_resize} is smaller than the crop of {data.eval_size} px"
     if augment.crop_scale_min > augment.crop_scale_max:
         yield "augment.crop_scale_min is above augment.crop_scale_max"
     if augment.crop_ratio_min > augment.crop_ratio_max:

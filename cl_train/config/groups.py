@@ -115,6 +115,16 @@ class DataConfig:
     synthetic_images: int = setting(1280, "data=synthetic: images per epoch", ">= 1")
     synthetic_classes: int = setting(1000, "data=synthetic: number of classes", "2 to 1000000")
 
+    @property
+    def largest_size(self) -> int:
+        """The side of the largest training images, pixels."""
+        return max((size for _, size in self.size_schedule), default=self.image_size)
+
+    @property
+    def eval_size(self) -> int:
+        """The side of the validation images, pixels."""
+        return self.val_size or self.image_size
+
 
 @dataclass(frozen=True)
 class AugmentConfig:

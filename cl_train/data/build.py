@@ -53,7 +53,7 @@ class ImageData:
     """
 
     def __init__(self, source: ImageSource, settings: DataSettings) -> None:
-        cfg, augment, ranks = settings.data, settings.augment, settings.dist.world_size
+        cfg, augment = settings.data, settings.augment
         self._settings = settings
         self.notes = source.notes
         self.classes, self.num_classes = source.classes, len(source.classes)
@@ -65,7 +65,7 @@ class ImageData:
                 f"augment.repeats={augment.repeats} is more than the {settings.global_batch_size}"
                 " images of a step; raise batch_size"
             )
-        val_sizes = SizeSchedule(((0, cfg.val_size or cfg.image_size),))
+        val_sizes = SizeSchedule(((0, cfg.eval_size),))
         self.val_loader = self.train_loader = self._loader(source.val, val_sizes, training=False)
         if settings.training:
             self.train_loader = self._loader(source.train, size_schedule(cfg), training=True)
@@ -75,12 +75,6 @@ class ImageData:
                 "data.dataset: the labels of one split are vectors, those of the other are not"
             )
         self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
-        if settings.training and self.batch_count() == 0:
-            raise ConfigError(
-                f"{self.train_images} training images are fewer than one batch of all ranks,"
-                f" {settings.batch_size * ranks} ({settings.batch_size} x {ranks}); lower"
-                " batch_size"
-            )
 
     def _loader(
         self, images: Any, sizes: SizeSchedule, *, training: bool
@@ -206,7 +200,7 @@ class SyntheticData:
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
         cfg = self._settings.data
-        yield self._batch(form, cfg.val_size or cfg.image_size)
+        yield self._batch(form, cfg.eval_size)
 
     def validation_indices(self) -> list[int]:
         return []
@@ -230,9 +224,17 @@ def build_data(settings: DataSettings) -> Data:
 
     Raises ConfigError: data that is missing, or does not fit the settings or memory.
     """
+    data = SyntheticData(settings) if settings.data.name == "synthetic" else _image_data(settings)
+    if settings.training and data.train_images < settings.global_batch_size:
+        raise ConfigError(
+            f"one step takes {settings.global_batch_size} images (batch_size x accumulate_steps x"
+            f" processes), and there are {data.train_images} training images: lower batch_size"
+        )
+    return data
+
+
+def _image_data(settings: DataSettings) -> ImageData:
     cfg = settings.data
-    if cfg.name == "synthetic":
-        return SyntheticData(settings)
     root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()
     source = _SOURCES[cfg.name](root, cfg, training=settings.training)
     for note in source.notes if settings.dist.is_main else ():

@@ -36,7 +36,7 @@ def read_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource
     """
     assert cfg.dataset is not None, "`load` requires data.dataset"
     function, built = user_function("data.dataset", cfg.dataset), list[Any]()
-    for split, size in (("train", cfg.image_size), ("val", cfg.val_size or cfg.image_size)):
+    for split, size in (("train", cfg.image_size), ("val", cfg.eval_size)):
         try:
             built.append(function(split, size))
             if len(built[-1]) == 0:

@@ -42,7 +42,7 @@ class Preprocessing:
     @classmethod
     def of(cls, data: DataConfig) -> "Preprocessing":
         """Returns the preprocessing of an evaluation with the settings `data`."""
-        crop = data.val_size or data.image_size
+        crop = data.eval_size
         resize = data.val_resize or default_val_resize(crop)
         return cls(resize, crop, data.val_interpolation, tuple(data.mean), tuple(data.std))
 

@@ -140,7 +140,7 @@ def build_model(cfg: Config, num_classes: int) -> nn.Module:
         cfg.model,
         num_classes=num_classes,
         weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
-        image_size=size_schedule(cfg.data).largest,
+        image_size=cfg.data.largest_size,
         drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
         entry=cfg.entry,
@@ -165,7 +165,7 @@ def try_shapes(cfg: Config, model: nn.Module) -> dict[int, tuple[float, float]]:
     is_users = ":" in cfg.model
     trained = () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes
     gflop_per_image = {}
-    for size in {cfg.data.val_size or cfg.data.image_size, *trained}:
+    for size in {cfg.data.eval_size, *trained}:
         shape = (2 if is_users else cfg.batch_size, 3, size, size)
         if size in trained:
             with suppress(Exception):  # of an operator that counts no FLOPs
@@ -202,7 +202,7 @@ def try_run(
     On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and before a
     compilation: the compiled step takes less memory.
     """
-    size = size_schedule(cfg.data).largest
+    size = cfg.data.largest_size
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
     shape = (cfg.batch_size if is_whole else 2, 3, size, size)
     # Kernels for two images would never be used again.
@@ -246,9 +246,9 @@ def convert_layout(
             log.info("channels_last=auto: contiguous: %s", error)
             layout = CONTIGUOUS
     if layout is None:
-        mode, size = "train", size_schedule(cfg.data).largest
+        mode, size = "train", cfg.data.largest_size
         if not is_trained:
-            mode, size = "infer", cfg.data.val_size or cfg.data.image_size
+            mode, size = "infer", cfg.data.eval_size
         workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
         choice = on_main(lambda: fastest_layout(model, workload), dist)
         log.info("channels_last=auto: %s", choice.reason)

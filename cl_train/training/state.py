@@ -92,13 +92,8 @@ class Plan:
 
     @classmethod
     def of(cls, cfg: Config, train_images: int, world_size: int) -> Self:
-        """Raises ConfigError: one optimizer step takes more images than there are."""
         global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
         steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
-        if steps_per_epoch == 0 and not cfg.evaluate_only:
-            takes = f"one step takes {global_batch_size} images of {train_images} training images"
-            factors = "batch_size x accumulate_steps x processes"
-            raise ConfigError(f"{takes} ({factors}): lower batch_size or accumulate_steps")
         sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
         image_sizes = tuple(map(sizes.image_size_at, range(cfg.epochs)))
         last_step = min(cfg.max_steps or total_steps, total_steps)

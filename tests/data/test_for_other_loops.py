@@ -91,7 +91,7 @@ def test_bad_images_are_named(tmp_path):
         ({"split": "test"}, "train"),
         ({"root": "/nowhere"}, "nowhere"),
         ({"batch_size": 2.5}, "batch_size=2.5"),
-        ({"batch_size": 8, "rank": 0, "world_size": 3}, "fewer than one batch of all ranks, 24"),
+        ({"batch_size": 8, "rank": 0, "world_size": 3}, "one step takes 24 images"),
         ({"image_size": 10**6}, "image_size"),
         ({"val_fraction": 2}, "val_fraction=2"),
         ({"rank": 3, "world_size": 2}, "rank=3, world_size=2"),
