@@ -16,14 +16,14 @@ from torch.utils.data import IterableDataset
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
-from cl_train.data.images import ImageSource, Indices, Split, read_folder, read_images
+from cl_train.data.images import ImageSource, Indices, Split, list_folder, list_images
 from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
-from cl_train.data.sample import read_imagenette, read_sample
+from cl_train.data.sample import list_imagenette, list_sample
 from cl_train.data.stream import StreamLoader
-from cl_train.data.tar_shards import ShardSplit, read_shards
+from cl_train.data.tar_shards import ShardSplit, list_shards
 from cl_train.data.transforms import ImageReader, ImageTransform, label_mix
-from cl_train.data.user_dataset import DatasetReader, SampleForm, read_datasets
+from cl_train.data.user_dataset import DatasetReader, SampleForm, open_datasets
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
@@ -34,12 +34,12 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 # cache.
 DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
 _SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), of `data.name`
-    "sample": read_sample,
-    "imagenet": read_folder,
-    "folder": read_folder,
-    "shards": read_shards,
-    "dataset": read_datasets,
-    "imagenette": read_imagenette,
+    "sample": list_sample,
+    "imagenet": list_folder,
+    "folder": list_folder,
+    "shards": list_shards,
+    "dataset": open_datasets,
+    "imagenette": list_imagenette,
 }
 
 
@@ -74,7 +74,8 @@ class ImageData:
             raise ConfigError(
                 "data.dataset: the labels of one split are vectors, those of the other are not"
             )
-        self.train_images, self.val_images = self.train_loader.samples, self.val_loader.samples
+        self.train_images = self.train_loader.sample_count
+        self.val_images = self.val_loader.sample_count
 
     def _loader(
         self, images: Any, sizes: SizeSchedule, *, training: bool
@@ -253,7 +254,7 @@ def images_of_folder(
 ) -> ImageData:
     """Returns, for predictions, all images below `data.root` or its folder of validation images."""
     assert cfg.root is not None
-    source = read_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
+    source = list_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
     cfg = replace(cfg, max_bad_images=len(source.val))
     settings = DataSettings(cfg, AugmentConfig(), batch_size, seed=0, dist=dist, training=False)
     return ImageData(source, settings)

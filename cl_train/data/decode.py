@@ -30,7 +30,7 @@ _DEFAULT_FORMATS = ("JPEG", "PNG")  # that Pillow may parse: fewer parsers, fewe
 
 
 class BadImage(Exception):
-    """A sample cannot be decoded. The message is the reason, without the file's name."""
+    """A sample cannot be used. The message is the reason, without the file's name."""
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
@@ -54,7 +54,7 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
         raise BadImage(error.strerror or str(error)) from None
 
 
-class Encoded:
+class EncodedImage:
     """An image of `height` x `width` with a checked header.
 
     `needs_pillow`: simplejpeg is known not to decode it.

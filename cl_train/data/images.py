@@ -107,7 +107,7 @@ class FolderSplit(Split):
         return read_file(self.name(index))
 
 
-def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
+def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
     """List the images below `root`, or take the list from the user's cache folder.
 
     Raises ConfigError: a folder that is missing or cannot be read, no classes, different classes in
@@ -123,7 +123,7 @@ def read_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
         unreadable(error)
 
 
-def read_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> ImageSource:
+def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> ImageSource:
     """All images below `root`, or below its folder of validation images if it has one, sorted by
     name, as `val`. An image below the folder of a class has its label, others -100. Raises
     ConfigError: no images.

@@ -4,9 +4,10 @@
 
 Batch n of an epoch lies in slot n % slots, where workers fill its rows in place: no pixel is
 pickled or copied between processes. A batch is divided into tasks of at least 8 rows. Example:
-batches of 32 images, 4 workers, data.prefetch=3, on a GPU: a batch is 4 tasks, and there are 6
-slots: 3 that are being filled or wait, 1 of the batch that was requested, and 2 whose copies to the
-GPU are under way. On a CPU there are no such copies, and 2 more batches are filled in advance.
+batches of 32 images, 4 workers and data.prefetch=3 make 4 tasks of a batch, and 6 slots:
+
+    on a GPU: 1 requested + 3 prefetched + 2 whose copies to the GPU are under way
+    on a CPU: 1 requested + 5 prefetched
 """
 
 import contextlib
@@ -69,11 +70,11 @@ class DataSettings:
             return self.data.workers
         return min(_MAX_WORKERS, cores_of_process(self.dist.world_size))
 
-    def batch_count(self, samples: int, *, training: bool) -> int:
+    def batch_count(self, sample_count: int, *, training: bool) -> int:
         """The batches of this rank; training drops the last one, which is incomplete."""
         if training:
-            return samples // (self.batch_size * self.dist.world_size)
-        return -(-len(range(self.dist.rank, samples, self.dist.world_size)) // self.batch_size)
+            return sample_count // (self.batch_size * self.dist.world_size)
+        return -(-len(range(self.dist.rank, sample_count, self.dist.world_size)) // self.batch_size)
 
 
 class WorkerTimes(NamedTuple):
@@ -107,30 +108,30 @@ class BadImages:
         self.reasons[name] = reason
         if not self.skip:
             raise BadImageError(
-                f"'{name}' cannot be decoded: {reason}. Repair or remove it, or use"
+                f"'{name}' cannot be used: {reason}. Repair or remove it, or use"
                 " data.on_bad_image=skip"
             )
         if len(self.reasons) > self.limit:
             raise BadImageError(
-                f"{len(self.reasons)} images cannot be decoded, more than"
+                f"{len(self.reasons)} images cannot be used, more than"
                 f" data.max_bad_images={self.limit}; the last one: '{name}': {reason}"
             )
 
 
 class Slots:
     """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC,
-    `targets` [slots, rows] and perhaps classes, and `samples`, int64 [slots, rows]: their indices.
+    `targets` [slots, rows] and perhaps classes, and `indices`, int64 [slots, rows], of the samples.
     """
 
     def __init__(self, reader: Reader, slots: int, rows: int, image_size: int) -> None:
         label_type = torch.float32 if reader.label_shape else torch.int64
         self.pixels = shared((slots, rows * image_size**2 * 3), reader.dtype)
         self.targets = shared((slots, rows, *reader.label_shape), label_type)
-        self.samples: Indices = shared((slots, rows), torch.int64).numpy()
+        self.indices: Indices = shared((slots, rows), torch.int64).numpy()
 
     def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
         """Returns batch `number`: images [rows that fit, 3, image_size, image_size], targets."""
-        slot = number % len(self.samples)
+        slot = number % len(self.indices)
         rows = self.pixels.shape[1] // (image_size**2 * 3)
         shape = (rows, image_size, image_size, 3)
         images = self.pixels[slot, : math.prod(shape)].view(shape).permute(0, 3, 1, 2)
@@ -171,11 +172,11 @@ def fill(
     """
     images, labels = slots.batch(task.number, task.image_size)
     targets = labels.numpy()  # writing a number into a tensor takes ten times as long
-    samples = slots.samples[task.number % len(slots.samples)]
+    indices = slots.indices[task.number % len(slots.indices)]
     reader.times = times[worker]
     done = Done(task.number, [], [])
     for row in range(task.first_row, task.end_row):
-        index = int(samples[row])
+        index = int(indices[row])
         for candidate in range(index, index + attempts):
             sample = candidate % len(reader)
             if not begin(sample):
@@ -195,7 +196,7 @@ class HostLoader:
 
     `order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and bad
     samples are replaced by the following ones. None: each sample once, without bad ones.
-    `samples`: of all ranks. Raises ConfigError: lack of memory.
+    `sample_count`: of all ranks. Raises ConfigError: lack of memory.
     """
 
     def __init__(
@@ -208,7 +209,8 @@ class HostLoader:
     ) -> None:
         self.reader, self.sizes, self.batch_size = reader, sizes, settings.batch_size
         self._settings, self._bad_images, self._order_of = settings, bad_images, order_of
-        self.samples, self.label_shape = len(reader), reader.label_shape
+        self._is_training = order_of is not None
+        self.sample_count, self.label_shape = len(reader), reader.label_shape
         self.workers = settings.workers
         self._times = shared((max(1, self.workers), len(WorkerTimes())), torch.float64).numpy()
 
@@ -228,7 +230,7 @@ class HostLoader:
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
-        return self._settings.batch_count(self.samples, training=self._order_of is not None)
+        return self._settings.batch_count(self.sample_count, training=self._is_training)
 
     @property
     def times(self) -> WorkerTimes:
@@ -238,9 +240,9 @@ class HostLoader:
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
 
-        The next request may overwrite a batch, on CUDA the third one after it. Ends an earlier
-        iteration of the same thread. Raises BadImageError, WorkerError; RuntimeError: another
-        iteration has begun, or another thread has not ended its own.
+        A batch may be overwritten once the next one is requested; on CUDA once `COPIES_UNDER_WAY`
+        more were. Ends an earlier iteration of the same thread. Raises BadImageError, WorkerError;
+        RuntimeError: another iteration has begun, or another thread has not ended its own.
         """
         thread = threading.current_thread()
         iteration = thread, object()
@@ -265,7 +267,7 @@ class HostLoader:
 
     def _batches(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
         image_size = self.sizes.image_size_at(epoch)
-        samples = self._samples_of(epoch)
+        indices = self._indices_of(epoch)
         count = self.batch_count()
         workers, slots = self.start()
         self._pin(slots)
@@ -275,14 +277,14 @@ class HostLoader:
         for number in range(first_batch, count):
             while submitted < min(number + self._ahead + 1, count):
                 # into memory that is released by now
-                share = samples[submitted * self.batch_size : (submitted + 1) * self.batch_size]
+                share = indices[submitted * self.batch_size : (submitted + 1) * self.batch_size]
                 for task in self._tasks(submitted, epoch, share):
                     workers.submit(task)
                 submitted += 1
             while len(finished[number]) < self._tasks_per_batch:
                 done = workers.result()
                 finished[done.number].append(done)
-            rows = min(self.batch_size, len(samples) - number * self.batch_size)
+            rows = min(self.batch_size, len(indices) - number * self.batch_size)
             good = self._good_rows(finished.pop(number), rows)
             images, targets = slots.batch(number, image_size)
             # No copy, unless `good` is a list of rows.
@@ -296,7 +298,7 @@ class HostLoader:
         if self._pool is None or self._slots is None:
             largest = self.sizes.largest
             slots = Slots(self.reader, self._slot_count, self.batch_size, largest)
-            attempts = 1 if self._order_of is None else _SUBSTITUTES
+            attempts = _SUBSTITUTES if self._is_training else 1
             work = partial(fill, slots, self.reader, self._times, attempts)
             timeout_s = self._settings.data.worker_timeout_s
             self._pool = Workers(work, self.workers, timeout_s, self.reader.name)
@@ -311,17 +313,17 @@ class HostLoader:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._pool = self._slots = None
 
-    def _samples_of(self, epoch: int) -> Indices:
+    def _indices_of(self, epoch: int) -> Indices:
         """Returns the indices of this rank's samples in their order."""
         rank, ranks = self._settings.dist.rank, self._settings.dist.world_size
         if self._order_of is None:
-            return np.arange(rank, self.samples, ranks)
+            return np.arange(rank, self.sample_count, ranks)
         return order_of_rank(self._order_of(epoch), self.batch_size, rank, ranks)
 
     def _tasks(self, number: int, epoch: int, share: Indices) -> Iterator[Task]:
         """Writes the samples of batch `number` into its slot; yields the tasks of their rows."""
         assert self._slots is not None
-        self._slots.samples[number % self._slot_count, : len(share)] = share
+        self._slots.indices[number % self._slot_count, : len(share)] = share
         image_size, parts = self.sizes.image_size_at(epoch), self._tasks_per_batch
         bounds = [len(share) * part // parts for part in range(parts + 1)]
         for first_row, end_row in itertools.pairwise(bounds):
@@ -337,8 +339,8 @@ class HostLoader:
         missing = {row for task in done for row in task.missing}
         if not missing:
             return slice(rows)
-        if self._order_of is not None:
-            raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be decoded")
+        if self._is_training:
+            raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be used")
         return [row for row in range(rows) if row not in missing]
 
     def _pin(self, slots: Slots) -> None:
@@ -359,11 +361,11 @@ class HostLoader:
 
     def _check_memory(self) -> None:
         pixels = self._slot_count * self.batch_size * self.sizes.largest**2 * 3
-        needed_gib = (pixels * self.reader.dtype.itemsize + 16 * self.samples) / 2**30
+        needed_gib = (pixels * self.reader.dtype.itemsize + 16 * self.sample_count) / 2**30
         free = available_bytes(torch.device("cpu"))  # the size of /dev/shm does not matter
         if free is not None and needed_gib > free / 2**30:
             raise ConfigError(
-                f"the loader's batches and the order of {self.samples} samples need"
+                f"the loader's batches and the order of {self.sample_count} samples need"
                 f" {needed_gib:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: lower"
                 f" batch_size or data.prefetch={self._settings.data.prefetch}"
             )

@@ -15,7 +15,7 @@ from PIL import Image
 
 from cl_train.config.schema import DataConfig
 from cl_train.data.decode import Pixels
-from cl_train.data.images import ImageSource, read_folder
+from cl_train.data.images import ImageSource, list_folder
 from cl_train.errors import ConfigError
 from cl_train.system.files import lock_file
 from cl_train.system.processes import map_in_processes
@@ -156,13 +156,13 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
     return folder
 
 
-def read_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
+def list_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Reads `data.root` if it is given, else generates the sample in `root`."""
     folder = ensure_sample(root, FIRST_RUN) if cfg.root is None else root
-    return read_folder(folder, cfg, training=training)
+    return list_folder(folder, cfg, training=training)
 
 
-def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
+def list_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Ten easy classes of ImageNet at 320 pixels, in `root` itself or in the archive's folder
     there, which data.download=true fetches (326 MB) through torchvision. Raises ConfigError: it is
     missing.
@@ -183,4 +183,4 @@ def read_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSour
             except (OSError, RuntimeError) as error:
                 what = f"Imagenette could not be fetched into '{root}'"
                 raise ConfigError(f"{what}: {error}") from None
-    return read_folder(folder, cfg, training=training)
+    return list_folder(folder, cfg, training=training)

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamLoader(IterableDataset[Any]):
-    """Has the public members of `HostLoader`; `samples`: of all ranks and workers together.
+    """Has the public members of `HostLoader`; `sample_count`: of all ranks and workers together.
 
     The workers iterate over it: they yield (pixels [size, size, 3], label) of a good sample, and
     (name, reason) of a bad one.
@@ -40,7 +40,7 @@ class StreamLoader(IterableDataset[Any]):
         self, dataset: Any, form: SampleForm, settings: DataSettings, bad_images: BadImages
     ) -> None:
         check_first(form, lambda: next(iter(dataset)), settings.data.worker_timeout_s)
-        self.samples, self.label_shape = len(dataset), form.label_shape
+        self.sample_count, self.label_shape = len(dataset), form.label_shape
         self.workers = settings.workers
         self._dataset, self._form = dataset, form
         self._settings, self._bad_images = settings, bad_images
@@ -55,7 +55,7 @@ class StreamLoader(IterableDataset[Any]):
             log.warning("an IterableDataset controls its order: resume is not exact")
 
     def batch_count(self) -> int:
-        return self._settings.batch_count(self.samples, training=self._is_training)
+        return self._settings.batch_count(self.sample_count, training=self._is_training)
 
     def start(self) -> None:
         """Does nothing: the workers live for an epoch."""
@@ -94,7 +94,7 @@ class StreamLoader(IterableDataset[Any]):
                 yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
                 number += 1
                 seen += len(targets)
-                if number == end or seen > self.samples:  # the evaluation refuses so many
+                if number == end or seen > self.sample_count:  # the evaluation refuses so many
                     return
             if not self._is_training:
                 return

@@ -76,7 +76,7 @@ class ShardSplit(Split):
         return tuple(np.split(order, ends[:-1]))
 
 
-def read_shards(
+def list_shards(
     root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None
 ) -> ImageSource:
     """Index the shards of a folder or shell pattern in `workers` processes, or take the index from

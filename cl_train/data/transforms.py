@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, DataConfig
 from cl_train.config.validation import optional_module
-from cl_train.data.decode import Encoded, Pixels
+from cl_train.data.decode import EncodedImage, Pixels
 from cl_train.data.device import MixLabels
 from cl_train.data.images import Split
 from cl_train.data.order import BATCHES, RandomNumbers
@@ -96,7 +96,7 @@ class ImageReader:
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
-        pixels = Encoded(data, *self._decoder).decode(self._scratch)
+        pixels = EncodedImage(data, *self._decoder).decode(self._scratch)
         decoded = perf_counter()
         self._transform(row, pixels, epoch, random_index)
         self.times += (read - begin, decoded - read, perf_counter() - decoded, 1, 0)

@@ -29,7 +29,7 @@ Label = int | npt.NDArray[np.float32]
 _SHOWN = 300  # characters of a message of the user's code
 
 
-def read_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
+def open_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Returns what the user's function gives for ("train", image_size) and ("val", val_size).
 
     Raises ConfigError.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, Encoded, read_file
+from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, EncodedImage, read_file
 from cl_train.data.images import EXTENSIONS, listed, unreadable
 from cl_train.errors import ConfigError
 from cl_train.system.files import lock_file, output_folder, read_json, replacing, write_json
@@ -122,7 +122,7 @@ def _copy(
         return None
     try:
         data = copy = read_file(root / name)
-        encoded = Encoded(data)
+        encoded = EncodedImage(data)
         pixels, size = encoded.decode(), (encoded.height, encoded.width)
     except BadImage as bad:
         return f"{root / name}: {bad}"
@@ -183,7 +183,7 @@ def _check_class(folder: Path, deep: bool, name: str) -> tuple[int, list[str]]:
                 if not path.lower().endswith(EXTENSIONS):
                     raise BadImage(f"its name does not end in {', '.join(EXTENSIONS)}")
                 if deep:
-                    Encoded(read_file(path)).decode()
+                    EncodedImage(read_file(path)).decode()
                 elif not read_file(path, first=8).startswith((JPEG_MAGIC, PNG_MAGIC)):
                     raise BadImage("not an image: its first bytes are of another format")
                 images += 1

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from cl_train.config.validation import optional_module
-from cl_train.data.decode import PNG_MAGIC, BadImage, Encoded, read_file
+from cl_train.data.decode import PNG_MAGIC, BadImage, EncodedImage, read_file
 from cl_train.data.images import listed
 from cl_train.data.tar_shards import MANIFEST, split_of
 from cl_train.errors import ConfigError
@@ -149,7 +149,7 @@ def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
                 data, name = record[file.image_column]["bytes"], file.names[row]
                 if not data:
                     data = read_file(file.path.parent / name) if name else b""
-                    Encoded(data)  # raises BadImage: whoever wrote the table could name any file
+                    EncodedImage(data)  # or BadImage: whoever wrote the table could name any file
                 yield file.first_row + row, file.labels[row], name, data
                 row += 1
     except (OSError, ValueError, TypeError, KeyError, BadImage) as error:

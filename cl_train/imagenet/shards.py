@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cl_train.data.decode import PNG_MAGIC, BadImage
-from cl_train.data.images import VAL_NAMES, Indices, Split, read_folder
+from cl_train.data.images import VAL_NAMES, Indices, Split, list_folder
 from cl_train.data.tar_shards import MANIFEST, index_shard
 from cl_train.errors import ConfigError
 from cl_train.imagenet.folders import resumable_folder
@@ -45,7 +45,7 @@ def write_shards(
     bad: list[str] = []
     # A new folder in one of these would become a class.
     outside = [root / name for name in ("train", *VAL_NAMES)]
-    source = read_folder(root)
+    source = list_folder(root)
     settings: dict[str, Any] = {"task": "shards", "images": source.fingerprint}
     settings |= {"images_per_shard": images_per_shard, "seed": seed}
     with resumable_folder(out, settings, overwrite=overwrite, outside=outside):

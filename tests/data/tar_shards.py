@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from cl_train.data.decode import BadImage, Encoded
-from cl_train.data.tar_shards import MANIFEST, read_shards
+from cl_train.data.decode import BadImage, EncodedImage
+from cl_train.data.tar_shards import MANIFEST, list_shards
 from cl_train.errors import ConfigError
 from tests.data.image_folders import jpeg
 from tests.imagenet_archives import WNIDS, tar_of
@@ -119,7 +119,7 @@ def silent_losses(root: Path) -> list[str]:
     }
     try:
         with patch("cl_train.data.images.cache_folder", lambda: root / "cache"):
-            source = read_shards(root, workers=1)
+            source = list_shards(root, workers=1)
     except ConfigError as error:
         return [] if str(root) in str(error) else [f"the message does not name the shard: {error}"]
     losses = []
@@ -129,7 +129,7 @@ def silent_losses(root: Path) -> list[str]:
             content, label = expected.pop(name, (b"", -1))
             with suppress(BadImage):  # named and counted by the loader
                 data = split.read(index)
-                Encoded(data).decode()
+                EncodedImage(data).decode()
                 if data != content or split.labels[index] != label:
                     losses.append(f"{name} changed")
     return losses + [f"{name} lost" for name in expected]

@@ -18,8 +18,8 @@ from PIL import Image
 
 from cl_train.config.schema import DataConfig
 from cl_train.data import images
-from cl_train.data.decode import BadImage, Encoded, read_file
-from cl_train.data.images import read_folder
+from cl_train.data.decode import BadImage, EncodedImage, read_file
+from cl_train.data.images import list_folder
 from cl_train.errors import ConfigError
 from cl_train.system.files import cache_folder
 from tests.data.image_folders import encoded, folder_data, jpeg, noise, write_folder
@@ -27,7 +27,7 @@ from tests.data.image_folders import encoded, folder_data, jpeg, noise, write_fo
 
 def refused(root, **layout):
     with pytest.raises(ConfigError) as caught:
-        read_folder(root, DataConfig(**layout))
+        list_folder(root, DataConfig(**layout))
     return str(caught.value)
 
 
@@ -41,19 +41,19 @@ def test_classes_labels_and_nested_images(tmp_path):
     (root / "train/class_1/deep/er/x.PNG").write_bytes(b"1")
     (root / "train/class_1/notes.txt").write_text("not an image")
     (root / "test").mkdir()  # val is preferred
-    source = read_folder(root)
+    source = list_folder(root)
     assert source.classes == ("class_0", "class_1", "class_2") and len(source.val) == 4
     assert source.train.labels.tolist() == [0, 0, 1, 1, 1, 2, 2]
     found = [os.path.relpath(name, root / "train") for name in names(source.train)]
     assert found[0] == "class_0/0000.jpg" and found[4] == "class_1/deep/er/x.PNG"
-    both = read_folder(root, DataConfig(val_split="train"))
+    both = list_folder(root, DataConfig(val_split="train"))
     assert names(both.val) == names(both.train) == names(source.train)
     (root / "train/class_0/new.jpg").write_bytes(b"1")
-    assert read_folder(root).fingerprint != source.fingerprint
+    assert list_folder(root).fingerprint != source.fingerprint
     for before, name in pairwise(("val", "valid", "validation", "test")):
         (root / before).rename(root / name)
-        assert len(read_folder(root).val) == 4
-        assert len(read_folder(root, DataConfig(val_split=name)).val) == 4
+        assert len(list_folder(root).val) == 4
+        assert len(list_folder(root, DataConfig(val_split=name)).val) == 4
 
 
 def test_names_that_are_no_utf8_and_names_with_spaces(tmp_path):
@@ -157,12 +157,12 @@ def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
     write_folder(tmp_path / "made", train=30, val=0, classes=3)
     root = tmp_path / "data"
     (tmp_path / "made/train").rename(root / below if below and not root.mkdir() else root)
-    source = read_folder(root, DataConfig(val_fraction=0.2))
+    source = list_folder(root, DataConfig(val_fraction=0.2))
     train, val = set(names(source.train)), set(names(source.val))
     assert len(train) == 24 and len(val) == 6 and not train & val
     assert source.val.labels.tolist() == [0, 0, 1, 1, 2, 2]
     os.link(source.train.name(0), os.path.join(os.path.dirname(source.train.name(0)), "zzz.jpg"))
-    again = read_folder(root, DataConfig(val_fraction=0.2))
+    again = list_folder(root, DataConfig(val_fraction=0.2))
     assert len(set(names(again.val)) ^ val) <= 2
 
 
@@ -170,10 +170,10 @@ def test_ignored_files_are_counted_and_named_once(tmp_path):
     root = write_folder(tmp_path, train=4, val=4)
     for name in ("a.webp", "b.WEBP", "notes.txt", ".hidden"):
         (root / "train/class_0" / name).write_bytes(b"1")
-    (note,) = read_folder(root).notes
+    (note,) = list_folder(root).notes
     assert "3 files" in note and "2 .webp" in note and "1 .txt" in note and "class_0" in note
     assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in note
-    wider = read_folder(root, DataConfig(extensions=[".jpg", ".webp"]))
+    wider = list_folder(root, DataConfig(extensions=[".jpg", ".webp"]))
     assert len(wider.train) == 6 and "data.extensions" not in wider.notes[0]
 
 
@@ -203,10 +203,10 @@ def listings(monkeypatch):
 
 
 def test_the_stored_list_is_the_list_of_this_layout(root, listings):
-    assert len(read_folder(root, DataConfig(extensions=[".jpg", ".txt"])).train) == 7
-    first = read_folder(root)
+    assert len(list_folder(root, DataConfig(extensions=[".jpg", ".txt"])).train) == 7
+    first = list_folder(root)
     assert len(stored()) == 2 and listings.call_count == 4
-    again = read_folder(root)
+    again = list_folder(root)
     for name in ("fingerprint", "classes", "notes"):
         assert getattr(again, name) == getattr(first, name)
     assert names(again.val) == names(first.val) and listings.call_count == 4
@@ -232,14 +232,14 @@ def test_a_changed_folder_is_listed_again(root, tmp_path, listings, change, link
         folder.symlink_to(target)
     for split in (root / "train", root / "val"):
         os.utime(split, (time.time() - 100, time.time() - 100))
-    before = read_folder(root)
+    before = list_folder(root)
     CHANGES[change](root)
-    assert (read_folder(root).fingerprint != before.fingerprint) == (change != "nested")
+    assert (list_folder(root).fingerprint != before.fingerprint) == (change != "nested")
     assert listings.call_count == 4
 
 
 def test_a_broken_list_is_replaced(root, listings):
-    first = read_folder(root)
+    first = list_folder(root)
     (path,) = stored()
     with np.load(path) as file:
         lacking = {key: array for key, array in file.items() if key != "val/labels"}
@@ -247,7 +247,7 @@ def test_a_broken_list_is_replaced(root, listings):
     for content in (b"", b"PK broken", path.read_bytes()[:300], buffer.getvalue()):
         path.write_bytes(content)
         listings.reset_mock()
-        assert read_folder(root).fingerprint == read_folder(root).fingerprint == first.fingerprint
+        assert list_folder(root).fingerprint == list_folder(root).fingerprint == first.fingerprint
         assert listings.call_count == 2
 
 
@@ -256,7 +256,7 @@ def test_a_folder_that_changes_while_it_is_listed_is_not_stored(root, monkeypatc
     (root / "train/class_0/new.jpg").write_bytes(b"1")
     now_ns = (root / "train/class_0").stat().st_mtime_ns + seconds * 10**9
     monkeypatch.setattr(images, "time", SimpleNamespace(time_ns=lambda: now_ns))
-    read_folder(root)
+    list_folder(root)
     assert len(stored()) == lists
 
 
@@ -276,7 +276,7 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_unusual_images_decode(name, recwarn):
     for decoder in ("pillow", "simplejpeg"):
-        pixels = Encoded(GOOD[name], decoder).decode()
+        pixels = EncodedImage(GOOD[name], decoder).decode()
         assert pixels.dtype == np.uint8 and pixels.shape == (40, 60, 3)
     assert pixels.std() > 10
     assert not recwarn.list
@@ -301,22 +301,22 @@ def test_broken_images_are_refused_with_a_reason(tmp_path, content, reason):
     path = tmp_path / "broken.jpg"
     content(path) if callable(content) else path.write_bytes(content)
     with pytest.raises(BadImage, match=reason):
-        Encoded(read_file(path)).decode()
+        EncodedImage(read_file(path)).decode()
 
 
 def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):
     """A wrong sampling factor is a KeyError in simplejpeg."""
     data = bytearray(jpeg())
     data[data.index(b"\xff\xc0") + 11] = 0x14
-    assert Encoded(bytes(data)).needs_pillow
+    assert EncodedImage(bytes(data)).needs_pillow
     monkeypatch.setattr("cl_train.data.decode._rgb", lambda image: {}["missing"])
     with pytest.raises(BadImage, match="missing"):
-        Encoded(GOOD["PNG P"]).decode()
+        EncodedImage(GOOD["PNG P"]).decode()
 
 
 def test_other_formats_are_read_only_if_they_are_asked_for():
     for kind in ("WEBP", "BMP", "TIFF"):
         data = encoded(PICTURE, kind)
-        assert Encoded(data, formats=("JPEG", kind)).decode().shape == (40, 60, 3)
+        assert EncodedImage(data, formats=("JPEG", kind)).decode().shape == (40, 60, 3)
         with pytest.raises(BadImage, match="JPEG or PNG"):
-            Encoded(data)
+            EncodedImage(data)

@@ -224,7 +224,7 @@ def test_an_error_names_the_file_and_what_to_do(tmp_path):
     root = write_folder(tmp_path, train=8, val=2)
     os.mkfifo(root / "train/class_1/odd.jpg")
     data = folder_data(root, batch_size=9, workers=2)
-    words = r"odd\.jpg' cannot be decoded: .*FIFO.*on_bad_image=skip"
+    words = r"odd\.jpg' cannot be used: .*FIFO.*on_bad_image=skip"
     with closing(data), pytest.raises(BadImageError, match=words):
         train_batches(data)
 
@@ -251,7 +251,7 @@ def test_the_limit_counts_each_bad_image_once_however_many_epochs(tmp_path):
         train_batches(data, epoch)
     assert data.bad_images.skipped >= 4
     (root / "train/class_0/0002.jpg").write_bytes(TRUNCATED)
-    words = r"2 images cannot be decoded, more than data\.max_bad_images=1"
+    words = r"2 images cannot be used, more than data\.max_bad_images=1"
     with pytest.raises(BadImageError, match=words):
         for epoch in range(3):
             train_batches(data, epoch)

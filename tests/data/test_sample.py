@@ -8,13 +8,13 @@ import pytest
 import torchvision
 
 from cl_train.config.schema import DataConfig
-from cl_train.data.decode import Encoded
-from cl_train.data.images import read_folder
+from cl_train.data.decode import EncodedImage
+from cl_train.data.images import list_folder
 from cl_train.data.sample import (
     PATTERNS,
     SampleSpec,
     ensure_sample,
-    read_imagenette,
+    list_imagenette,
     write_sample,
 )
 from cl_train.errors import ConfigError
@@ -58,7 +58,7 @@ def test_an_unfinished_or_older_sample_is_made_again_but_no_folder_of_somebody_e
     (folder / "train/old").mkdir(parents=True)
     (folder / "VERSION").write_text("0\n")
     made = [(ensure_sample(folder, SMALL) / "VERSION").stat().st_mtime_ns for _ in range(2)]
-    assert read_folder(folder).classes == tuple(sorted(PATTERNS)) and made[0] == made[1]
+    assert list_folder(folder).classes == tuple(sorted(PATTERNS)) and made[0] == made[1]
     (tmp_path / "other/train/mine").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is not the sample data"):
         ensure_sample(tmp_path / "other", SMALL)
@@ -72,19 +72,19 @@ def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, widt
     write_sample(tmp_path, SampleSpec(train_per_class=3, val_per_class=0, scale=scale))
     files = list(tmp_path.rglob("*.JPEG"))
     assert len(files) == 30 and least < np.mean([path.stat().st_size for path in files]) < most
-    widths = [Encoded(path.read_bytes()).width for path in files]
+    widths = [EncodedImage(path.read_bytes()).width for path in files]
     assert len(set(widths)) >= 3 and abs(np.mean(widths) / width - 1) < 0.1
 
 
 def test_imagenette_is_found_or_fetched_by_torchvision(tmp_path, monkeypatch):
     for below in ("a", "b/imagenette2-320"):
         write_folder(tmp_path / below, train=2, val=2)
-        source = read_imagenette(tmp_path / below[0], DataConfig(), training=True)
+        source = list_imagenette(tmp_path / below[0], DataConfig(), training=True)
         assert source.train.name(0) == str(tmp_path / below / "train/class_0/0000.jpg")
     with pytest.raises(ConfigError, match=r"data\.download=true fetches it"):
-        read_imagenette(tmp_path, DataConfig(), training=True)
+        list_imagenette(tmp_path, DataConfig(), training=True)
     fetch = Mock(side_effect=RuntimeError("no network"))
     monkeypatch.setattr(torchvision.datasets, "Imagenette", fetch)
     with pytest.raises(ConfigError, match=r"could not be fetched into .*: no network"):
-        read_imagenette(tmp_path / "new", DataConfig(download=True), training=True)
+        list_imagenette(tmp_path / "new", DataConfig(download=True), training=True)
     fetch.assert_called_once_with(str(tmp_path / "new"), split="train", size="320px", download=True)

@@ -9,7 +9,7 @@ import pytest
 
 from cl_train.data import tar_shards
 from cl_train.data.decode import BadImage
-from cl_train.data.tar_shards import read_shards
+from cl_train.data.tar_shards import list_shards
 from cl_train.errors import ConfigError
 from tests.data.tar_shards import members_of, silent_losses, sound_shards, write
 from tests.imagenet_archives import WNIDS
@@ -23,7 +23,7 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("manifest", [False, True])
 def test_images_are_sorted_by_label_and_name_and_read_as_they_were(tmp_path, manifest):
     root = write(tmp_path / "s", sound_shards(), manifest=manifest)
-    source = read_shards(root, workers=1)
+    source = list_shards(root, workers=1)
     assert source.classes == (WNIDS if manifest else ("0", "1", "2"))
     assert source.train.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 6 and len(source.val) == 6
     contents = {name: content for members in sound_shards().values() for name, content in members}
@@ -41,29 +41,29 @@ def test_images_are_sorted_by_label_and_name_and_read_as_they_were(tmp_path, man
     (root / "im-train-0001.tar").unlink()
     if manifest:
         with pytest.raises(ConfigError, match="missing"):
-            read_shards(root, workers=1)
+            list_shards(root, workers=1)
     for shard in root.glob("*train*.tar"):
         shard.unlink()
     with pytest.raises(ConfigError, match="no train shards"):
-        read_shards(root, workers=1)
-    assert len(read_shards(root, workers=1, training=False).val) == 6
+        list_shards(root, workers=1)
+    assert len(list_shards(root, workers=1, training=False).val) == 6
 
 
 def test_the_index_is_kept_until_a_shard_changes(tmp_path, monkeypatch):
     root = write(tmp_path / "s", sound_shards())
-    first = read_shards(root, workers=1)
+    first = list_shards(root, workers=1)
     with monkeypatch.context() as patched:
         patched.setattr(tar_shards, "index_shard", None)
-        again = read_shards(root, workers=1)
+        again = list_shards(root, workers=1)
     assert again.fingerprint == first.fingerprint and again.classes == first.classes
     assert again.train.read(5) == first.train.read(5) and again.val.name(3) == first.val.name(3)
     changed = sound_shards()
     changed["im-train-0001.tar"] = changed["im-train-0001.tar"][:-2]
     write(root, changed)
-    assert len(read_shards(root, workers=1).train) == 17
+    assert len(list_shards(root, workers=1).train) == 17
     for cache in (tmp_path / "cache").rglob("*.npz"):
         cache.write_bytes(cache.read_bytes()[:-30])
-    assert len(read_shards(root, workers=1).train) == 17
+    assert len(list_shards(root, workers=1).train) == 17
     monkeypatch.setattr(tar_shards, "read_member", Mock(side_effect=OSError(EIO, "I/O error")))
     with pytest.raises(OSError, match=r"im-train-0001\.tar"):
         tar_shards.index_shard(str(root / "im-train-0001.tar"))
@@ -83,25 +83,25 @@ def relabelled(name_of, label_of):
 def test_labels_from_json_and_other_tar_files(tmp_path):
     shards = relabelled(lambda name: name.replace(".cls", ".json"), lambda n: b'{"label": %s}' % n)
     shards["im-test-0000.tar"] = []
-    source = read_shards(write(tmp_path / "s", shards, manifest=False), workers=1)
+    source = list_shards(write(tmp_path / "s", shards, manifest=False), workers=1)
     assert np.bincount(source.train.labels).tolist() == [6, 6, 6]
 
 
 def test_a_shell_pattern_takes_some_shards_and_none_is_an_error(tmp_path):
     root = write(tmp_path / "s", sound_shards(), manifest=False)
-    assert len(read_shards(f"{root}/im-*-000[02].tar", workers=1).train) == 12
+    assert len(list_shards(f"{root}/im-*-000[02].tar", workers=1).train) == 12
     for pattern, words in (
         ("*/im-train*.tar", "no val shards"),
         ("s/im-{train,val}-0000.tar", "braces are not expanded"),
     ):
         with pytest.raises(ConfigError, match=words):
-            read_shards(tmp_path / pattern, workers=1)
+            list_shards(tmp_path / pattern, workers=1)
     for name in ("[1]", "a*{b,c}?.tar"):  # of a folder
-        assert len(read_shards(root.rename(tmp_path / name), workers=1).train) == 18
+        assert len(list_shards(root.rename(tmp_path / name), workers=1).train) == 18
         root = tmp_path / name
     for empty in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match="no train and no val shards"):
-            read_shards(empty)
+            list_shards(empty)
 
 
 def wrong_shards():
@@ -117,12 +117,12 @@ def wrong_shards():
 def test_wrong_labels_and_damaged_manifests_are_refused(tmp_path):
     for number, (shards, words) in enumerate(wrong_shards()):
         with pytest.raises(ConfigError, match=words):
-            read_shards(write(tmp_path / str(number), shards, manifest=False), workers=1)
+            list_shards(write(tmp_path / str(number), shards, manifest=False), workers=1)
     root = write(tmp_path / "s", sound_shards())
     for text in ("{", "[]", '{"classes": [], "images": {"x-train.tar": 1}}'):
         (root / "shards.json").write_text(text)
         with pytest.raises(ConfigError, match=r"shards\.json"):
-            read_shards(root, workers=1)
+            list_shards(root, workers=1)
 
 
 def test_undamaged_shards_have_no_losses_and_a_changed_one_is_seen_as_lost(tmp_path):

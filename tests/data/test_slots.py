@@ -43,7 +43,7 @@ class InstantWorkers:
 
 class SlotsWithoutData:
     def __init__(self, count):
-        self.samples = np.zeros((count, 4), np.int64)
+        self.indices = np.zeros((count, 4), np.int64)
         images = [torch.zeros(4, SIZE, SIZE, 3, dtype=torch.uint8) for _ in range(count)]
         self.memory = [(nhwc.permute(0, 3, 1, 2), torch.zeros(4).long()) for nhwc in images]
 

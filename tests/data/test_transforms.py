@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as F
 
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import transforms
-from cl_train.data.images import read_folder
+from cl_train.data.images import list_folder
 from cl_train.data.order import RandomNumbers
 from cl_train.data.transforms import (
     ImageReader,
@@ -110,7 +110,7 @@ def folder(tmp_path_factory):
             (root / split / "a" / f"{number}.jpg").write_bytes(
                 encoded(noise(height, width, number), quality=92)
             )
-    return read_folder(root)
+    return list_folder(root)
 
 
 def pixels_of(split, index, epoch=0, *, training=True, **settings):

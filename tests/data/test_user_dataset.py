@@ -251,7 +251,7 @@ def test_a_stream_of_another_length_than_its_own(monkeypatch, caplog, workers):
     data = wrong_data(monkeypatch, EndlessStream, EndlessStream, workers=workers)
     assert len(epoch_of(data)) == 3 and val_count(data) > 12
     data = wrong_data(monkeypatch, lambda: wrong.Stream(count=12), workers=workers)
-    data.train_loader.samples = 24
+    data.train_loader.sample_count = 24
     for _ in range(2):
         assert len(epoch_of(data)) == 6
     assert caplog.text.count("of 6 batches and begins again") == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cl_train.data.decode import BadImage, Encoded, read_file
+from cl_train.data.decode import BadImage, EncodedImage, read_file
 from cl_train.data.order import order_of_rank, permutation
 from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.errors import ConfigError
@@ -86,7 +86,7 @@ def test_fuzzed_images(bench):
     """Pixels or a counted, named error, alone and through the real loader; bounded memory."""
     root, count, files = bench.new_folder(), bench.count(300, 50_000), sound_files()
     for data in files:
-        assert Encoded(data).decode().shape[2:] == (3,)
+        assert EncodedImage(data).decode().shape[2:] == (3,)
     for split, number in (("train", count), ("val", 8)):
         (root / split / "a").mkdir(parents=True)
         for i in range(number):
@@ -107,7 +107,7 @@ def decoded(path):
     """Height and width of a file, or why it is refused."""
     started = time.thread_time()  # CPU time: other processes do not make an image slow
     try:
-        pixels = Encoded(read_file(path)).decode()
+        pixels = EncodedImage(read_file(path)).decode()
         assert pixels.dtype == np.uint8 and pixels.shape[2:] == (3,), path.name
         found = pixels.shape[:2]
     except BadImage as error:

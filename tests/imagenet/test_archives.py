@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from cl_train.commands.prepare_imagenet import main
-from cl_train.data.images import read_folder
+from cl_train.data.images import list_folder
 from cl_train.errors import ConfigError
 from cl_train.imagenet import archives as imagenet
 from cl_train.imagenet.archives import unpack, validation_labels
@@ -73,7 +73,7 @@ def test_the_official_archives_become_a_folder_that_trains(tmp_path, capsys):
     assert (out / "train/n01443537/n01443537_2.JPEG").read_bytes() == jpeg(1002)
     assert (out / "val/n01443537/ILSVRC2012_val_00000001.JPEG").read_bytes() == jpeg(-1 % 9999)
     assert not list(out.rglob(".partial"))
-    folder = read_folder(out)
+    folder = list_folder(out)
     assert folder.classes == WNIDS and len(folder.train) == 12 and len(folder.val) == 9
     before = contents(out)
     assert unpack(out, **archives) == {"train": 12, "val": 9}  # again: nothing to do

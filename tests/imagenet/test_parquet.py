@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cl_train.commands.prepare_imagenet import main
-from cl_train.data.images import read_folder
-from cl_train.data.tar_shards import read_shards
+from cl_train.data.images import list_folder
+from cl_train.data.tar_shards import list_shards
 from cl_train.errors import ConfigError
 from cl_train.imagenet.parquet import unpack_parquet
 from tests.data.image_folders import encoded, jpeg, noise
@@ -54,9 +54,9 @@ def test_the_hubs_files_become_a_folder_with_the_official_names_or_shards(tmp_pa
         counts = unpack_parquet(tmp_path, folder, to="folder", workers=2)
         assert counts == {"train": 9, "val": 4}
     found = {f"{p.parent.name}/{p.stem}": p.read_bytes() for p in folder.rglob("*.JPEG")}
-    assert found == images and read_folder(folder).classes == WNIDS
+    assert found == images and list_folder(folder).classes == WNIDS
     assert main(["parquet", f"data.root={tmp_path / 'data'}", f"out={shards}", "to=shards"]) == 0
-    source = read_shards(shards)
+    source = list_shards(shards)
     assert source.classes == WNIDS and (len(source.train), len(source.val)) == (9, 4)
     splits = (source.train, source.val)
     contents = {split.read(index) for split in splits for index in range(len(split))}
@@ -81,7 +81,7 @@ def test_tables_of_datasets_keep_class_names_in_both_forms(tmp_path, form, to):
     for split in ("train", "validation"):
         write_table(root / f"pets_{split}.parquet", rows, [2, 1, 0], names, "img fine_label")
     assert unpack_parquet(root, tmp_path / "out", to=to, workers=1) == {"train": 3, "val": 3}
-    source = (read_folder if to == "folder" else read_shards)(tmp_path / "out")
+    source = (list_folder if to == "folder" else list_shards)(tmp_path / "out")
     assert sorted(source.classes) == ["bear", "cat_tabby", "wolf"]
     names = [source.classes[label] for label in source.train.labels]
     by_class = {name: source.train.read(index) for index, name in enumerate(names)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cl_train.data.images import read_folder
+from cl_train.data.images import list_folder
 from cl_train.errors import ConfigError
 from cl_train.imagenet.folders import resize_folder
 from tests.data.image_folders import encoded, jpeg, noise
@@ -39,7 +39,7 @@ def test_layout_names_sizes_and_content(source, tmp_path):
     kept = {"cmyk.jpg": (60, 40), "small.jpg": (60, 40)}
     changed = {"large.JPEG": (200, 120), "really_png.JPEG": (191, 200), "tall.jpg": (40, 200)}
     assert sizes(tmp_path / "copy") == kept | changed
-    assert read_folder(tmp_path / "copy").fingerprint == read_folder(source).fingerprint
+    assert list_folder(tmp_path / "copy").fingerprint == list_folder(source).fingerprint
     for path in (tmp_path / "copy").rglob("*.jp*g"):
         assert (picture(path).format, picture(path).mode) == ("JPEG", "RGB")
     small = "train/a/small.jpg"

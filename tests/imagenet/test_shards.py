@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cl_train.data.images import read_folder
-from cl_train.data.tar_shards import ShardSplit, read_shards
+from cl_train.data.images import list_folder
+from cl_train.data.tar_shards import ShardSplit, list_shards
 from cl_train.errors import ConfigError
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.processes import map_in_processes
@@ -33,7 +33,7 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder, tmp_path):
     images, (bad,) = write_shards(folder, tmp_path / "shards", images_per_shard=7, workers=2)
     assert "empty.jpg" in bad and sorted(images.values()) == [6, 6, 6, 6, 7]
     (folder / "train/class_1/empty.jpg").unlink()
-    source, shards = read_folder(folder), read_shards(tmp_path / "shards", workers=2)
+    source, shards = list_folder(folder), list_shards(tmp_path / "shards", workers=2)
     assert shards.classes == source.classes
     for ours, theirs in ((shards.train, source.train), (shards.val, source.val)):
         assert np.array_equal(ours.labels, theirs.labels)
