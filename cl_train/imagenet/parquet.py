@@ -149,7 +149,7 @@ def _rows(file: _File) -> Iterator[tuple[int, int, str, bytes]]:
                 data, name = record[file.image_column]["bytes"], file.names[row]
                 if not data:
                     data = read_file(file.path.parent / name) if name else b""
-                    EncodedImage(data)  # or BadImage: whoever wrote the table could name any file
+                    EncodedImage(data)  # BadImage: whoever wrote the table could name any file
                 yield file.first_row + row, file.labels[row], name, data
                 row += 1
     except (OSError, ValueError, TypeError, KeyError, BadImage) as error:
