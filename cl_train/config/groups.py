@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
 _CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
-# What data.root must hold; None: it may be left out. The readers are in data/build.py.
+# What data.root must hold; None: it may be left out
 DATA_SETS = {
     "sample": None,
     "imagenet": _CLASSES,
@@ -14,7 +14,7 @@ DATA_SETS = {
     "shards": "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files",
     "dataset": None,
     "imagenette": None,
-    "synthetic": None,  # no images
+    "synthetic": None,
 }
 WITH_CLASS_FOLDERS = ("sample", "imagenet", "folder", "imagenette")
 _OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment")
@@ -116,13 +116,7 @@ class DataConfig:
     synthetic_classes: int = setting(1000, "data=synthetic: number of classes", "2 to 1000000")
 
     @property
-    def largest_size(self) -> int:
-        """The side of the largest training images, pixels."""
-        return max((size for _, size in self.size_schedule), default=self.image_size)
-
-    @property
-    def eval_size(self) -> int:
-        """The side of the validation images, pixels."""
+    def eval_size(self) -> int:  # of validation images, pixels
         return self.val_size or self.image_size
 
 

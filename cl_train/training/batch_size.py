@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config
-from cl_train.data.build import build_data
+from cl_train.data.build import build_data, size_schedule
 from cl_train.data.loader import DataSettings
 from cl_train.errors import ConfigError
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
@@ -75,7 +75,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
 
     settings = step_settings(cfg, resolve_precision(cfg.precision, device), alone, soft=False)
     settings = replace(settings, compile=False, cuda_graph=False)
-    size = cfg.data.largest_size
+    size = size_schedule(cfg.data).largest
     workload = Workload(SMALLEST, (3, size, size), settings, device)
     layout = layout_of(cfg)
     if layout is None:  # the choice comes later

@@ -140,7 +140,7 @@ def build_model(cfg: Config, num_classes: int) -> nn.Module:
         cfg.model,
         num_classes=num_classes,
         weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
-        image_size=cfg.data.largest_size,
+        image_size=size_schedule(cfg.data).largest,
         drop_path=cfg.drop_path,
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
         entry=cfg.entry,
@@ -202,7 +202,7 @@ def try_run(
     On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and before a
     compilation: the compiled step takes less memory.
     """
-    size = cfg.data.largest_size
+    size = size_schedule(cfg.data).largest
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
     shape = (cfg.batch_size if is_whole else 2, 3, size, size)
     # Kernels for two images would never be used again.
@@ -246,7 +246,7 @@ def convert_layout(
             log.info("channels_last=auto: contiguous: %s", error)
             layout = CONTIGUOUS
     if layout is None:
-        mode, size = "train", cfg.data.largest_size
+        mode, size = "train", size_schedule(cfg.data).largest
         if not is_trained:
             mode, size = "infer", cfg.data.eval_size
         workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
