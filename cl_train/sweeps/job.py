@@ -34,7 +34,8 @@ def start_job(
 
     Raises ConfigError: the folder is not one of this sweep, or another process still holds it.
     """
-    words, log = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"], folder / LOG_NAME
+    log = folder / LOG_NAME
+    words = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"]
     if job.environment != HERE:
         words.append(f"environment={quoted(job.environment)}")  # for its config.yaml
     if any(path.is_symlink() for path in (folder, log, folder / JOB_NAME)):
@@ -92,30 +93,19 @@ def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list
 # --- how it ended ---
 
 
-def completed_run(folder: Path) -> Run:
-    """The completed run of a job. Raises ConfigError: it is not completed, or a comparison cannot
-    read its records; the message says why.
-    """
+def outcome_of(folder: Path) -> Run | str:
+    """The completed run of the job in this folder, or in words why there is none."""
     if not folder.exists():
-        raise ConfigError("has not run")
+        return "has not run"
     try:
         run = read_run(folder)
-        damage = next((problem for problem in run.problems if "cannot be read" in problem), None)
-        if run.summary.get("status") == "completed" and damage is None:
+        damage = [problem for problem in run.problems if "cannot be read" in problem]
+        if run.summary.get("status") == "completed" and not damage:
             return run
-        damage = damage or "no summary.json says that it is completed"
+        why = (*damage, "no summary.json says that it is completed")[0]
     except ConfigError as error:
-        damage = str(error)
-    raise ConfigError(_how_it_ended(folder) or damage)
-
-
-def problem_of(folder: Path) -> str | None:
-    """Why the job of this folder is not completed; None if it is."""
-    try:
-        completed_run(folder)
-    except ConfigError as error:
-        return str(error)
-    return None
+        why = str(error)
+    return _how_it_ended(folder) or why
 
 
 def _how_it_ended(folder: Path) -> str | None:

@@ -20,12 +20,13 @@ from pathlib import Path
 
 from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
-from cl_train.sweeps.job import JOB_NAME, LOG_NAME, completed_run, problem_of, start_job
+from cl_train.sweeps.job import JOB_NAME, LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import compare_folders, read_report
 from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
 from cl_train.system.files import lock_file, new_folder, write_json
 from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad, StopRequest, read_launch
+from cl_train.system.run_folder import Run
 
 GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
 LONGEST_DEFAULT_WAIT_S = 600.0  # for other processes to end
@@ -69,17 +70,13 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
 
 def missing_jobs(sweep: Sweep) -> list[Job]:
     """The jobs still to run."""
-    return [job for job in sweep.jobs if problem_of(sweep.folder / job.name)]
+    return [job for job in sweep.jobs if isinstance(outcome_of(sweep.folder / job.name), str)]
 
 
 def disturbed_jobs(sweep: Sweep, jobs: Sequence[Job]) -> list[Job]:
-    """Returns the jobs that completed on a CPU while other processes disturbed their speed."""
-    disturbed = []
-    for job in jobs:
-        with suppress(ConfigError):
-            if completed_run(sweep.folder / job.name).is_disturbed:
-                disturbed.append(job)
-    return disturbed
+    """The jobs that completed on a CPU while other processes disturbed their speed."""
+    runs = [(job, outcome_of(sweep.folder / job.name)) for job in jobs]
+    return [job for job, run in runs if isinstance(run, Run) and run.is_disturbed]
 
 
 def undecided_groups(sweep: Sweep) -> set[int]:
@@ -102,31 +99,35 @@ class Launcher:
         self._began_s = time.monotonic()
         self._seconds: list[float] = []  # that jobs took
         self._waited_in_vain = False
-        self._lock = threading.Lock()  # of what follows, and of the console
-        self._left: list[list[Job]] = []
-        self._count = self._ended = 0
+        self._console = threading.Lock()
+        self._left = 0  # jobs that have not ended, of those that are being run
 
     def run(self, jobs: Sequence[Job]) -> Sweep:
         """Run `jobs`; with repeats=auto, then more repeats of what is undecided."""
-        options = self._sweep.options
-        disturbed = self._run_jobs(jobs)
-        while options.is_auto and not self._request.stop:
-            if jobs and len(disturbed) == len(jobs):
-                break  # the machine is never quiet, so more repeats decide nothing
-            undecided = undecided_groups(self._sweep)
-            repeats = [job.repeat for job in self._sweep.jobs if job.group in undecided]
-            count = min(max(repeats, default=0) + 2, options.max_repeats)
-            grown = self._sweep.with_repeats(count, undecided)
-            jobs = grown.jobs[len(self._sweep.jobs) :]
-            if not jobs or self._is_too_late(len(jobs)):
+        disturbed = self._run_until_quiet(jobs)
+        while self._sweep.options.is_auto and not self._request.stop:
+            if not (undecided := undecided_groups(self._sweep)):
                 break
-            self._sweep = grown
+            grown = self._sweep.with_more_repeats(undecided)
+            more = grown.jobs[len(self._sweep.jobs) :]
+            why = None
+            if jobs and len(disturbed) == len(jobs):
+                why = "other processes disturbed every new run"
+            elif not more:
+                why = f"max_repeats={self._sweep.options.max_repeats} is reached"
+            elif self._is_too_late(len(more)):
+                why = "more repeats would end after time_limit_s"
+            if why:
+                groups = f"{len(undecided)} of {len(grown.groups())} groups"
+                print(f"repeats=auto gives up with {groups} undecided: {why}", flush=True)
+                break
+            print(f"{len(undecided)} groups are not decided: {more[-1].repeat} repeats", flush=True)
+            self._sweep, jobs = grown, more
             self._sweep.save()
-            print(f"{len(undecided)} groups are not decided: {count} repeats", flush=True)
-            disturbed = self._run_jobs(jobs)
+            disturbed = self._run_until_quiet(jobs)
         return self._sweep
 
-    def _run_jobs(self, jobs: Sequence[Job]) -> list[Job]:
+    def _run_until_quiet(self, jobs: Sequence[Job]) -> list[Job]:
         """Run `jobs`, then again those that other processes disturbed, as long as that helps.
         Returns those that are still disturbed.
         """
@@ -144,32 +145,31 @@ class Launcher:
                 break
         return disturbed
 
-    def _is_too_late(self, jobs: int) -> bool:
-        """Whether as many more jobs would end after time_limit_s."""
-        limit_s = self._sweep.options.time_limit_s
-        left_s = jobs * self._mean_s() / len(self._slots)
-        return limit_s is not None and time.monotonic() - self._began_s + left_s > limit_s
-
     def _mean_s(self) -> float:
         return sum(self._seconds) / max(1, len(self._seconds))
 
-    def _run_groups(self, jobs: Sequence[Job]) -> None:
-        self._left = self._sweep.groups(jobs)
-        self._count, self._ended = len(jobs), 0
-        with ThreadPoolExecutor(len(self._slots)) as pool:
-            list(pool.map(self._work, self._slots))
+    def _remaining_s(self, jobs: int) -> float:
+        return jobs * self._mean_s() / len(self._slots)
 
-    def _work(self, slot: Slot) -> None:
-        """Runs one group after the other, in a thread."""
-        while True:
-            with self._lock:
-                if not self._left:
-                    return
-                group = self._left.pop(0)
-            for job in group:
-                self._wait_for_quiet()
-                if not self._request.stop:
-                    self._run_job(job, slot)
+    def _is_too_late(self, jobs: int) -> bool:
+        """Whether as many more jobs would end after time_limit_s."""
+        limit_s = self._sweep.options.time_limit_s
+        end_s = time.monotonic() - self._began_s + self._remaining_s(jobs)
+        return limit_s is not None and end_s > limit_s
+
+    def _run_groups(self, jobs: Sequence[Job]) -> None:
+        groups = iter(self._sweep.groups(jobs))  # each is taken by one of the threads
+        self._left = len(jobs)
+
+        def work(slot: Slot) -> None:
+            for group in groups:
+                for job in group:
+                    self._wait_for_quiet()
+                    if not self._request.stop:
+                        self._run_job(job, slot)
+
+        with ThreadPoolExecutor(len(self._slots)) as pool:
+            list(pool.map(work, self._slots))
 
     def _wait_for_quiet(self) -> None:
         """Wait for other processes to end, as long as `wait_for_quiet_s` says. By default a wait in
@@ -191,35 +191,40 @@ class Launcher:
             self._show(f"waits: other processes use {others_pct:.0f} % of the CPU cores")
 
     def _run_job(self, job: Job, slot: Slot) -> None:
-        folder, started_s = self._sweep.folder / job.name, time.monotonic()
+        started_s = time.monotonic()
+        outcome = self._outcome(job, slot)
+        seconds = time.monotonic() - started_s
+        with self._console:
+            self._seconds.append(seconds)
+            self._left -= 1
+            place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
+            took = f"in {timedelta(seconds=round(seconds))}{place}"
+            left = timedelta(seconds=round(self._remaining_s(self._left)))
+            start = "\r\x1b[K" if sys.stdout.isatty() else ""
+            print(
+                f"{start}{job.name}: {outcome} {took}; {self._left} jobs, about {left} left",
+                flush=True,
+            )
+
+    def _outcome(self, job: Job, slot: Slot) -> str:
+        """Runs a job, and says in words how it ended."""
+        folder = self._sweep.folder / job.name
         try:
             process = start_job(job, folder, slot, lambda: self._request.stop is not None)
             exit_code = self._wait(job, process)
             signum = self._request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
-            seconds = round(time.monotonic() - started_s, 1)
-            ended = {"exit_code": exit_code, "signal": name, "seconds": seconds}
-            write_json(folder / JOB_NAME, ended)
-            run = completed_run(folder)
-            outcome = f"completed, {run.results['images_per_s']:.1f} images/s"
-            if run.is_disturbed:
-                outcome += f", disturbed: others used {run.others_pct:.0f} % of the CPU cores"
-            else:
-                self._waited_in_vain = False
+            write_json(folder / JOB_NAME, {"exit_code": exit_code, "signal": name})
+            run = outcome_of(folder)
         except (ConfigError, OSError) as error:  # OSError: no space is left
-            outcome = f"not completed: {error}"
-
-        seconds = time.monotonic() - started_s
-        with self._lock:
-            self._ended += 1
-            self._seconds.append(seconds)
-            place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
-            left_s = (self._count - self._ended) * self._mean_s() / len(self._slots)
-            left = f"; about {timedelta(seconds=round(left_s))} left" if left_s else ""
-            took = timedelta(seconds=round(seconds))
-            start = "\r\x1b[K" if sys.stdout.isatty() else ""
-            counter = f"{start}[{self._ended}/{self._count}]"
-            print(f"{counter} {job.name}: {outcome} in {took}{place}{left}", flush=True)
+            run = str(error)
+        if isinstance(run, str):
+            return f"not completed: {run}"
+        speed = f"completed, {run.results['images_per_s']:.1f} images/s"
+        if run.is_disturbed:
+            return f"{speed}, disturbed: others used {run.others_pct:.0f} % of the CPU cores"
+        self._waited_in_vain = False
+        return speed
 
     def _wait(self, job: Job, process: "subprocess.Popen[bytes]") -> int:
         """The exit code of a job, -n after signal n; after a stop signal it has `GRACE_S`."""
@@ -241,7 +246,7 @@ class Launcher:
         """On a terminal: a line that the next one replaces."""
         if sys.stdout.isatty():
             columns = os.get_terminal_size().columns
-            with self._lock:
+            with self._console:
                 print(f"\r\x1b[K{text[: columns - 1]}", end="", flush=True)
 
 

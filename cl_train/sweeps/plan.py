@@ -1,5 +1,5 @@
 """The jobs of `python train.py -m ...`: what runs, in which order and folders. `sweep.json` holds
-this plan; how a job ended stands in its own folder, see `completed_run`.
+this plan; how a job ended stands in its own folder, see `job.outcome_of`.
 """
 
 import re
@@ -136,6 +136,11 @@ class Sweep:
                     jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat))
         return replace(self, jobs=jobs)
 
+    def with_more_repeats(self, groups: Collection[int]) -> "Sweep":
+        """The sweep with two more repeats of these groups, at most `max_repeats`."""
+        last = max((job.repeat for job in self.jobs if job.group in groups), default=0)
+        return self.with_repeats(min(last + 2, self.options.max_repeats), groups)
+
 
 def _free_name(text: str, jobs: Sequence[Job]) -> str:
     """A name of a folder that no other job has: a/b and a_b make the same one."""
@@ -209,7 +214,8 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
         if words or varied or typed & {"compare_by", "nproc"}:
             raise ConfigError(
                 "resume_sweep runs what is missing in a sweep, with its settings: only repeats,"
-                " rerun, max_reruns, wait_for_quiet_s, time_limit_s and launcher.gpus can be added"
+                " max_repeats, rerun, max_reruns, wait_for_quiet_s, time_limit_s and launcher.gpus"
+                " can be added"
             )
         return _resumed(read_sweep(Path(cfg.resume_sweep)), cfg, typed)
     if cfg.rerun != "missing":
@@ -244,10 +250,10 @@ def _has_few_windows(cfg: Config) -> bool:
     epoch_steps = cfg.max_steps or 10**9
     if cfg.data.name in images:
         epoch_steps = images[cfg.data.name] // step_images
-    last = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
-    # A window begins every log_every steps and with each epoch; later ones make no difference.
-    steps = range(cfg.warmup_steps, min(last, cfg.warmup_steps + (MIN_WINDOWS + 1) * cfg.log_every))
-    return sum(step % cfg.log_every == 0 or step % epoch_steps == 0 for step in steps) < MIN_WINDOWS
+    steps = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
+    # An epoch ends a window, too.
+    window_steps = min(cfg.log_every, max(1, epoch_steps))
+    return steps < cfg.warmup_steps + MIN_WINDOWS * window_steps
 
 
 def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
@@ -256,8 +262,8 @@ def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
     options = replace(sweep.options, **{key: getattr(cfg, key) for key in keys})
     before = max(job.repeat for job in sweep.jobs)
     looks = sweep.looks
-    if options.is_auto and not sweep.options.is_auto:
-        looks = options.looks
+    if options.is_auto:
+        looks = max(looks, options.looks)
     elif options.repeats > before:
         looks += 1
     elif "repeats" in keys and not options.is_auto:

@@ -1,13 +1,13 @@
 """The outcome of a comparison: `comparison.json`, `.md`, `.csv`, a chart, a TensorBoard page, and
-one sentence.
+one sentence per pair.
 """
 
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from cl_train.config.validation import train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.charts import Bar, write_chart
 from cl_train.sweeps.dashboard import DASHBOARD, write_dashboard
-from cl_train.sweeps.job import JOB_NAME, completed_run
+from cl_train.sweeps.job import outcome_of
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
-from cl_train.system.files import read_json, write_json, write_text
+from cl_train.system.files import write_json, write_text
 from cl_train.system.processes import with_threads
 from cl_train.system.run_folder import Run, read_run
 from cl_train.system.tables import markdown_table, write_csv
@@ -38,6 +38,73 @@ class Report:
     failed: Sequence[dict[str, Any]] = ()  # job, overrides and why: as in comparison.json
     by: str = "channels_last"
     sweep: Sweep | None = None
+
+    @cached_property
+    def equal(self) -> dict[str, Any]:
+        """What all pairs hold equal."""
+        return _common([pair.held_equal for pair in self.pairs])
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """Names for each pair the model, and the settings and sides that differ between pairs."""
+        facts = [pair.facts for pair in self.pairs]
+        keys = set.intersection(*map(set, facts)) if facts else set()
+        varying = keys - {"model", *_common(facts)}
+        return [
+            " ".join([str(one["model"]), *(f"{key}={one[key]}" for key in one if key in varying)])
+            for one in facts
+        ]
+
+    @cached_property
+    def sides(self) -> tuple[str, str]:
+        """The names of baseline and candidate if they are the same for all pairs."""
+        names = {tuple(pair.sides) for pair in self.pairs}
+        baseline, candidate = names.pop() if len(names) == 1 else ("baseline", "candidate")
+        return baseline, candidate
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Each pair as in comparison.json; every other form of the report is made from them."""
+        return [_row(pair, _to_decide(pair, self)) for pair in self.pairs]
+
+
+def _common(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of these have in common."""
+    first = facts[0] if facts else {}
+    return {
+        key: value
+        for key, value in first.items()
+        if all(one.get(key, "") == value for one in facts)
+    }
+
+
+def _row(pair: Pair, to_decide: str | None) -> dict[str, Any]:
+    def medians(name: str, digits: int) -> dict[str, float | None]:
+        by_side: dict[str, float | None] = {}
+        for side, runs in zip(("baseline", "candidate"), pair.sides.values(), strict=True):
+            values = [run.results[name] for run in runs if name in run.results]
+            by_side[f"{side}_{name}"] = round(statistics.median(values), digits) if values else None
+        return by_side
+
+    interval = pair.interval.to_dict() if pair.interval else {"ratio": None, "ci95": None}
+    return {
+        **pair.facts,
+        "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
+        **medians("images_per_s", 2),
+        **interval,
+        "n": len(pair.runs) // 2,
+        "verdict": pair.verdict,
+        "repeats_to_decide": pair.repeats_to_decide,
+        "to_decide": to_decide,
+        "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
+        **medians("top1", 2),
+        "bottleneck": pair.bottleneck,
+        **medians("peak_memory_gib", 3),
+        "notes": pair.notes,
+    }
+
+
+# --- read -----------------------------------------------------------------------------------------
 
 
 def compare_folders(
@@ -64,14 +131,12 @@ def compare_folders(
         is_pair = len(runs) == 2
         pairs = [compare_pair(runs[:1], runs[1:], by)] if is_pair else compare_runs(runs, by)
         report = Report(pairs, by=by)
-    pairs = [replace(pair, to_decide=_to_decide(pair, report)) for pair in report.pairs]
-    report = replace(report, pairs=pairs)
 
     where = "For the report as files: out=FOLDER"
     if out:
         write_report(report, out)
         where = f"Report: {out / 'comparison.md'}"
-    if out and pairs:
+    if out and report.pairs:
         where += f"\nCurves: {shlex.join(['tensorboard', '--logdir', str(out / DASHBOARD)])}"
     text = as_markdown(report) if show_table else verdict_sentence(report)
     print(text, where, sep="\n", flush=True)
@@ -86,173 +151,116 @@ def read_report(folder: Path, by: str | None = None) -> Report:
         what = "neither a sweep (sweep.json) nor a folder of two or more runs"
         raise ConfigError(f"{folder}: {what if folder.exists() else 'no such folder'}")
     jobs = sweep.jobs if sweep else [Job(n, name, [name]) for n, name in enumerate(names)]
-    read = completed_run if sweep else read_run
     runs, failed = [], []
     for job in jobs:
         try:
-            runs.append(replace(read(folder / job.name), repeat=job.repeat))
+            run = outcome_of(folder / job.name) if sweep else read_run(folder / job.name)
         except ConfigError as error:
+            run = str(error)
+        if isinstance(run, Run):
+            runs.append(replace(run, repeat=job.repeat))
+        else:
             overrides = " ".join(job.overrides)
-            failed.append({"job": job.number, "overrides": overrides, "why": str(error)})
+            failed.append({"job": job.number, "overrides": overrides, "why": run})
     by = by or (sweep.compare_by if sweep else "channels_last")
     return Report(compare_runs(runs, by, sweep.looks if sweep else 1), failed, by, sweep)
 
 
+# --- what would decide a pair ---------------------------------------------------------------------
+
+
 def _to_decide(pair: Pair, report: Report) -> str | None:
     """The command that probably decides the pair, and its time; None if it is decided."""
-    by, sweep = report.by, report.sweep
+    sweep = report.sweep
     if sweep and pair.is_disturbed:
         noisy = [run for run in pair.runs if run.is_disturbed]
-        command = sweep.resume_command("rerun=noisy")
-        what = f"on a quieter machine, {_duration(noisy, len(noisy))}: {command}"
-        if by != "channels_last":
-            return what
-        keys = ("model", "precision", "batch_size", "data.image_size")
-        facts = {key: pair.runs[0].fact(key) for key in keys}
-        words = [f"{key}={value}" for key, value in facts.items() if value is not None]
-        benchmark = f"OMP_NUM_THREADS=1 cl-train benchmark {shlex.join(words)}"
-        return f"{what}; on this one: {benchmark}"
-    values = [str(runs[0].settings.get(by)) for runs in pair.sides.values()]
+        again = f"{_duration(noisy, len(noisy))}: {sweep.resume_command('rerun=noisy')}"
+        in_process = f"; on this one: {_benchmark(pair)}" if report.by == "channels_last" else ""
+        return f"on a quieter machine, {again}{in_process}"
+    values = [str(runs[0].settings.get(report.by)) for runs in pair.sides.values()]
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
     count = pair.repeats_to_decide
-    if sweep and count is None:
+    if not sweep:
+        count = count or 12
+        words = [f"config={pair.runs[0].folder}", f"{report.by}={','.join(values)}"]
+        if report.by != "channels_last":
+            words.append(f"compare_by={report.by}")
+        command = with_threads(f"{train_program()} -m {shlex.join(words)} repeats={count}")
+        return f"{_duration(pair.runs, 2 * count)} for about {count} repeats: {command}"
+    if count is None:
         why = "not even 100 repeats would decide it at this spread; a quieter machine may"
         return f"{why}: {sweep.resume_command('rerun=noisy', 'repeats=auto')}"
 
-    count = count or 12
-    more = 2 * count
-    if sweep:
-        more -= len(pair.runs)
-        # repeats=N adds them to the decided pairs too.
-        all_undecided = all(pair.verdict == "inconclusive" for pair in report.pairs)
-        command = sweep.resume_command(f"repeats={count}" if all_undecided else "repeats=auto")
-    else:
-        compared = "" if by == "channels_last" else f" compare_by={by}"
-        config = shlex.quote(f"config={pair.runs[0].folder}")
-        settings = f"{config} {by}={','.join(values)}{compared} repeats={count}"
-        command = with_threads(f"{train_program()} -m {settings}")
-    return f"{_duration(pair.runs, more)} for about {count} repeats: {command}"
+    # repeats=N adds them to the decided pairs too.
+    words = [f"repeats={count}"]
+    if sweep.options.is_auto or any(pair.verdict != "inconclusive" for pair in report.pairs):
+        words = ["repeats=auto"]
+        if count > sweep.options.max_repeats:
+            words.append(f"max_repeats={count}")
+    more = _duration(pair.runs, 2 * count - len(pair.runs))
+    return f"{more} for about {count} repeats: {sweep.resume_command(*words)}"
+
+
+def _benchmark(pair: Pair) -> str:
+    """The command that compares the layouts of the pair although other processes run."""
+    keys = ("model", "precision", "batch_size", "data.image_size")
+    facts = {key: pair.runs[0].fact(key) for key in keys}
+    words = [f"{key}={value}" for key, value in facts.items() if value is not None]
+    return f"OMP_NUM_THREADS=1 cl-train benchmark {shlex.join(words)}"
 
 
 def _duration(runs: Sequence[Run], count: int) -> str:
     """The time of `count` runs like these."""
-    seconds = statistics.fmean(map(_process_s, runs))
-    return f"about {timedelta(seconds=round(count * seconds))}"
+    seconds = count * statistics.fmean(run.summary.get("seconds", 0.0) for run in runs)
+    return f"about {timedelta(seconds=round(seconds))}"
 
 
-def _process_s(run: Run) -> float:
-    """Of a job with the start of its process, which the run's own clock does not see."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        return float(read_json(run.folder / JOB_NAME)["seconds"])
-    return float(run.summary.get("seconds", run.times[1] - run.times[0]))
+# --- written and printed --------------------------------------------------------------------------
 
 
 def write_report(report: Report, folder: Path) -> None:
     """Write all files of the report and its TensorBoard page into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [_row(pair) for pair in report.pairs]
     document = {
         "schema_version": 1,
         "verdict": verdict_sentence(report),
-        "pairs": rows,
+        "pairs": report.rows,
         "failed": report.failed,
     }
     write_json(folder / "comparison.json", document, indent=2)
-    write_csv(folder / "comparison.csv", _flat(rows), [] if rows else ["verdict"])
+    cells = []  # a number, or a text, in each
+    for row in report.rows:
+        low, high = row["ci95"] or (None, None)
+        bounds = {"ci95_low": low, "ci95_high": high}
+        cells.append(row | {"notes": " | ".join(row["notes"])} | bounds)
+        del cells[-1]["ci95"]
+    write_csv(folder / "comparison.csv", cells, [] if cells else ["verdict"])
 
-    labels = _labels(report.pairs)
     bars = []
-    for label, pair in zip(labels, report.pairs, strict=True):
+    for label, pair in zip(report.labels, report.pairs, strict=True):
         reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
-        bars.append(Bar(label, pair.interval, pair.verdict, f"{_ratio(pair)} {pair.words}{reason}"))
-    sides = _sides(report.pairs)
-    equal = _common([pair.held_equal for pair in report.pairs])
-    facts = [str(equal[name]) for name in ("model", "precision", "device_name") if name in equal]
-    title = f"Training speed: {sides[1]} against {sides[0]}\n{', '.join(facts)}"
-    has_chart = write_chart({"": bars}, title, sides, folder / "comparison.png")
+        words = f"{pair.ratio} {pair.words}{reason}"
+        bars.append(Bar(label, pair.interval, pair.verdict, words))
+    baseline, candidate = report.sides
+    named = [name for name in ("model", "precision", "device_name") if name in report.equal]
+    facts = ", ".join(str(report.equal[name]) for name in named)
+    title = f"Training speed: {candidate} against {baseline}\n{facts}"
+    has_chart = write_chart({"": bars}, title, report.sides, folder / "comparison.png")
 
     text = as_markdown(report)
     image = "\n![speed ratios with 95 % intervals](comparison.png)\n" if has_chart else ""
     write_text(folder / "comparison.md", text + image)
-    write_dashboard(report.pairs, labels, text, folder)
-
-
-def _flat(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of comparison.csv: a number, or a text, in each cell."""
-    flat = []
-    for row in rows:
-        low, high = row["ci95"] or (None, None)
-        others = {name: value for name, value in row.items() if name != "ci95"}
-        notes = " | ".join(row["notes"])
-        flat.append(others | {"ci95_low": low, "ci95_high": high, "notes": notes})
-    return flat
-
-
-def _row(pair: Pair) -> dict[str, Any]:
-    """A pair as in comparison.json."""
-
-    def medians(name: str, digits: int) -> dict[str, float | None]:
-        by_side: dict[str, float | None] = {}
-        for side, runs in zip(("baseline", "candidate"), pair.sides.values(), strict=True):
-            values = [run.results[name] for run in runs if name in run.results]
-            by_side[f"{side}_{name}"] = round(statistics.median(values), digits) if values else None
-        return by_side
-
-    interval = pair.interval.to_dict() if pair.interval else {"ratio": None, "ci95": None}
-    return {
-        **pair.held_equal,
-        **pair.names,
-        "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        **medians("images_per_s", 2),
-        **interval,
-        "n": len(pair.runs) // 2,
-        "verdict": pair.verdict,
-        "repeats_to_decide": pair.repeats_to_decide,
-        "to_decide": pair.to_decide,
-        "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
-        **medians("top1", 2),
-        "bottleneck": pair.bottleneck,
-        **medians("peak_memory_gib", 3),
-        "notes": pair.notes,
-    }
-
-
-def _common(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of these have in common."""
-    first = facts[0] if facts else {}
-    return {
-        key: value
-        for key, value in first.items()
-        if all(one.get(key, "") == value for one in facts)
-    }
-
-
-def _sides(pairs: Sequence[Pair]) -> tuple[str, str]:
-    """The names of baseline and candidate if they are the same for all pairs."""
-    names = {tuple(pair.sides) for pair in pairs}
-    baseline, candidate = names.pop() if len(names) == 1 else ("baseline", "candidate")
-    return baseline, candidate
-
-
-def _labels(pairs: Sequence[Pair]) -> list[str]:
-    """Names for each pair the model, and the settings and sides that differ between the pairs."""
-    facts = [pair.held_equal | pair.names for pair in pairs]
-    keys = set.intersection(*map(set, facts)) if facts else set()
-    varying = keys - {"model", *_common(facts)}
-    return [
-        " ".join([str(one["model"]), *(f"{key}={one[key]}" for key in one if key in varying)])
-        for one in facts
-    ]
+    write_dashboard(report.pairs, report.labels, text, folder)
 
 
 def verdict_sentence(report: Report) -> str:
     """The outcome, a line for each pair."""
     lines = []
-    for label, pair in zip(_labels(report.pairs), report.pairs, strict=True):
+    for label, pair, row in zip(report.labels, report.pairs, report.rows, strict=True):
         precision, interval = pair.held_equal.get("precision"), pair.interval
         what = f"{label} ({precision})" if precision and "precision=" not in label else label
-        next_step = f" To decide it, {pair.to_decide}" if pair.to_decide else ""
+        next_step = f" To decide it, {row['to_decide']}" if row["to_decide"] else ""
         baseline, candidate = pair.sides
         if pair.verdict == "not_comparable" or interval is None:
             reason = f"{candidate} and {baseline} are not comparable: {pair.notes[0]}."
@@ -274,33 +282,32 @@ def verdict_sentence(report: Report) -> str:
 
 def as_markdown(report: Report) -> str:
     """The page `comparison.md`, without the chart."""
-    pairs, labels = report.pairs, _labels(report.pairs)
-    paragraphs = ["# Comparison", verdict_sentence(report)]
-    if pairs:
-        paragraphs.append(markdown_table(_table(pairs, labels)))
-    if equal := _common([pair.held_equal for pair in pairs]):
-        shown = [f"{key} {'auto' if value is None else value}" for key, value in equal.items()]
+    paragraphs = ["# Comparison", verdict_sentence(report), markdown_table(_table(report))]
+    if report.equal:
+        shown = [
+            f"{key} {'auto' if value is None else value}" for key, value in report.equal.items()
+        ]
         paragraphs.append(f"Equal for all: {', '.join(shown)}.")
     by_note: dict[str, list[str]] = {}
-    for label, pair in zip(labels, pairs, strict=True):
+    for label, pair in zip(report.labels, report.pairs, strict=True):
         for note in pair.notes:
             by_note.setdefault(note, []).append(label)
-    if by_note:
-        notes = [f"- {', '.join(concerned)}: {note}" for note, concerned in by_note.items()]
-        paragraphs.append("\n".join(notes))
-    decided = sum(pair.verdict in ("faster", "slower") for pair in pairs)
+    notes = [f"- {', '.join(concerned)}: {note}" for note, concerned in by_note.items()]
+    paragraphs.append("\n".join(notes))
+    count = len(report.pairs)
+    decided = sum(pair.verdict in ("faster", "slower") for pair in report.pairs)
     if decided > 1:
-        wrong = f"up to {0.05 * len(pairs):.1f} of these {len(pairs)} pairs"
+        wrong = f"up to {0.05 * count:.1f} of these {count} pairs"
         paragraphs.append(
             f"{decided} differences are reported. Where two sides are equal, chance makes one in"
             f" 5 % of the comparisons: expect {wrong} to be wrong if nothing differs."
         )
     if report.failed:
         paragraphs += ["## Jobs that did not finish", markdown_table(list(report.failed))]
-    return "\n\n".join([*paragraphs, EXPLANATION, ""])
+    return "\n\n".join([*filter(None, paragraphs), EXPLANATION, ""])
 
 
-def _table(pairs: Sequence[Pair], labels: Sequence[str]) -> list[dict[str, str]]:
+def _table(report: Report) -> list[dict[str, str]]:
     """Cells by the titles of their columns."""
 
     def both(row: dict[str, Any], name: str, digits: int) -> str:
@@ -310,19 +317,14 @@ def _table(pairs: Sequence[Pair], labels: Sequence[str]) -> list[dict[str, str]]
     return [
         {
             "": label,
-            f"images/s: {' / '.join(_sides(pairs))}": both(row, "images_per_s", 1),
-            "ratio [95 %]": _ratio(pair),
+            f"images/s: {' / '.join(report.sides)}": both(row, "images_per_s", 1),
+            "ratio [95 %]": pair.ratio,
             "n": str(row["n"]),
             "verdict": f"**{pair.words}**",
             "top-1 %": both(row, "top1", 2),
             "loss gap": "-" if pair.loss_gap is None else f"{pair.loss_gap:.4f}",
             "peak memory GiB": both(row, "peak_memory_gib", 2),
-            "bottleneck": pair.bottleneck,
+            "bottleneck": row["bottleneck"],
         }
-        for label, pair, row in zip(labels, pairs, map(_row, pairs), strict=True)
+        for label, pair, row in zip(report.labels, report.pairs, report.rows, strict=True)
     ]
-
-
-def _ratio(pair: Pair) -> str:
-    untrusted = "untrusted " if pair.verdict == "not_comparable" else ""
-    return f"{untrusted}{pair.interval}" if pair.interval else "-"

@@ -1,9 +1,9 @@
 """Which runs may be compared with which, and the verdict on each pair."""
 
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -60,11 +60,11 @@ class Pair:
     loss_gap: float | None  # mean of candidate - baseline over the last quarter of the common steps
     repeats_to_decide: int | None  # runs per side that would probably decide an inconclusive pair
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
-    to_decide: str | None = None  # what to do about an undecided pair: a command, and its time
 
     @property
-    def names(self) -> dict[str, str]:
-        return dict(zip(("baseline", "candidate"), self.sides, strict=True))
+    def facts(self) -> dict[str, Any]:
+        """What the sides have in common, and their names."""
+        return self.held_equal | dict(zip(("baseline", "candidate"), self.sides, strict=True))
 
     @property
     def runs(self) -> list[Run]:
@@ -79,6 +79,12 @@ class Pair:
     def words(self) -> str:
         return self.verdict.replace("_", " ")
 
+    @property
+    def ratio(self) -> str:
+        """The ratio with its interval."""
+        untrusted = "untrusted " if self.verdict == "not_comparable" else ""
+        return f"{untrusted}{self.interval}" if self.interval else "-"
+
 
 def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1) -> list[Pair]:
     """Pair runs that differ only in `by`. Those without such a partner are paired with others of
@@ -90,20 +96,19 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1)
         groups.setdefault(equal, {}).setdefault(_value(run, by), []).append(run)
 
     pairs = []
-    alone: dict[str, dict[str, list[list[Run]]]] = {}  # by model and value
+    alone: dict[str, list[list[Run]]] = {}  # repeats of one value, by model
     for group in groups.values():
-        value, *others = sorted(group, key=_baseline_first)
-        pairs += [compare_pair(group[value], group[other], by, looks) for other in others]
+        first, *others = sorted(group.values(), key=partial(_baseline_first, by))
+        pairs += [compare_pair(first, other, by, looks) for other in others]
         if not others:
-            model = str(group[value][0].fact("model"))
-            alone.setdefault(model, {}).setdefault(value, []).append(group[value])
-    for sides in alone.values():
-        value, *others = sorted(sides, key=_baseline_first)
-        first, *baselines = sides[value]
-        candidates = [side for other in others for side in sides[other]]
-        pairs += [compare_pair(first, candidate, by) for candidate in candidates]
-        # Every run is named, if there is any other value.
-        pairs += [compare_pair(one, other, by) for one in baselines for other in candidates[:1]]
+            alone.setdefault(str(first[0].fact("model")), []).append(first)
+    for repeats in alone.values():
+        first, *others = sorted(repeats, key=partial(_baseline_first, by))
+        last = [first, *others][-1]
+        for other in others:
+            partner = last if _value(other[0], by) == _value(first[0], by) else first
+            if _value(other[0], by) != _value(partner[0], by):
+                pairs.append(compare_pair(partner, other, by))
     return pairs
 
 
@@ -111,48 +116,39 @@ def compare_pair(
     one: Sequence[Run], other: Sequence[Run], by: str = "channels_last", looks: int = 1
 ) -> Pair:
     """The verdict on repeats of one setting against repeats of another, in either order."""
-    sides = sorted((one, other), key=lambda runs: _baseline_first(_value(runs[0], by)))
-    repeats = _repeats(*sides)
+    repeats = _repeats(*sorted((one, other), key=partial(_baseline_first, by)))
     # What others did does not depend on the side.
     quiet = [pair for pair in repeats if not any(run.is_disturbed for run in pair)]
-    is_shortened = 2 <= len(quiet) < len(repeats)
-    first, second = map(list, zip(*(quiet if is_shortened else repeats), strict=True))
-    names = _names(first[0], second[0], by)
+    left_out = len(repeats) - len(quiet) if len(quiet) >= 2 else 0
+    first, second = map(list, zip(*(quiet if left_out else repeats), strict=True))
+    sides = dict(zip(_names(first[0], second[0], by), (first, second), strict=True))
 
-    reasons = list(_obstacles(first, second, by, names))
+    notes = list(_obstacles(sides, by))
     speeds = [run.images_per_s for run in first], [run.images_per_s for run in second]
     interval, verdict = None, "not_comparable"
     if all(run.windows_after_warmup >= MIN_WINDOWS for run in [*first, *second]):
         interval = interval_of_runs(*speeds, looks=looks)
-        if not reasons:
-            verdict = verdict_of(interval)
+        verdict = verdict if notes else verdict_of(interval)
 
-    waits_pct = [statistics.median(run.data_wait_pct for run in runs) for runs in (first, second)]
+    waits_pct = [statistics.median(run.data_wait_pct for run in runs) for runs in sides.values()]
     is_loader_bound = max(waits_pct) >= LOADER_BOUND_PCT
-    # The faster side may well wait more: the loader limits it, and it would be faster still.
-    slower_waits_more_pct = {
-        "faster": waits_pct[0] - waits_pct[1],
-        "slower": waits_pct[1] - waits_pct[0],
-    }.get(verdict, math.inf)
-    is_explained = slower_waits_more_pct >= LOADER_BOUND_PCT / 2
-    is_decided = verdict in ("faster", "slower")
-    if interval and (is_loader_bound or (is_decided and is_explained)):
-        waits = _of_both([f"{pct:.0f} %" for pct in waits_pct], names)
+    is_explained = _waiting_explains(verdict, *waits_pct)
+    if is_loader_bound or is_explained:
+        waits = _of_both([f"{pct:.0f} %" for pct in waits_pct], sides)
         advice = "use more data.workers, a local disk, or data=synthetic"
-        reasons.append(f"loader-bound: the step waited for its batch {waits}; {advice}")
-        if is_explained:
-            verdict = "not_comparable"
+        notes.append(f"loader-bound: the step waited for its batch {waits}; {advice}")
+    if is_explained:
+        verdict = "not_comparable"
 
-    notes = [*reasons, *_remarks(first, second, by)]
-    if is_shortened:
-        left_out = len(repeats) - len(quiet)
+    notes += _remarks(sides, by)
+    if left_out:
         notes.append(f"{left_out} repeats are left out, because other processes disturbed them")
-    if interval and interval.n == 1 and verdict != "not_comparable":
+    if len(first) == 1 and verdict != "not_comparable":
         assumed = "one run per side cannot show how much processes differ: 5 % is assumed"
         notes.append(f"{assumed}; repeats=4 measures it")
     return Pair(
         _shown_equal(first[0], second[0], by),
-        dict(zip(names, (first, second), strict=True)),
+        sides,
         interval,
         verdict,
         "loader" if is_loader_bound else "compute",
@@ -162,12 +158,25 @@ def compare_pair(
     )
 
 
+def _waiting_explains(verdict: str, baseline_pct: float, candidate_pct: float) -> bool:
+    """Whether the verdict may come from waiting for data: the slower side waited longer, or the
+    loader hid a difference. (If the faster side waits more, it would be faster still.)
+    """
+    if verdict not in ("faster", "slower"):
+        return max(baseline_pct, candidate_pct) >= LOADER_BOUND_PCT
+    slower_pct, faster_pct = candidate_pct, baseline_pct
+    if verdict == "faster":
+        slower_pct, faster_pct = baseline_pct, candidate_pct
+    return slower_pct - faster_pct >= LOADER_BOUND_PCT / 2
+
+
 def _value(run: Run, by: str) -> str:
     return str(run.settings.get(by))
 
 
-def _baseline_first(value: str) -> tuple[bool, float, str]:
+def _baseline_first(by: str, repeats: Sequence[Run]) -> tuple[bool, float, str]:
     """Sort key: `false` and `fp32` first, then numbers by size: the usual value is the baseline."""
+    value = _value(repeats[0], by)
     is_number = value.replace(".", "", 1).isdecimal()
     return value.lower() not in ("false", "fp32"), float(value) if is_number else 0.0, value
 
@@ -184,8 +193,8 @@ def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
     return f"{one} ({first.folder})", f"{other} ({second.folder})"
 
 
-def _of_both(values: Sequence[str], names: tuple[str, str]) -> str:
-    return f"{values[0]} ({names[0]}) and {values[1]} ({names[1]})"
+def _of_both(values: Sequence[str], sides: dict[str, list[Run]]) -> str:
+    return " and ".join(f"{value} ({name})" for value, name in zip(values, sides, strict=True))
 
 
 def _repeats(baseline: Sequence[Run], candidate: Sequence[Run]) -> list[tuple[Run, Run]]:
@@ -237,10 +246,9 @@ def _shown_equal(first: Run, second: Run, by: str) -> dict[str, Any]:
     }
 
 
-def _obstacles(
-    first: list[Run], second: list[Run], by: str, names: tuple[str, str]
-) -> Iterator[str]:
+def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
     """Why the speeds of two sides cannot be compared, one sentence each."""
+    first, second = sides.values()
     baseline, candidate, runs = first[0], second[0], [*first, *second]
     on_cpu = baseline.fact("device") == "cpu"
     yield from dict.fromkeys(problem for run in runs for problem in run.problems)
@@ -248,8 +256,8 @@ def _obstacles(
     one, other = _held_equal(baseline, by), _held_equal(candidate, by)
     for key in {**one, **other}:
         if one.get(key) != other.get(key):
-            values = [f"{show(side.get(key)):.200}" for side in (one, other)]
-            yield f"{key} differs: {_of_both(values, names)}"
+            values = [f"{show(held.get(key)):.200}" for held in (one, other)]
+            yield f"{key} differs: {_of_both(values, sides)}"
     for run in (baseline, candidate):
         if by not in run.settings:
             yield f"{by} of {run.folder.name} is unknown"
@@ -283,12 +291,13 @@ def _obstacles(
     busy_pct = [max(run.others_pct for run in side) for side in (first, second)]
     # A GPU's speed suffers less; equal load is no problem.
     if max(busy_pct) >= TOO_BUSY_PCT and (on_cpu or abs(busy_pct[0] - busy_pct[1]) >= TOO_BUSY_PCT):
-        loads = _of_both([f"{pct:.0f} %" for pct in busy_pct], names)
+        loads = _of_both([f"{pct:.0f} %" for pct in busy_pct], sides)
         yield f"other processes used up to {loads} of the CPU cores"
 
 
-def _remarks(first: list[Run], second: list[Run], by: str) -> Iterator[str]:
+def _remarks(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
     """Notes that do not prevent a verdict but help to interpret it."""
+    first, second = sides.values()
     baseline, candidate, runs = first[0], second[0], [*first, *second]
     changed = [key for key in _differing([baseline, candidate]) if key != by]
     if of_loss := [key for key in changed if affects(key) == "loss"]:

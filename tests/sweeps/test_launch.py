@@ -18,13 +18,14 @@ from cl_train.errors import ConfigError, LockHeld
 from cl_train.sweeps import job as job_module
 from cl_train.sweeps import launch as sweep_module
 from cl_train.sweeps import slots as slots_module
-from cl_train.sweeps.job import LOG_NAME, problem_of, start_job
+from cl_train.sweeps.job import LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.launch import run_sweep
 from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
 from cl_train.sweeps.report import compare_folders
 from cl_train.sweeps.slots import Slot
 from cl_train.system import files
 from cl_train.system.processes import MachineLoad
+from cl_train.system.run_folder import Run
 from tests.processes import LIMIT_S, wait_until
 from tests.sweeps.test_plan import BOTH, saved_plan
 
@@ -92,8 +93,9 @@ def calls(stand_in):
 
 
 def problems(folder):
-    """Of each job of the sweep in `folder`, by its name."""
-    return {job.name: problem_of(folder / job.name) for job in read_sweep(folder).jobs}
+    """Why each job of the sweep in `folder` is not completed; None if it is."""
+    outcomes = [outcome_of(folder / job.name) for job in read_sweep(folder).jobs]
+    return [outcome if isinstance(outcome, str) else None for outcome in outcomes]
 
 
 def sweep(folder, *words):
@@ -146,7 +148,7 @@ def test_compare_and_the_sweep_reach_the_same_verdict(stand_in, folder, tmp_path
     for damaged in (None, "metrics.jsonl", "summary.json"):
         if damaged:
             (runs[0] / damaged).write_text("garbage\n{\n")
-        assert problem_of(runs[0]) is not None
+        assert isinstance(outcome_of(runs[0]), str)
         assert resume(folder) == 0
         assert list(calls(stand_in)) == [runs[0].name] and len(compared(folder)) == 1
 
@@ -154,7 +156,7 @@ def test_compare_and_the_sweep_reach_the_same_verdict(stand_in, folder, tmp_path
 @pytest.mark.slow
 def test_bad_jobs_do_not_stop_the_others_and_are_run_again(stand_in, folder, capsys):
     assert sweep(folder, "channels_last=true", "model=resnet18,alexnet,vgg11,resnet50") == 1
-    first, raised, killed, last = problems(folder).values()
+    first, raised, killed, last = problems(folder)
     assert first is None and last is None
     assert str(raised).startswith("MemoryError: DefaultCPU")
     assert str(killed).startswith("killed by SIGKILL")
@@ -167,7 +169,7 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(stand_in, folder, cap
     calls(stand_in)
     assert resume(folder) == 0
     assert list(calls(stand_in)) == ["alexnet_channels_last", "vgg11_channels_last"]
-    assert set(problems(folder).values()) == {None} and compared(folder, "failed") == []
+    assert set(problems(folder)) == {None} and compared(folder, "failed") == []
 
 
 @pytest.mark.slow
@@ -183,7 +185,10 @@ def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in, tmp_pat
     (saved / "config.yaml").write_text("model: resnet18\nbatch_size: 96\n")
     planned.save()
     assert resume(planned.folder) == 1
-    assert problem_of(started) is None and "'overwrite=true'" in (started / LOG_NAME).read_text()
+    assert (
+        isinstance(outcome_of(started), Run)
+        and "'overwrite=true'" in (started / LOG_NAME).read_text()
+    )
     assert "'batch_size=96', 'resume=auto'" in (saved / LOG_NAME).read_text()
     assert not any(foreign.iterdir())
     assert f"not completed: {foreign} exists already" in capsys.readouterr().out
@@ -229,7 +234,7 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in, folder, si
     process.send_signal(signum)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signum
-    done, interrupted, pending = problems(folder).values()
+    done, interrupted, pending = problems(folder)
     assert (done, pending) == (None, "has not run")
     assert str(interrupted).startswith("interrupted, stopped by SIG")
     assert "stopped by SIG" in output and "resume_sweep=" in output
@@ -247,10 +252,10 @@ def test_a_killed_launcher_takes_its_job_along_and_resumes(stand_in, folder, cap
             run_sweep(["-m", f"resume_sweep={folder}"])
         (stand_in.parent / "mended").touch()
         launcher.kill()
-    assert problem_of(folder / "vgg16_channels_last") == "runs, or was killed"
+    assert outcome_of(folder / "vgg16_channels_last") == "runs, or was killed"
     assert resume(folder) == 0
     assert capsys.readouterr().err.count("waiting for vgg16_channels_last: locked by") == 1
-    assert set(problems(folder).values()) == {None}
+    assert set(problems(folder)) == {None}
 
 
 def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(stand_in, folder, monkeypatch):
@@ -310,8 +315,8 @@ def test_a_sweep_gets_more_repeats(stand_in, folder):
 
 
 @pytest.mark.slow
-def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder):
-    """The second model is noisy at first; the first one gets no more repeats."""
+def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder, capsys):
+    """Or says why it gives up. The second model is noisy at first; the first one gets no more repeats."""
     quiet = "0 0.1 -0.1 0"
     (stand_in.parent / "noise").write_text(f"{quiet} 0 30 -30 0 {quiet} {quiet} {quiet} {quiet}")
     assert sweep(folder, BOTH, "model=resnet18,vit_b_16", "repeats=auto") == 0
@@ -320,11 +325,19 @@ def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder):
     assert second["verdict"] == "faster" and 4 <= second["n"] <= 12 and second["n"] % 2 == 0
     assert read_sweep(folder).looks == 6
     (stand_in.parent / "noise").write_text("50 -50 " * 20)
+    assert "gives up" not in capsys.readouterr().out
     for limit, repeats in (("max_repeats=3", 3), ("time_limit_s=0.01", 2)):
-        limited = folder.with_name(limit.partition("=")[0])
+        name = limit.partition("=")[0]
+        limited = folder.with_name(name)
         assert sweep(limited, BOTH, "model=vit_b_16", "repeats=auto", limit) == 0
         assert compared(limited)[0]["n"] == repeats
         assert compared(limited)[0]["verdict"] == "inconclusive"
+        assert re.search(
+            f"gives up with 1 of 1 groups undecided: .*{name}", capsys.readouterr().out
+        )
+        assert "repeats=auto" in compared(limited)[0]["to_decide"]
+    more = plan_sweep(["-m", f"resume_sweep={limited}", "repeats=auto", "max_repeats=20"])
+    assert more.looks == 10, "each of more looks may err less"
 
 
 def test_a_sweep_waits_for_a_quiet_machine(stand_in, folder, monkeypatch):
