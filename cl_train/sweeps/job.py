@@ -113,10 +113,8 @@ def _how_it_ended(folder: Path) -> str | None:
     try:
         ended = read_json(folder / JOB_NAME)
         exit_code, signal_name = ended["exit_code"], ended["signal"]
-    except FileNotFoundError:
-        return "runs, or was killed"
     except (OSError, ValueError, LookupError, TypeError):
-        return f"{JOB_NAME} cannot be read"
+        return "runs, or was killed"
     if exit_code == 0:
         return None
     if signal_name in ("SIGINT", "SIGTERM", "SIGHUP"):

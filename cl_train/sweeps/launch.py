@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
@@ -62,14 +63,13 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
         print(f"sweep of {len(sweep.jobs)} jobs, {len(jobs)} to run, in {where}", flush=True)
         sweep = Launcher(sweep, slots, request).run(jobs)
         compare_folders([sweep.folder])
-    has_missing = bool(missing_jobs(sweep))
-    if has_missing:
+    missing = missing_jobs(sweep)
+    if missing:
         print(f"{sweep.resume_command()} runs what is missing", flush=True)
-    return 128 + request.stop if request.stop else int(has_missing)
+    return 128 + request.stop if request.stop else int(missing != [])
 
 
 def missing_jobs(sweep: Sweep) -> list[Job]:
-    """The jobs still to run."""
     return [job for job in sweep.jobs if isinstance(outcome_of(sweep.folder / job.name), str)]
 
 
@@ -145,17 +145,13 @@ class Launcher:
                 break
         return disturbed
 
-    def _mean_s(self) -> float:
-        return sum(self._seconds) / max(1, len(self._seconds))
-
-    def _remaining_s(self, jobs: int) -> float:
-        return jobs * self._mean_s() / len(self._slots)
+    def _seconds_for(self, jobs: int) -> float:
+        return jobs * fmean(self._seconds or [0]) / len(self._slots)
 
     def _is_too_late(self, jobs: int) -> bool:
-        """Whether as many more jobs would end after time_limit_s."""
-        limit_s = self._sweep.options.time_limit_s
-        end_s = time.monotonic() - self._began_s + self._remaining_s(jobs)
-        return limit_s is not None and end_s > limit_s
+        """Whether `jobs` more would end after time_limit_s."""
+        limit_s = self._sweep.options.time_limit_s or math.inf
+        return time.monotonic() - self._began_s + self._seconds_for(jobs) > limit_s
 
     def _run_groups(self, jobs: Sequence[Job]) -> None:
         groups = iter(self._sweep.groups(jobs))  # each is taken by one of the threads
@@ -177,7 +173,11 @@ class Launcher:
         """
         limit_s = self._sweep.options.wait_for_quiet_s
         if limit_s is None:
-            limit_s = 0.0 if self._waited_in_vain else min(LONGEST_DEFAULT_WAIT_S, self._mean_s())
+            limit_s = (
+                0.0
+                if self._waited_in_vain
+                else min(LONGEST_DEFAULT_WAIT_S, fmean(self._seconds or [0]))
+            )
         until_s = time.monotonic() + limit_s
         while limit_s and not self._request.stop:
             load = MachineLoad()
@@ -199,7 +199,7 @@ class Launcher:
             self._left -= 1
             place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
             took = f"in {timedelta(seconds=round(seconds))}{place}"
-            left = timedelta(seconds=round(self._remaining_s(self._left)))
+            left = timedelta(seconds=round(self._seconds_for(self._left)))
             start = "\r\x1b[K" if sys.stdout.isatty() else ""
             print(
                 f"{start}{job.name}: {outcome} {took}; {self._left} jobs, about {left} left",

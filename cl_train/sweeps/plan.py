@@ -2,11 +2,13 @@
 this plan; how a job ended stands in its own folder, see `job.outcome_of`.
 """
 
+import math
 import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -164,13 +166,11 @@ def read_sweep(folder: Path) -> Sweep:
         jobs = [Job(**values) for values in document["jobs"]]
         options = Options.of(from_mapping(Config, document.get("options", {})))
         looks = int(document.get("looks", 1))
-        sweep = Sweep(folder, str(document["compare_by"]), jobs, options, looks)
-        is_valid = jobs != [] and looks > 0 and all(map(_is_plain, jobs))
+        if looks < 1 or not jobs or not all(map(_is_plain, jobs)):
+            raise ValueError("a job is not as a sweep writes it")
+        return Sweep(folder, str(document["compare_by"]), jobs, options, looks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r:.200}") from None
-    if not is_valid:
-        raise ConfigError(f"{path} cannot be read: a job is not as a sweep writes it")
-    return sweep
 
 
 def _is_plain(job: Job) -> bool:
@@ -191,19 +191,20 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     ConfigError: a setting of the sweep itself, or a folder that is in use.
     """
     runs = compose(CommandLine.parse(arguments)) if runs is None else runs
-    by_place = list(zip(*(run.words for run in runs), strict=True))
-    fixed = [words[0] for words in by_place if len(set(words)) == 1]
-    varied = {_key(words[0]) for words in by_place if len(set(words)) > 1}
-    own = [word for word in fixed if _is_own(word)]
+    by_place = [set(words) for words in zip(*(run.words for run in runs), strict=True)]
+    fixed = [*chain(*(words for words in by_place if len(words) == 1))]
+    varied = {_key(words.pop()) for words in by_place if len(words) > 1}
+    own = list(filter(_is_own, fixed))
     words = [word for word in fixed if word not in own and not word.startswith("hydra.")]
     problems = [
         f"{key} belongs to the whole sweep and takes one value"
         for key in sorted(filter(_is_own, varied - {*_OF_JOBS}))
     ]
-    if twice := [words for words, count in Counter(run.words for run in runs).items() if count > 1]:
-        listed = " ".join(twice[0])
+    [(most, count)] = Counter(run.words for run in runs).most_common(1)
+    if count > 1:
+        listed = " ".join(most)
         problems.append(f"a value is listed twice ({listed}); repeats=2 runs every job twice")
-    if any(_key(word) == "hydra.run.dir" for word in fixed):
+    if "hydra.run.dir" in map(_key, fixed):
         each = "each job of a sweep has its own folder"
         problems.append(f"hydra.run.dir: {each}; use hydra.sweep.dir=FOLDER")
     if problems:
@@ -247,12 +248,11 @@ def _has_few_windows(cfg: Config) -> bool:
     """Whether a run is too short for a verdict, if the number of images is known."""
     images = {"synthetic": cfg.data.synthetic_images, "sample": SAMPLE_TRAIN_IMAGES}
     step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
-    epoch_steps = cfg.max_steps or 10**9
+    steps, window_steps = cfg.max_steps or math.inf, cfg.log_every
     if cfg.data.name in images:
         epoch_steps = images[cfg.data.name] // step_images
-    steps = min(cfg.max_steps or epoch_steps * cfg.epochs, epoch_steps * cfg.epochs)
-    # An epoch ends a window, too.
-    window_steps = min(cfg.log_every, max(1, epoch_steps))
+        steps = min(steps, epoch_steps * cfg.epochs)
+        window_steps = min(window_steps, epoch_steps)  # an epoch ends a window, too
     return steps < cfg.warmup_steps + MIN_WINDOWS * window_steps
 
 
@@ -266,7 +266,7 @@ def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
         looks = max(looks, options.looks)
     elif options.repeats > before:
         looks += 1
-    elif "repeats" in keys and not options.is_auto:
+    elif "repeats" in keys:
         raise ConfigError(f"repeats={options.repeats}: {sweep.folder} has {before} already")
     # repeats=auto adds them in pairs.
     count = max(2, before + before % 2) if options.is_auto else options.repeats

@@ -175,31 +175,29 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     if sweep and pair.is_disturbed:
         noisy = [run for run in pair.runs if run.is_disturbed]
         again = f"{_duration(noisy, len(noisy))}: {sweep.resume_command('rerun=noisy')}"
-        in_process = f"; on this one: {_benchmark(pair)}" if report.by == "channels_last" else ""
-        return f"on a quieter machine, {again}{in_process}"
+        here = f"; on this one: {_benchmark(pair)}" if report.by == "channels_last" else ""
+        return f"on a quieter machine, {again}{here}"
     values = [str(runs[0].settings.get(report.by)) for runs in pair.sides.values()]
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
     count = pair.repeats_to_decide
-    if not sweep:
-        count = count or 12
-        words = [f"config={pair.runs[0].folder}", f"{report.by}={','.join(values)}"]
-        if report.by != "channels_last":
-            words.append(f"compare_by={report.by}")
-        command = with_threads(f"{train_program()} -m {shlex.join(words)} repeats={count}")
-        return f"{_duration(pair.runs, 2 * count)} for about {count} repeats: {command}"
     if count is None:
-        why = "not even 100 repeats would decide it at this spread; a quieter machine may"
-        return f"{why}: {sweep.resume_command('rerun=noisy', 'repeats=auto')}"
-
-    # repeats=N adds them to the decided pairs too.
-    words = [f"repeats={count}"]
-    if sweep.options.is_auto or any(pair.verdict != "inconclusive" for pair in report.pairs):
+        what = "not even 100 repeats would decide it at this spread; a quieter machine may"
         words = ["repeats=auto"]
-        if count > sweep.options.max_repeats:
-            words.append(f"max_repeats={count}")
-    more = _duration(pair.runs, 2 * count - len(pair.runs))
-    return f"{more} for about {count} repeats: {sweep.resume_command(*words)}"
+    else:
+        more = 2 * count - (len(pair.runs) if sweep else 0)
+        what = f"{_duration(pair.runs, more)} for about {count} repeats"
+        words = [f"repeats={count}"]
+        # repeats=N adds them to the decided pairs too.
+        is_decided = [pair.verdict != "inconclusive" for pair in report.pairs]
+        if sweep and (sweep.options.is_auto or any(is_decided)):
+            words = ["repeats=auto", f"max_repeats={max(count, sweep.options.max_repeats)}"]
+    if sweep:
+        return f"{what}: {sweep.resume_command(*words)}"
+    if report.by != "channels_last":
+        words.append(f"compare_by={report.by}")
+    words = [f"config={pair.runs[0].folder}", f"{report.by}={','.join(values)}", *words]
+    return f"{what}: {with_threads(f'{train_program()} -m {shlex.join(words)}')}"
 
 
 def _benchmark(pair: Pair) -> str:
@@ -231,9 +229,8 @@ def write_report(report: Report, folder: Path) -> None:
     write_json(folder / "comparison.json", document, indent=2)
     cells = []  # a number, or a text, in each
     for row in report.rows:
-        low, high = row["ci95"] or (None, None)
-        bounds = {"ci95_low": low, "ci95_high": high}
-        cells.append(row | {"notes": " | ".join(row["notes"])} | bounds)
+        ends = dict(zip(("ci95_low", "ci95_high"), row["ci95"] or (None, None), strict=True))
+        cells.append(row | {"notes": " | ".join(row["notes"])} | ends)
         del cells[-1]["ci95"]
     write_csv(folder / "comparison.csv", cells, [] if cells else ["verdict"])
 
@@ -243,8 +240,8 @@ def write_report(report: Report, folder: Path) -> None:
         words = f"{pair.ratio} {pair.words}{reason}"
         bars.append(Bar(label, pair.interval, pair.verdict, words))
     baseline, candidate = report.sides
-    named = [name for name in ("model", "precision", "device_name") if name in report.equal]
-    facts = ", ".join(str(report.equal[name]) for name in named)
+    keys = [key for key in ("model", "precision", "device_name") if key in report.equal]
+    facts = ", ".join(str(report.equal[key]) for key in keys)
     title = f"Training speed: {candidate} against {baseline}\n{facts}"
     has_chart = write_chart({"": bars}, title, report.sides, folder / "comparison.png")
 

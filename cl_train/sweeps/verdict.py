@@ -104,11 +104,10 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1)
             alone.setdefault(str(first[0].fact("model")), []).append(first)
     for repeats in alone.values():
         first, *others = sorted(repeats, key=partial(_baseline_first, by))
-        last = [first, *others][-1]
-        for other in others:
-            partner = last if _value(other[0], by) == _value(first[0], by) else first
-            if _value(other[0], by) != _value(partner[0], by):
-                pairs.append(compare_pair(partner, other, by))
+        for one in others:
+            value = _value(one[0], by)
+            partners = [side for side in (first, others[-1]) if _value(side[0], by) != value]
+            pairs += [compare_pair(partner, one, by) for partner in partners[:1]]
     return pairs
 
 

@@ -316,7 +316,7 @@ def test_a_sweep_gets_more_repeats(stand_in, folder):
 
 @pytest.mark.slow
 def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder, capsys):
-    """Or says why it gives up. The second model is noisy at first; the first one gets no more repeats."""
+    """Or says why it gives up. The second model is noisy at first; only it gets more repeats."""
     quiet = "0 0.1 -0.1 0"
     (stand_in.parent / "noise").write_text(f"{quiet} 0 30 -30 0 {quiet} {quiet} {quiet} {quiet}")
     assert sweep(folder, BOTH, "model=resnet18,vit_b_16", "repeats=auto") == 0
