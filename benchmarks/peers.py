@@ -31,7 +31,7 @@ import torch
 from cl_train.cli import exit_code
 from cl_train.commands import Result, print_result
 from cl_train.config.schema import JsonResult, LoaderBenchmarkSettings, OptimConfig, setting
-from cl_train.config.validation import load, optional_module
+from cl_train.config.validation import checked_config, optional_module
 from cl_train.errors import ConfigError
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
 from cl_train.measure.statistics import alternate
@@ -114,7 +114,7 @@ def cl_train_step_s(settings: OverheadSettings, device: torch.device) -> float:
     values |= {"log_every": steps, "warmup_steps": 1}
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(io.StringIO()):
-            assert train(load(values), Path(folder)).exit_code == 0
+            assert train(checked_config(values), Path(folder)).exit_code == 0
         windows = windows_that_count(windows_of(read_records(Path(folder))[0]))
     return statistics.fmean(window.step_ms for window in windows) / 1000
 

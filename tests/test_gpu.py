@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from cl_train.cli import main as cli
 from cl_train.config.schema import FUSED_OPTIMIZERS
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.data import device as transfer
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch
 from cl_train.data.for_other_loops import channels_last_collate
@@ -55,7 +55,7 @@ def deterministic(monkeypatch):
 def settings(**words):
     data = {"name": "synthetic", "image_size": 64, "synthetic_images": 512}
     fixed = {"model": "resnet18", "precision": "fp16", "channels_last": True, "data": data}
-    return load({**fixed, **words})
+    return checked_config({**fixed, **words})
 
 
 def put_together(cfg):

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from cl_train.commands import settings_and_files
 from cl_train.config import schema
-from cl_train.config.fields import FIELDS, suggest
-from cl_train.config.schema import OnDevice, setting
+from cl_train.config.fields import setting, suggest
+from cl_train.config.schema import FIELDS, OnDevice
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_folder
 

@@ -9,9 +9,9 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 from cl_train.commands import COMMANDS
-from cl_train.config.command_line import GROUPS, TYPED_KEYS, group_choices
-from cl_train.config.schema import Config
-from cl_train.config.validation import setting_fields
+from cl_train.config.command_line import TYPED_KEYS, group_choices
+from cl_train.config.fields import setting_fields
+from cl_train.config.schema import GROUPS, Config
 from cl_train.system.files import cache_folder, write_text
 
 INSTALL = "complete -o default -o nospace -C 'cl-train completion query' cl-train"
@@ -50,8 +50,8 @@ def candidates(line: str) -> list[str]:
         choices = model_names("timm" if value.startswith("timm/") else "torchvision")
     elif key in settings:
         item = settings[key]
-        words = ("true", "false") if item.base_type is bool else item.metadata["choices"] or ()
-        choices = [*words, *(item.metadata["words"] or {})]
+        words = ("true", "false") if item.base_type is bool else item.metadata["choices"]
+        choices = [*words, *item.metadata["words"]]
     done, comma, last = value.rpartition(",")
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
 

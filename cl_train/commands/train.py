@@ -27,18 +27,18 @@ from omegaconf import OmegaConf
 
 from cl_train.commands.objects import with_names
 from cl_train.config.command_line import (
-    GROUPS,
     CommandLine,
     Composed,
+    as_word,
     check_command_line,
-    code_named,
     compose,
     group_choices,
-    refuse_code,
+    quoted,
+    without_hydra,
 )
-from cl_train.config.schema import HERE, LAYOUT_NAMES, SETTINGS_OF_CODE, Config
+from cl_train.config.schema import GROUPS, HERE, LAYOUT_NAMES, SETTINGS_OF_CODE, Config
+from cl_train.config.start_file import code_named, refuse_code
 from cl_train.config.validation import command_help
-from cl_train.config.words import as_word, quoted
 from cl_train.errors import ConfigError
 from cl_train.system.files import safe_name
 from cl_train.system.processes import adopt_srun, read_launch
@@ -60,9 +60,7 @@ def main(words: list[str]) -> int:
     line = CommandLine.parse(words)
     runs = _compose(line)
     if line.printed:
-        raw = runs[0].raw
-        settings = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
-        print(OmegaConf.to_yaml(settings), end="")
+        print(OmegaConf.to_yaml(without_hydra(runs[0].raw)), end="")
         return 0
     if line.multirun:
         from cl_train.sweeps.launch import run_sweep

@@ -5,9 +5,9 @@ import operator
 from collections.abc import Iterator
 
 from cl_train.config import schema as defined
-from cl_train.config.fields import FIELDS, suggest
+from cl_train.config.fields import suggest
 from cl_train.config.groups import WITH_CLASS_FOLDERS
-from cl_train.config.schema import AugmentConfig, Config, DataConfig
+from cl_train.config.schema import FIELDS, AugmentConfig, Config, DataConfig
 
 
 def combination_problems(cfg: Config) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """From train.py's arguments to checked settings, before torch is imported or a file is created.
 
 Hydra composes the files of `conf/`; a file of `config=` and then the typed settings come on top.
-Files that the user names are trusted like a script; what a run left is data.
 """
 
 import argparse
 import copy
 import functools
 import itertools
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,37 +18,34 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.environment import parse_environment
-from cl_train.config.fields import FIELDS
+from cl_train.config.fields import suggest
 from cl_train.config.main_amp import settings_of_main_amp
-from cl_train.config.schema import AUTO_REPEATS, CHOSEN_BY_GROUP, SETTINGS_OF_CODE, Config
-from cl_train.config.validation import flatten, load, names_code, show, suggest, train_program
-from cl_train.config.words import CONF_DIR as CONF_DIR
-from cl_train.config.words import (
+from cl_train.config.schema import (
+    AUTO_REPEATS,
+    CHOSEN_BY_GROUP,
+    FIELDS,
     GROUPS,
-    HYDRA_KEYS,
-    TYPED_KEYS,
-    alternatives,
-    choice_problems,
-    chosen_by_group,
-    key_problems,
-    only_folders,
-    parsed,
-    quoted,
-    settings_folders,
-    word_problems,
+    MULTIRUN_KEYS,
+    Config,
 )
-from cl_train.config.words import group_choices as group_choices
+from cl_train.config.start_file import StartFile, code_named, on_one_line, refuse_code
+from cl_train.config.validation import checked_config, show, train_program
 from cl_train.errors import ConfigError
 
-MULTIRUN_KEYS = [key.partition(".")[0] for key, item in FIELDS.items() if item.metadata["multirun"]]
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+# What can stand before the `=`.
+TYPED_KEYS = [*GROUPS, *(key for key in FIELDS if key not in CHOSEN_BY_GROUP)]
+_PACKAGE = Path(__file__).resolve().parents[1]
+# An installed wheel holds conf/ in the package, a checkout beside it.
+CONF_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 _UNUSED_OF_HYDRA = "output launcher sweeper help hydra_help hydra_logging job_logging env"
-# Of the run that left a file: how it started, not what it trained.
-_HOW_STARTED = ("config", "resume", "overwrite", "environment")
 
 
 @dataclass(frozen=True)
@@ -125,10 +123,10 @@ def compose(line: CommandLine) -> list[Composed]:
     problems: list[str] = []
     axes: list[list[str]] = []
     for word in line.words:
-        if wrong := word_problems(word, line.folders, line.multirun):
-            problems += wrong
-        else:
-            axes.append(alternatives(word, line.folders))
+        try:
+            axes.append(_expanded(word, line.folders, line.multirun))
+        except ConfigError as error:
+            problems += error.problems
 
     runs: list[Composed] = []
     # The runs of a sweep share few choices of groups, and Hydra takes 0.1 s for each.
@@ -146,62 +144,197 @@ def compose(line: CommandLine) -> list[Composed]:
     return runs
 
 
+# --- words ----------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(word: str) -> Override:
+    if word.startswith("launcher.gpus=") and "[" not in word:
+        word = f"launcher.gpus=[{word.partition('=')[2]}]"  # 0,1,2 is a list here, not a sweep
+    return OverridesParser.create().parse_override(word)
+
+
+def _expanded(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
+    """The arguments that key=value stands for: one, or one per value of a sweep.
+
+    Raises ConfigError: it is wrong, besides the type and the range of the value.
+    """
+    try:
+        override = _parsed(word)
+    except HydraException:
+        example = word if re.fullmatch(r"[\w./-]+", word) else "resnet50"
+        hint = "" if "=" in word else f"; settings are written key=value, such as model={example}"
+        what = f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"
+        raise ConfigError(what) from None
+    key, value = override.key_or_group, override.value()
+    is_sweep = override.is_sweep_override()
+    values = _values_of_sweep(override, folders) if is_sweep and multirun else [str(value)]
+    for is_wrong, problem in (
+        (override.is_delete(), "a setting cannot be removed; give it another value"),
+        (is_sweep and not multirun, f"several values need multirun, {train_program()} -m ..."),
+        (not values, "the pattern or the range has no value"),
+        (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
+        (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
+        (re.match(r"hydra\b(?![./]launcher)", key) and key not in HYDRA_KEYS, _only_folders(key)),
+        (key in GROUPS and isinstance(value, dict), f"write {key}=NAME, or {key}.key=value"),
+        (key in CHOSEN_BY_GROUP, _chosen_by_group(word)),
+        (key in FIELDS and word.startswith("+"), "the setting exists, so leave out the '+'"),
+        (word == "resume=", "the value is empty: give a checkpoint, a run folder or auto"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{word}: {problem}")
+    if problems := [problem for each in values for problem in _key_problems(key, each, folders)]:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    if not is_sweep:
+        return [str(override.input_line)]
+    return [f"{override.get_key_element()}={each}" for each in values]
+
+
+def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
+    value = override.value()
+    if isinstance(value, Glob):
+        return list(value.filter(group_choices(override.key_or_group, folders)))
+    try:
+        values = list(override.sweep_string_iterator())
+    except HydraException:
+        raise ConfigError(f"{override.input_line}: list the values, or use range()") from None
+    typed = {"True": "true", "False": "false", "None": "null"}
+    return [typed.get(each, each) for each in values]
+
+
+def _key_problems(key: str, value: str, folders: Sequence[Path]) -> list[str]:
+    """Whether there is such a setting, or such a choice of a group."""
+    if key in GROUPS:
+        choices = group_choices(key, folders)
+        if value in choices:
+            return []
+        of_timm = "; of timm optim=timm optim.name=NAME" if key == "optim" else ""
+        there_are = f"(there are {', '.join(choices)}{of_timm})"
+        return [f"{key}={value}: no such choice{suggest(value, choices)} {there_are}"]
+    if key in FIELDS or key in HYDRA_KEYS:
+        return []
+    if re.match(r"(hydra[./])?launcher\b", key):
+        advice = "a sweep on Slurm is one allocation: sbatch scripts/slurm/sweep.sbatch FOLDER ..."
+        return [f"{key}: {advice} (docs/clusters.md)"]
+    return [f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"]
+
+
+def _only_folders(key: str) -> str:
+    return f"of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here, not {key}"
+
+
+def _chosen_by_group(word: str) -> str:
+    group, _, value = word.partition("=")
+    return f"write {group.rpartition('.')[0]}={value}, which also loads the defaults of that choice"
+
+
 def _misplaced(run: Composed, line: CommandLine) -> list[str]:
-    """Settings whose place is elsewhere: another command, or the choice of a group."""
+    """Settings of a sweep, or of the choice of a group."""
     problems = []
     if run.cfg.optim.library == "torch":
         names = [word for word in run.words if "optim.name=" in word]
-        problems = [f"{word}: {chosen_by_group(word)}" for word in names]
+        problems = [f"{word}: {_chosen_by_group(word)}" for word in names]
     for key in () if line.multirun else MULTIRUN_KEYS:
-        value = getattr(run.cfg, key)
-        if value == getattr(Config(), key):
+        value = operator.attrgetter(key)(run.cfg)
+        if value == FIELDS[key].default:
             continue
         if key == "environment" and parse_environment(value.split(",")).is_current():
             continue  # a job of a sweep
-        word = f"{key}={'auto' if (key, value) == ('repeats', AUTO_REPEATS) else value}"
-        if key == "launcher":
-            word = f"launcher.gpus={','.join(value.gpus)}"
-        of_one = "; nproc of one run: torchrun --standalone --nproc-per-node=N train.py ..."
-        hint = of_one if key == "nproc" else ""
-        problems.append(f"{word}: a setting of multirun, {train_program()} -m {word}{hint}")
+        is_auto = (key, value) == ("repeats", AUTO_REPEATS)
+        word = f"{key}={'auto' if is_auto else show(value)}"
+        advice = "leave it out to train once"
+        if key == "nproc":
+            advice = "for one run: torchrun --standalone --nproc-per-node=N train.py ..."
+        program = train_program()
+        problems.append(f"{word}: a setting of multirun, {program} -m {word} ...; {advice}")
     return problems
+
+
+def as_word(value: Any) -> str:
+    """A Python value as it is typed after the `=`."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_word, value))}]"
+    if isinstance(value, float):
+        return repr(float(value))  # NumPy's too
+    return quoted(value) if isinstance(value, str | Path) else show(value)
+
+
+def quoted(path: Path | str) -> str:
+    """A text as the value of a setting, quoted so that commas and equal signs are literal."""
+
+    # Hydra reads a backslash as an escape only before a quote or the end.
+    def doubled(match: re.Match[str]) -> str:
+        return 2 * match[1] + (match[2] and "\\'")
+
+    return "'" + re.sub(r"(\\*)('|\Z)", doubled, str(path)) + "'"
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def settings_folders(config_dir: Path | None = None) -> tuple[Path, ...]:
+    """Where files of settings are: --config-dir, `conf/` of the working folder, the project's."""
+    users = (config_dir or CONF_DIR, Path.cwd() / "conf")
+    own = [folder for folder in users if folder.is_dir() and folder.resolve() != CONF_DIR]
+    return (*own, CONF_DIR)
+
+
+def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
+    """The files of `conf/<group>/`, by name."""
+    folders = folders or settings_folders()
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 def _composed(
     words: tuple[str, ...], line: CommandLine, files: Callable[[tuple[str, ...]], DictConfig]
 ) -> Composed:
     """The settings of the files of the groups, then of the file to start from, then as typed."""
-    typed = {parsed(word).key_or_group: parsed(word).value() for word in words}
-    path, is_trusted = _start_file(typed)
-    start = {} if path is None else _start_settings(path, typed, is_trusted, line.folders)
-    chosen = [f"{key}={value}" for key, value in start.items() if key in GROUPS]
+    typed = {_parsed(word).key_or_group: _parsed(word).value() for word in words}
+    start = StartFile.of(typed)
+    from_file = {} if start is None else _start_settings(start, typed, line.folders)
+    chosen = [f"{key}={value}" for key, value in from_file.items() if key in GROUPS]
     # The images of an own folder are of any size, unlike the sample's.
-    if path is None and "data.root" in typed and not typed.keys() & {"data", "experiment"}:
+    if start is None and "data.root" in typed and not typed.keys() & {"data", "experiment"}:
         chosen.append("data=folder")
-    chosen += [word for word in words if parsed(word).key_or_group in GROUPS]
+    chosen += [word for word in words if _parsed(word).key_or_group in GROUPS]
     try:
         raw = copy.deepcopy(files(tuple(chosen)))
-        for key, value in (*start.items(), *typed.items()):
+        for key, value in (*from_file.items(), *typed.items()):
             if key not in GROUPS:
                 OmegaConf.update(raw, key, value, merge=False)
-        settings = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
-        plain: Any = OmegaConf.to_container(settings, resolve=True)
+        plain: Any = OmegaConf.to_container(without_hydra(raw), resolve=True)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a recipe cannot be read: {_on_one_line(error)}") from None
+        raise ConfigError(f"a recipe cannot be read: {on_one_line(error)}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error).splitlines()[0]) from None
 
-    cfg = load(plain)
+    cfg = checked_config(plain)
     if cfg.overwrite and "overwrite" not in typed:
         raise ConfigError("overwrite=true deletes an earlier run: type it on the command line")
-    if path is not None and not is_trusted:
+    if start is not None and not start.is_trusted:
         named = code_named(cfg).items()
-        refuse_code(path, [f"{key}={value}" for key, value in named if key not in typed])
+        refuse_code(start.path, [f"{key}={value}" for key, value in named if key not in typed])
     options = [f"--config-dir={line.config_dir}"] if line.config_dir else []
     composed = Composed(cfg, raw, (*options, *words))
     for key in typed.keys() & {*HYDRA_KEYS}:
         composed.folder(key.split(".")[1])
     return composed
+
+
+def _start_settings(
+    start: StartFile, typed: Mapping[str, Any], folders: Sequence[Path]
+) -> dict[str, Any]:
+    """Raises ConfigError: the file has settings that cannot be typed."""
+    settings = start.settings(typed)
+    problems = []
+    for key, value in settings.items():
+        if key.startswith("hydra.") and not (start.is_trusted and key in HYDRA_KEYS):
+            problems.append(_only_folders(key))
+        else:
+            problems += _key_problems(key, str(value), folders)
+    if problems:
+        raise ConfigError([f"{start.path}: {problem}" for problem in problems])
+    return settings
 
 
 def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
@@ -221,92 +354,12 @@ def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
     finally:
         GlobalHydra.instance().hydra = callers_hydra
     of_hydra = OmegaConf.masked_copy(composed.hydra, ["run", "sweep"])
-    settings = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    # Plain values: a typed node would stop at the first wrong type, and `load` reports all.
-    raw = OmegaConf.unsafe_merge(asdict(Config()), settings, {"hydra": of_hydra})
+    # Plain values: a typed node would stop at the first wrong type, not report all.
+    raw = OmegaConf.unsafe_merge(asdict(Config()), without_hydra(composed), {"hydra": of_hydra})
     assert isinstance(raw, DictConfig)
     return raw
 
 
-def _start_file(typed: Mapping[str, Any]) -> tuple[Path | None, bool]:
-    """The file that the run starts from, and whether it is trusted: a file of `config=` is, but not
-    the config.yaml of a run, of `config=RUN` or of an evaluation.
-    """
-    if typed.get("config") is not None:
-        path = Path(str(typed["config"])).expanduser()
-        is_trusted = not path.is_dir()
-        path = path if is_trusted else path / "config.yaml"
-        if not path.is_file():
-            what = "no such file, and no run folder with a config.yaml"
-            raise ConfigError(f"config={typed['config']}: {what}")
-        if typed.get("experiment"):
-            raise ConfigError("config= and experiment= cannot be combined: both say where to start")
-        return path, is_trusted
-    resume = typed.get("resume")
-    if typed.get("evaluate_only") is not True or typed.get("experiment") or not resume:
-        return None, True
-    path = Path(str(typed.get("hydra.run.dir", ".") if resume == "auto" else resume)).expanduser()
-    checkpoints = path if path.is_dir() else path.absolute().parent
-    run = checkpoints.absolute().parent if checkpoints.name == "checkpoints" else path
-    path = run / "config.yaml"
-    return (path, False) if path.is_file() else (None, True)
-
-
-def _start_settings(
-    path: Path, typed: Mapping[str, Any], is_trusted: bool, folders: Sequence[Path]
-) -> dict[str, Any]:
-    """The settings of a file by full key, without what is typed and how its own run started.
-
-    A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`.
-    """
-    settings: dict[str, Any] = {}
-    for key, value in sorted(flatten(_read(path), FIELDS)):  # optim.library before optim.name
-        group = key.partition(".")[0]
-        if key in _HOW_STARTED or typed.keys() & {key, group} or (key in GROUPS and value is None):
-            continue
-        if key == "weights" and typed.get("evaluate_only"):
-            continue
-        is_timms = key == "optim.name" and settings.get("optim") == "timm"
-        if is_timms or key not in (*CHOSEN_BY_GROUP, "optim.name"):
-            settings[key] = value
-        elif value != "torch":
-            settings[group] = value
-
-    problems = []
-    for key, value in settings.items():
-        if key in GROUPS:
-            problems += choice_problems(key, str(value), folders)
-        elif key.startswith("hydra.") and not (is_trusted and key in HYDRA_KEYS):
-            problems.append(only_folders(key))
-        else:
-            problems += key_problems(key)
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
-    return settings
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {_on_one_line(error)}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected settings, key: value")
-    return values
-
-
-def _on_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def code_named(cfg: Config) -> dict[str, str]:
-    """The settings that name code of the user's, and their values as they are typed."""
-    values = dict(flatten(asdict(cfg), FIELDS))
-    return {key: show(values[key]) for key in SETTINGS_OF_CODE if names_code(values[key])}
-
-
-def refuse_code(source: Path, words: Sequence[str]) -> None:
-    """Raises ConfigError if `source`, which is data, names code: these `words`."""
-    if words:
-        what = "names code, and what a run left never runs any: to run it, repeat"
-        raise ConfigError(f"{source} {what} {' '.join(words)}")
+def without_hydra(raw: DictConfig) -> DictConfig:
+    """The settings alone."""
+    return OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])

@@ -1,4 +1,4 @@
-"""Where a process runs: a Python, and variables of its environment."""
+"""Where a process runs: a Python, and variables that are added to its environment."""
 
 import os
 import re
@@ -16,8 +16,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python, and variables that are added to the environment of its process."""
-
     name: str
     python: str
     variables: Mapping[str, str]

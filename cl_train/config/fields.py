@@ -1,14 +1,13 @@
-"""The leaves of a dataclass of settings, and the nearest of their names."""
+"""What a setting is: its description, the leaves of a dataclass of settings, the nearest name."""
 
 import dataclasses
 import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from cl_train.config.schema import Config
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal, TypedDict, Unpack
 
 # Words of other training programs, and the settings here that mean the same.
 _OF_OTHER_PROGRAMS = {
@@ -25,6 +24,35 @@ _OF_OTHER_PROGRAMS = {
 }
 
 
+class Details(TypedDict, total=False):
+    """What `setting` takes by name."""
+
+    choices: Collection[str]  # the allowed values of a setting of type str
+    words: Mapping[str, int]  # names for numbers outside the bounds, such as batch_size=auto
+    # What runs with different values cannot be compared in: "speed" means also the loss.
+    affects: Literal["speed", "loss", "nothing"]
+    multirun: bool  # of a whole sweep, not of each of its runs
+    required: bool  # the user must give a value; the default is not used
+    key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
+
+
+_LEFT_OUT = Details(choices=(), words={}, affects="speed", multirun=False, required=False, key="")
+
+
+def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details]) -> Any:
+    """A dataclass field. bounds: of a number, as in --help: `>= 1`, `> 0 <= 1`, `0 to 1`."""
+    help = f"multirun: {help}" if details.get("multirun") else help
+    metadata = {**_LEFT_OUT, "help": help, "bounds": bounds, **details}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+loss_setting = partial(setting, affects="loss")  # changes the losses of a run, not its speed
+neutral_setting = partial(setting, affects="nothing")  # changes neither
+multirun_setting = partial(neutral_setting, multirun=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One leaf of a dataclass of settings."""
@@ -33,7 +61,7 @@ class Setting:
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
     default: Any
-    metadata: Mapping[str, Any]  # see `groups.setting`
+    metadata: Mapping[str, Any]  # see `Details`
 
     @property
     def bounds(self) -> list[tuple[str, float]]:
@@ -69,24 +97,11 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
     return leaves
 
 
-FIELDS = setting_fields(Config)  # of a run
-
-
-def affects(key: str) -> str:
-    """What a setting of a run changes, as in `Details`; an unknown one may affect the speed."""
-    return str(FIELDS[key].metadata["affects"]) if key in FIELDS else "speed"
-
-
 def suggest(name: str, names: Iterable[str]) -> str:
     """`; did you mean a, b?` for the nearest of the `names`, or an empty string."""
     names = sorted(names)
     last = name.rpartition(".")[2]
     last = _OF_OTHER_PROGRAMS.get(last, last)
     near = [full for full in names if full == last or full.endswith(f".{last}")][:3]
-    if not near:
-        matches = difflib.get_close_matches(name, names)
-        ratios = [difflib.SequenceMatcher(None, match, name).ratio() for match in matches]
-        near = [
-            match for match, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.15
-        ]
+    near = near or difflib.get_close_matches(name, names, cutoff=0.65)
     return f"; did you mean {', '.join(near)}?" if near else ""

@@ -1,9 +1,8 @@
 """The groups of settings: `data.*`, `augment.*`, `optim.*` and so on."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from dataclasses import dataclass
+
+from cl_train.config.fields import loss_setting, multirun_setting, neutral_setting, setting
 
 _CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
 # What data.root must hold; None: it may be left out
@@ -19,33 +18,6 @@ DATA_SETS = {
 WITH_CLASS_FOLDERS = ("sample", "imagenet", "folder", "imagenette")
 _OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment")
 POLICIES = ("none", *_OPERATIONS, "timm")
-
-
-class Details(TypedDict, total=False):
-    """What `setting` takes by name; what is left out is None."""
-
-    choices: Collection[str]  # the allowed values of a setting of type str
-    words: Mapping[str, int]  # names for numbers outside the bounds, such as batch_size=auto
-    # Of runs with different values nothing can be compared ("speed"), the speed ("loss"), or both.
-    affects: Literal["speed", "loss", "nothing"]
-    multirun: bool  # of a whole sweep, not of each of its runs
-    required: bool  # the user must give a value; the default is not used
-    key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
-
-
-def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details]) -> Any:
-    """A dataclass field. bounds: of a number, as in --help: `>= 1`, `> 0 <= 1`, `0 to 1`."""
-    metadata: dict[str, Any] = dict.fromkeys(Details.__annotations__) | {"affects": "speed"}
-    help = f"multirun: {help}" if details.get("multirun") else help
-    metadata |= {"help": help, "bounds": bounds, **details}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-loss_setting = partial(setting, affects="loss")  # changes the losses of a run, not its speed
-neutral_setting = partial(setting, affects="nothing")  # changes neither
-multirun_setting = partial(neutral_setting, multirun=True)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,15 @@ To add a setting, add a line here, read it in `training/` and pass the plain val
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from cl_train.config.fields import (
+    loss_setting,
+    multirun_setting,
+    neutral_setting,
+    setting,
+    setting_fields,
+)
 from cl_train.config.groups import DATA_SETS as DATA_SETS
 from cl_train.config.groups import (
     AmpConfig,
@@ -15,10 +22,6 @@ from cl_train.config.groups import (
     LauncherConfig,
     OptimConfig,
     ScheduleConfig,
-    loss_setting,
-    multirun_setting,
-    neutral_setting,
-    setting,
 )
 
 IMAGE_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
@@ -71,10 +74,10 @@ class Config:
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
     model: str = setting("resnet18", MODEL_HELP)
     weights: str | None = loss_setting(
-        None, "pretrained weights by name (DEFAULT, IMAGENET1K_V2, ...) or a file"
+        None, "pretrained weights: a name (DEFAULT, IMAGENET1K_V2, ...) or a file"
     )
     entry: str | None = loss_setting(
-        None, "which entry of weights=FILE holds the weights: average = the EMA of a run"
+        None, "the entry of weights=FILE with the weights: average = the EMA of a run"
     )
     batch_size: int = setting(
         32, "images per device and micro-step; auto = the fastest", ">= 1", words=_AUTO
@@ -217,13 +220,23 @@ class Config:
         "channels_last", "the setting whose values the report compares"
     )
 
-    data: DataConfig = field(default_factory=DataConfig)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    amp: AmpConfig = field(default_factory=AmpConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    data: DataConfig = DataConfig()
+    augment: AugmentConfig = AugmentConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    amp: AmpConfig = AmpConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launcher: LauncherConfig = LauncherConfig()
+
+
+FIELDS = setting_fields(Config)  # every setting of a run by its full key
+MULTIRUN_KEYS = [key for key, item in FIELDS.items() if item.metadata["multirun"]]
+GROUPS = ("data", "augment", "optim", "schedule", "experiment")  # of files in conf/
+
+
+def affects(key: str) -> str:
+    """What a setting of a run changes, as in `Details`; an unknown one may affect the speed."""
+    return str(FIELDS[key].metadata["affects"]) if key in FIELDS else "speed"
 
 
 # --- other commands; what several of them have is inherited ---------------------------------------

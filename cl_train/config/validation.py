@@ -1,4 +1,4 @@
-"""From plain values to checked settings, names of code, and `--help`; without torch and Hydra.
+"""From plain values to checked settings; the user's functions and optional packages; `--help`.
 
 Every problem is reported at once, one line each.
 """
@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import yaml
 
 from cl_train.config.combinations import combination_problems
-from cl_train.config.fields import Setting, setting_fields, suggest
+from cl_train.config.fields import Setting, setting_fields
+from cl_train.config.fields import suggest as suggest
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config
 from cl_train.errors import ConfigError
 
@@ -47,7 +48,7 @@ def from_mapping(
         except (ValueError, OverflowError):
             # 1.0 is no whole number, so it is not shown as 1.
             text = (str(value) if isinstance(value, float) else show(value))[:80]
-            near = suggest(text, fields[key].metadata["choices"] or ())
+            near = suggest(text, fields[key].metadata["choices"])
             problems.append(f"{key}={text}: expected {kind_of(fields[key])}{near}")
     if problems:
         raise ConfigError(problems)
@@ -90,7 +91,7 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     if list_depth:
         items = value if isinstance(value, list | tuple) else [value]
         return [_converted(item, setting, list_depth - 1) for item in items]
-    if isinstance(value, str) and value in (words or ()):
+    if isinstance(value, str) and value in words:
         return words[value]
     if isinstance(value, bool) and choices:  # YAML reads channels_last=true as a boolean
         value = show(value)
@@ -116,10 +117,10 @@ def kind_of(setting: Setting) -> str:
     details = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
     kind = "list of " * setting.list_depth
-    kind += "|".join(details["choices"] or ()) or names[setting.base_type]
+    kind += "|".join(details["choices"]) or names[setting.base_type]
     if details["bounds"]:
         kind += f" {details['bounds']}"
-    return " or ".join([kind, *(details["words"] or {})])
+    return " or ".join([kind, *details["words"]])
 
 
 def show(value: Any) -> str:
@@ -133,7 +134,7 @@ def show(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def load(values: Mapping[str, Any]) -> Config:
+def checked_config(values: Mapping[str, Any]) -> Config:
     """A checked `Config`. Raises ConfigError as `from_mapping`, and for combinations."""
     cfg = from_mapping(Config, values)
     if problems := [*combination_problems(cfg)]:
@@ -189,13 +190,8 @@ def _value_of(text: str) -> Any:
         return text
 
 
-def names_code(value: Any) -> bool:
-    """Whether a setting's value, or an item of it, is package.module:function."""
-    return ":" in str(value)
-
-
 def train_program() -> str:
-    """The words that start the training, as the user typed them."""
+    """The words that start the training."""
     return "python train.py" if Path(sys.argv[0]).name == "train.py" else "cl-train train"
 
 
@@ -227,7 +223,7 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def optional_module(module: str, setting: str) -> types.ModuleType:
-    """Import a module of an optional package, which `setting` needs. Raises ConfigError."""
+    """A module of an optional package, which `setting` needs. Raises ConfigError."""
     try:
         return importlib.import_module(module)
     except ImportError:

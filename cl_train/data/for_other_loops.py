@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from cl_train.config.schema import AugmentConfig
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.data.build import ImageData, build_data
 from cl_train.data.device import IMAGENET_MEAN, IMAGENET_STD, DeviceFormat, Normalise, to_device
 from cl_train.data.images import EXTENSIONS
@@ -137,7 +137,7 @@ def _folder_data(
             " number"
         )
     settings = {"name": "folder", "max_bad_images": 2**31, **settings}
-    cfg = load({"batch_size": batch_size, "seed": seed, "data": settings})
+    cfg = checked_config({"batch_size": batch_size, "seed": seed, "data": settings})
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
     is_training = split == "train"
     data = build_data(DataSettings(cfg.data, augment, batch_size, seed, dist, training=is_training))

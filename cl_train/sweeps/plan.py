@@ -12,20 +12,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Self
 
-from cl_train.config.command_line import (
-    GROUPS,
-    MULTIRUN_KEYS,
-    CommandLine,
-    Composed,
-    compose,
-    quoted,
-)
+from cl_train.config.command_line import CommandLine, Composed, compose, quoted
 from cl_train.config.environment import parse_environment
-from cl_train.config.fields import FIELDS
 from cl_train.config.schema import (
     AUTO_REPEATS,
+    FIELDS,
+    GROUPS,
     HERE,
     LAYOUT_NAMES,
+    MULTIRUN_KEYS,
     SAMPLE_TRAIN_IMAGES,
     SETTINGS_OF_CODE,
     Config,
@@ -275,7 +270,7 @@ def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
 
 def _is_own(word: str) -> bool:
     """Whether a setting, as `key=value` or the key, belongs to the sweep, not to its jobs."""
-    return _key(word).partition(".")[0] in MULTIRUN_KEYS
+    return _key(word) in MULTIRUN_KEYS
 
 
 def _key(word: str) -> str:

@@ -7,8 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from cl_train.config.fields import affects
-from cl_train.config.schema import LAYOUT_NAMES
+from cl_train.config.schema import LAYOUT_NAMES, affects
 from cl_train.config.validation import show
 from cl_train.measure.statistics import (
     MIN_WINDOWS,

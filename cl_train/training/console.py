@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from cl_train.config.command_line import code_named
 from cl_train.config.schema import Config
+from cl_train.config.start_file import code_named
 from cl_train.config.validation import train_program
 from cl_train.errors import Fault
 from cl_train.system.files import AppendFile

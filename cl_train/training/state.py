@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from cl_train.config.fields import affects
-from cl_train.config.schema import CheckpointConfig, Config
+from cl_train.config.schema import CheckpointConfig, Config, affects
 from cl_train.config.validation import flatten, show
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat

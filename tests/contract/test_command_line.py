@@ -20,7 +20,8 @@ from cl_train.config.command_line import (
     group_choices,
 )
 from cl_train.config.schema import OPTIMIZERS, Config, OptimConfig
-from cl_train.config.validation import load, setting_fields
+from cl_train.config.validation import checked_config as load
+from cl_train.config.validation import setting_fields
 from cl_train.errors import ConfigError
 from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S

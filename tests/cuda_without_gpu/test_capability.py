@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cl_train.config.schema import ZooSettings
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.errors import ConfigError
 from cl_train.measure import zoo
 from cl_train.step.precision import resolve_precision
@@ -71,12 +71,12 @@ def test_a_gpu_has_a_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
     monkeypatch.setattr(distributed, "read_launch", lambda: None)
     assert choose_device("cuda:1") == second and choose_device("cuda") == CUDA
-    with distributed.processes(load({"device": "cuda:1"}).device, 1.0) as dist:
+    with distributed.processes(checked_config({"device": "cuda:1"}).device, 1.0) as dist:
         assert [dist.device] == current == [second]
     with pytest.raises(ConfigError, match="device=cuda:2: there are 2 GPUs"):
         choose_device("cuda:2")
     with pytest.raises(ConfigError, match=r"device=gpu: expected auto.cpu.cuda.cuda:N"):
-        load({"device": "gpu"})
+        checked_config({"device": "gpu"})
     monkeypatch.setattr(distributed, "read_launch", lambda: Mock(world_size=2))
     of_two_ranks = distributed.processes("cuda:1", 1.0)
     with pytest.raises(ConfigError, match="one GPU for 2 ranks"), of_two_ranks:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.step import cuda_graph
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import BY_NAME
@@ -128,7 +128,9 @@ def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch):
     """The trial and DDP, to whose stream autograd binds the gradients. A replay reads the learning
     rate of its step from the device."""
     streams = {}
-    cfg = load({"model": "tests.networks:small", "cuda_graph": "true", "precision": "fp16"})
+    cfg = checked_config(
+        {"model": "tests.networks:small", "cuda_graph": "true", "precision": "fp16"}
+    )
     with fake_cuda() as device:
         for name in ("try_model", "wrap_in_ddp"):
 

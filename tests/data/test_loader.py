@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cl_train.config.schema import AugmentConfig
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.data.loader import WorkerTimes
 from cl_train.data.loader_report import bottleneck_advice
 from cl_train.errors import BadImageError, ConfigError
@@ -217,7 +217,7 @@ def test_odd_sizes_a_folder_with_an_images_name_and_other_extensions_are_read(tm
     assert val_count(folder_data(root, extensions=[".JPG", ".tif"])) == 9
     for wrong in ([".jpg", ".gif"], [".jpg", "jpg"], []):  # before the sample is generated
         with pytest.raises(ConfigError, match=r"data\.extensions=.*: use some of \.jpg"):
-            load({"data": {"name": "sample", "extensions": wrong}})
+            checked_config({"data": {"name": "sample", "extensions": wrong}})
 
 
 def test_an_error_names_the_file_and_what_to_do(tmp_path):
@@ -273,14 +273,14 @@ REFUSED = (
 
 def test_a_good_schedule_and_bad_ones():
     good = [[0, 128], [5, 160]]
-    assert load({"epochs": 6, "data": {"size_schedule": good}}).data.size_schedule == good
+    assert checked_config({"epochs": 6, "data": {"size_schedule": good}}).data.size_schedule == good
     for schedule in REFUSED:
         with pytest.raises(ConfigError, match=r"data\.size_schedule"):
-            load({"epochs": 5, "data": {"size_schedule": schedule}})
+            checked_config({"epochs": 5, "data": {"size_schedule": schedule}})
     with pytest.raises(ConfigError, match="one size"):
-        load({"data": {"size_schedule": [[0, 128]], "name": "dataset", "dataset": "a:b"}})
+        checked_config({"data": {"size_schedule": [[0, 128]], "name": "dataset", "dataset": "a:b"}})
     with pytest.raises(ConfigError, match="val_resize"):
-        load({"data": {"val_size": 256, "val_resize": 240}})
+        checked_config({"data": {"val_size": 256, "val_resize": 240}})
 
 
 @pytest.mark.parametrize(

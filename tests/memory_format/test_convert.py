@@ -18,7 +18,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.testing._internal.two_tensor import TwoTensor
 
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
@@ -264,7 +264,7 @@ def loss_after_looking(words, dist):
         warnings.simplefilter("always")
         torch.manual_seed(0)
         settings = {"model": "tests.networks:small", "precision": "fp32", "channels_last": True}
-        cfg = load({**settings, "device": "cpu", "data": {"name": "synthetic"}, **words})
+        cfg = checked_config({**settings, "device": "cpu", "data": {"name": "synthetic"}, **words})
         precision = resolve_precision("fp32", dist.device)
         step = step_settings(cfg, precision, dist, soft=False)
         state = build_train_state(cfg, step, 3, dist, lr=0.1)

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from cl_train.config.schema import FUSED_OPTIMIZERS
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.step.cuda_graph import GraphedStep, Recorder
@@ -107,5 +107,7 @@ def test_what_cannot_be_recorded_is_refused():
         (static, "ddp_static_graph=true does not work with accumulate"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load(settings)
-    assert load({"cuda_graph": True}).cuda_graph == "true", "it may be written as a boolean"
+            checked_config(settings)
+    assert checked_config({"cuda_graph": True}).cuda_graph == "true", (
+        "it may be written as a boolean"
+    )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.errors import ConfigError
 from cl_train.sweeps.verdict import compare_pair
 from cl_train.system.run_folder import read_run
@@ -47,7 +47,7 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
     assert speeds["end_to_end"]["median"] > 0 and speeds["compute"] is None
     assert environment.keys() == {*ENVIRONMENT_KEYS.split()}
     saved = yaml.safe_load((done.folder / "config.yaml").read_text())
-    assert asdict(load(saved)) == saved
+    assert asdict(checked_config(saved)) == saved
     checkpoints = {path.name for path in (done.folder / "checkpoints").glob("*.pt")}
     assert checkpoints >= {"step-00000006.pt", "best.pt"}
     best = max(done.records("val"), key=lambda record: record["top1"])

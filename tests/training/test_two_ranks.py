@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.config.validation import load
+from cl_train.config.validation import checked_config
 from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.step.precision import BY_NAME
@@ -31,7 +31,7 @@ def settings(folder, data=None, **changes):
     images = {"name": "folder", "root": str(folder / "images"), "image_size": 32, "workers": 0}
     words = {"model": "tests.networks:small", "device": "cpu", "precision": "fp32", "epochs": 2}
     words |= {"batch_size": 8, "log_every": 1, "log_to": [], "data": images | (data or {})}
-    return load(words | changes)
+    return checked_config(words | changes)
 
 
 def run(folder, name, **changes):

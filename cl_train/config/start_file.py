@@ -1,0 +1,98 @@
+"""The file that a run starts from, of `config=` or of an evaluation, and the code that it names.
+
+A file that the user names is trusted like a script; what a run left is data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, SETTINGS_OF_CODE, Config
+from cl_train.config.validation import flatten, show
+from cl_train.errors import ConfigError
+
+# Of the run that left a file: how it started, not what it trained.
+_HOW_STARTED = ("config", "resume", "overwrite", "environment")
+
+
+@dataclass(frozen=True)
+class StartFile:
+    """A file of settings, which come before what is typed."""
+
+    path: Path
+    is_trusted: bool  # not the config.yaml of a run
+
+    @classmethod
+    def of(cls, typed: Mapping[str, Any]) -> "StartFile | None":
+        """The file of `config=`, or that of the run that is evaluated. Raises ConfigError."""
+        if typed.get("config") is not None:
+            path = Path(str(typed["config"])).expanduser()
+            is_run = path.is_dir()
+            path = path / "config.yaml" if is_run else path
+            if not path.is_file():
+                what = "no such file, and no run folder with a config.yaml"
+                raise ConfigError(f"config={typed['config']}: {what}")
+            if typed.get("experiment"):
+                raise ConfigError("config= and experiment= cannot be combined: leave out one")
+            return cls(path, is_trusted=not is_run)
+
+        resume = typed.get("resume")
+        if typed.get("evaluate_only") is not True or typed.get("experiment") or not resume:
+            return None
+        run = Path(str(typed.get("hydra.run.dir", ".") if resume == "auto" else resume))
+        run = run.expanduser()
+        checkpoints = (run if run.is_dir() else run.parent).absolute()
+        if checkpoints.name == "checkpoints":
+            run = checkpoints.parent
+        path = run / "config.yaml"
+        return cls(path, is_trusted=False) if path.is_file() else None
+
+    def settings(self, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """Its settings by full key, without what is typed and how its own run started.
+
+        A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`.
+        """
+        settings: dict[str, Any] = {}
+        for key, value in sorted(flatten(self._read(), FIELDS)):  # optim.library before optim.name
+            group = key.partition(".")[0]
+            is_skipped = key in _HOW_STARTED or (key in GROUPS and value is None)
+            if is_skipped or typed.keys() & {key, group}:
+                continue
+            if key == "weights" and typed.get("evaluate_only"):
+                continue
+            is_timms = key == "optim.name" and settings.get("optim") == "timm"
+            if is_timms or key not in (*CHOSEN_BY_GROUP, "optim.name"):
+                settings[key] = value
+            elif value != "torch":
+                settings[group] = value
+        return settings
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            values = yaml.safe_load(self.path.read_text(encoding="utf-8")) or {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{self.path} cannot be read: {on_one_line(error)}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{self.path}: expected settings, key: value")
+        return values
+
+
+def on_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def code_named(cfg: Config) -> dict[str, str]:
+    """The settings that name code of the user's, and their values as they are typed."""
+    values = dict(flatten(asdict(cfg), FIELDS))
+    typed = {key: show(values[key]) for key in SETTINGS_OF_CODE}
+    return {key: value for key, value in typed.items() if ":" in value}
+
+
+def refuse_code(source: Path, words: Sequence[str]) -> None:
+    """Raises ConfigError if `source`, which is data, names code: these `words`."""
+    if words:
+        what = "names code, and what a run left never runs any: to run it, repeat"
+        raise ConfigError(f"{source} {what} {' '.join(words)}")
