@@ -21,12 +21,14 @@ from cl_train.measure.statistics import verdict_of
 from cl_train.measure.timed_step import (
     TimedStep,
     Workload,
+    device_of,
+    image_shape,
     measurement_state,
-    workload_of,
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, MEMORY_FORMATS
-from cl_train.step.train_step import LEARNING_RATE
+from cl_train.step.precision import resolve_precision
+from cl_train.step.train_step import LEARNING_RATE, StepSettings
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import cache_folder, read_json, write_json
 from cl_train.system.machine import (
@@ -36,7 +38,6 @@ from cl_train.system.machine import (
     problem_of_gpu,
     release_memory,
 )
-from cl_train.system.processes import TOO_BUSY_PCT
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +115,15 @@ def choose_memory_format(
     if optimizer not in OPTIMIZERS:
         choices = f"{', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}"
         raise ConfigError(f"optimizer={optimizer}; use {choices}")
-    step: dict[str, Any] = {"compile": compile, "compile_mode": compile_mode}
-    step |= {"cuda_graph": cuda_graph, "optim": OptimConfig(name=optimizer)}
-    workload = workload_of(model, batch_size, image_size, precision, device, **step)
+    device = device_of(model, device)
+    settings = StepSettings(
+        resolve_precision(precision, device),
+        OptimConfig(name=optimizer),
+        compile=compile,
+        compile_mode=compile_mode,
+        cuda_graph=cuda_graph,
+    )
+    workload = Workload(batch_size, image_shape(image_size), settings, device)
     return fastest_layout(model, workload, time_limit_s)
 
 
@@ -153,11 +160,11 @@ def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) 
     measured = affordable(model, workload, time_limit_s)
     done = benchmark_layouts(model, measured, time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
 
-    verdict = verdict_of(done.ratio)  # also of a busy machine, which disturbs both layouts alike
+    verdict = verdict_of(done.ratio)  # also if disturbed, which both layouts are alike
     layout = CHANNELS_LAST if verdict == "faster" else CONTIGUOUS
-    disturbed = problem_of_gpu(done.gpu)
-    if workload.device.type == "cpu" and (done.others_pct or 0.0) >= TOO_BUSY_PCT:
-        disturbed = "other processes used the cores"
+    disturbed = None
+    if done.verdict == "not_comparable":
+        disturbed = problem_of_gpu(done.gpu) or "other processes used the cores"
     is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
     smaller = _smaller(done.batch_size, measured, workload)
     speed = f"{done.speeds[0].images_per_s:.1f} images/s{smaller}"

@@ -3,40 +3,45 @@
 The step is the one that training runs (`timed_step.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure.statistics import (
+    ERROR,
     LAST_ERROR,
     Alternation,
     Interval,
     alternate,
     verdict_of,
 )
+from cl_train.measure.taken_time import TakenTime, rounds_that_count, timed_block
 from cl_train.measure.timed_step import (
-    MOST_TAKEN,
     LossFunction,
-    TakenTime,
     TimedStep,
     Workload,
+    device_of,
+    image_shape,
     measurement_state,
-    workload_of,
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
+from cl_train.step.precision import resolve_precision
+from cl_train.step.train_step import StepSettings
 from cl_train.step.utilisation import describe, flops_of, utilisation
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
 from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
+from cl_train.system.tensors import tensors_in
 
 BLOCK_S = 0.25
-LEAST_QUIET_ROUNDS = 4
+MODES = ("train", "infer")
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,8 @@ class Comparison:
     others_pct: float | None = None  # share of the cores of other processes; None = unknown
     utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
     gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
-    # Because other processes took time from them; None = unknown, or all were disturbed.
-    rounds_left_out: int | None = None
-
-    @property
-    def gflop_per_image(self) -> tuple[float, float] | None:
-        """Of a forward pass, and of a whole step."""
-        used = self.utilisation
-        return None if used is None else (used["gflop_per_image"], used["step_gflop_per_image"])
+    # Because other processes took time from them; None: from nearly all, and none is left out.
+    rounds_left_out: int | None = 0
 
     @property
     def verdict(self) -> str:
@@ -88,10 +87,14 @@ class Comparison:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
 
+    def measured_rounds(self, error: float = ERROR) -> Alternation:
+        """The rounds that count, for intervals with this error."""
+        blocks = [[ms / 1000 for ms in speed.block_ms] for speed in self.speeds]
+        return Alternation(blocks, self.seconds, self.stopped_by, error)
+
     def at_last_look(self) -> "Comparison":
         """Without more rounds to come: what no earlier look has decided, with `LAST_ERROR`."""
-        blocks = [list(speed.block_ms) for speed in self.speeds]
-        ratios = Alternation(blocks, self.seconds, self.stopped_by, LAST_ERROR).speed_ratios()
+        ratios = self.measured_rounds(LAST_ERROR).speed_ratios()
         speeds = tuple(
             replace(speed, ratio=ratio, verdict=verdict_of(ratio))
             if speed.verdict == "inconclusive"
@@ -182,19 +185,15 @@ def compare_layouts(
         ConfigError: the model does not run on this batch, or one image does not fit into memory;
             torch is known to crash on it in channels_last.
     """
-    workload = workload_of(
-        model,
-        batch_size,
-        image_size,
-        precision,
-        device,
-        mode=mode,
-        batch=batch,
-        loss=loss,
-        output=output,
-        compile=compile,
-        cuda_graph=cuda_graph,
-    )
+    if mode not in MODES:
+        raise ConfigError(f"mode={mode}; use {' or '.join(MODES)}")
+    device = device_of(model, device)
+    precise = resolve_precision(precision, device)
+    settings = StepSettings(precise, compile=compile, cuda_graph=cuda_graph)
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    images = len(tensors[0]) if tensors else batch_size
+    shape = image_shape(image_size)
+    workload = Workload(images, shape, settings, device, mode, batch, loss, output)
     return benchmark_layouts(model, workload, target_ci=target_ci, time_limit_s=time_limit_s)
 
 
@@ -203,26 +202,23 @@ def benchmark_layouts(
     workload: Workload,
     layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST),
     *,
-    target_ci: float = 0.02,
+    target_ci: float | None = 0.02,
     time_limit_s: float = 60.0,
-    until_decided: bool = False,
     earlier: Comparison | None = None,
 ) -> Comparison:
     """As `compare_layouts`, for any workload and layouts; the first is the baseline.
 
-    `until_decided`: as in `alternate`; `Comparison.at_last_look` is for what remains undecided.
+    `target_ci`: None as in `alternate`; `Comparison.at_last_look` is for what remains undecided.
     `earlier`: a comparison of the same that goes on.
     """
-    ends: dict[str, Any] = {"target_ci": target_ci, "time_limit_s": time_limit_s}
-    ends["until_decided"] = until_decided
-    ends["earlier"] = []
     requested = workload.batch_size
+    in_turns = partial(alternate, target_ci=target_ci, time_limit_s=time_limit_s)
     if earlier is not None:
         workload = replace(workload, batch_size=earlier.batch_size)
-        ends["earlier"] = [[ms / 1000 for ms in speed.block_ms] for speed in earlier.speeds]
+        in_turns = partial(in_turns, earlier=earlier.measured_rounds())
     while True:
         try:
-            done = _benchmark(model, workload, layouts, ends, earlier)
+            done = _benchmark(model, workload, layouts, in_turns)
             return replace(done, batch_size_requested=requested)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -239,11 +235,10 @@ def _benchmark(
     model: nn.Module,
     workload: Workload,
     layouts: Sequence[Layout],
-    ends: Mapping[str, Any],
-    earlier: Comparison | None,
+    in_turns: Callable[..., Alternation],
 ) -> Comparison:
-    """`ends`: arguments of `alternate`. Raises ConfigError: the model fails for another
-    reason than memory.
+    """`in_turns`: `alternate` with its end. Raises ConfigError: the model fails for another reason
+    than memory.
     """
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
@@ -252,28 +247,16 @@ def _benchmark(
         for step in timed:
             step.warm_up()
         # All eager work comes before the recordings, whose memory it could not use.
-        if earlier is None:
-            peaks_gib = [step.peak_memory_gib(timed) for step in timed]
-            gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
-            earlier_s = 0.0
-        else:
-            peaks_gib = [speed.peak_memory_gib for speed in earlier.speeds]
-            gflop_per_image = earlier.gflop_per_image
-            earlier_s = earlier.seconds
+        peaks_gib = [step.peak_memory_gib(timed) for step in timed]
+        gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
         for step in timed:
             step.record()
-        slowest_s = max(step.block_times_s(1)[0] for step in timed)
-        steps = max(1, min(100, round(BLOCK_S / slowest_s)))
 
         load = MachineLoad()
-        done, rounds_left_out = _quiet_rounds(timed, steps, ends, load)
-        others_pct = load.others_pct()
+        done, rounds_left_out = _undisturbed(timed, in_turns, load)
         gpu = gpu_state(workload.device)
-
-        is_busy = problem_of_gpu(gpu) is not None
-        if workload.device.type == "cpu" and rounds_left_out is None:
-            is_busy |= (others_pct or 0.0) >= TOO_BUSY_PCT
-        speeds = _speeds(timed, done, peaks_gib, is_busy=is_busy)
+        is_trusted = rounds_left_out is not None and problem_of_gpu(gpu) is None
+        speeds = _speeds(timed, done, peaks_gib, is_trusted=is_trusted)
         used = None
         if gflop_per_image is not None:
             fastest = max(speed.images_per_s for speed in speeds)
@@ -284,75 +267,61 @@ def _benchmark(
             batch_size=workload.batch_size,
             batch_size_requested=workload.batch_size,
             rounds=done.rounds,
-            seconds=earlier_s + done.seconds,
+            seconds=done.seconds,
             stopped_by=done.stopped_by,
-            others_pct=others_pct,
+            others_pct=load.others_pct(),
             utilisation=used,
             gpu=gpu,
             rounds_left_out=rounds_left_out,
         )
 
 
+def _undisturbed(
+    timed: Sequence[TimedStep], in_turns: Callable[..., Alternation], load: MachineLoad
+) -> tuple[Alternation, int | None]:
+    """The rounds that count, and the number of those left out, because other processes took time
+    from a block; None: too few would remain, and all are kept.
+    """
+    slowest_s = max(step.block_times_s(1)[0] for step in timed)
+    steps = max(1, min(100, round(BLOCK_S / slowest_s)))
+    others = TakenTime()
+    taken_shares: list[float] = []  # of each block of this measurement
+
+    def block_s(step: TimedStep) -> float:
+        block = timed_block(step, steps, others)
+        taken_shares.append(block.taken_share)
+        return block.seconds
+
+    def counting(rounds: int) -> list[int]:
+        is_cpu = timed[0].workload.device.type == "cpu"
+        is_busy = is_cpu and (load.others_pct() or 0.0) >= TOO_BUSY_PCT
+        if is_busy and not others.is_known:
+            return []
+        worst = np.reshape(taken_shares, (-1, 2 * len(timed))).max(axis=1).tolist()
+        earlier = [0.0] * (rounds - len(worst))  # those that counted
+        return rounds_that_count(earlier + worst, is_busy=is_busy)
+
+    done = in_turns([partial(block_s, step) for step in timed], counting=counting)
+    numbers = counting(done.rounds)
+    if not numbers:
+        return done, None
+    return done.of_rounds(numbers), done.rounds - len(numbers)
+
+
 def _speeds(
-    timed: Sequence[TimedStep], done: Alternation, peaks_gib: Sequence[float], *, is_busy: bool
+    timed: Sequence[TimedStep], done: Alternation, peaks_gib: Sequence[float], *, is_trusted: bool
 ) -> list[LayoutSpeed]:
     speeds: list[LayoutSpeed] = []
     measured = zip(timed, peaks_gib, done.speed_ratios(), done.blocks, strict=True)
     for step, peak_gib, ratio, times_s in measured:
         step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
         rate = step.workload.images_per_step / step_s
-        verdict = "not_comparable" if speeds and is_busy else verdict_of(ratio)
+        verdict = verdict_of(ratio) if is_trusted or not speeds else "not_comparable"
         block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
         name = step.layout.name
         speed = LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms)
         speeds.append(speed)
     return speeds
-
-
-def _quiet_rounds(
-    timed: Sequence[TimedStep], steps: int, ends: Mapping[str, Any], load: MachineLoad
-) -> tuple[Alternation, int | None]:
-    """Blocks of `steps` steps in turns, and the number of rounds left out, because other processes
-    took time from a block; None: all are disturbed, or it is not known, and all are kept.
-    """
-    others = TakenTime()
-    is_told = timed[0].workload.device.type == "cpu" and others.is_known
-    taken_shares = [0.0 for blocks in ends["earlier"] for _ in blocks]
-
-    def block_s(step: TimedStep) -> float:
-        block = step.block(steps, others if is_told else None)
-        taken_shares.append(block.taken_share)
-        return block.seconds
-
-    def counting(rounds: int) -> list[int]:
-        blocks = 2 * len(timed)
-        worst = [max(taken_shares[n * blocks : (n + 1) * blocks]) for n in range(rounds)]
-        return rounds_that_count(worst, is_busy=(load.others_pct() or 0.0) >= TOO_BUSY_PCT)
-
-    blocks = [partial(block_s, step) for step in timed]
-    done = alternate(blocks, **ends, counting=counting if is_told else None)
-    rounds = counting(done.rounds) if is_told else []
-    if not rounds:
-        return done, None
-    return done.of_rounds(rounds), done.rounds - len(rounds)
-
-
-def rounds_that_count(taken_shares: Sequence[float], *, is_busy: bool) -> list[int]:
-    """The rounds from which other processes took least; `taken_shares`: of each round's time.
-
-    Those that lost at most 2 % count, and at least half of all: small losses are noise, which the
-    interval contains, and few rounds make it wider than the noise would. On a busy machine, where
-    large losses could differ between the layouts, only those that lost at most 2 % count; none if
-    they are fewer than four.
-    """
-    count = len(taken_shares)
-    quiet = sum(share <= MOST_TAKEN for share in taken_shares)
-    least = min(count, LEAST_QUIET_ROUNDS)
-    if is_busy and quiet < least:
-        return []
-    if not is_busy:
-        quiet = max(quiet, least, (count + 1) // 2)
-    return sorted(sorted(range(count), key=taken_shares.__getitem__)[:quiet])
 
 
 def _gflop_per_image(step: TimedStep) -> tuple[float, float]:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from cl_train.errors import ConfigError
 from cl_train.measure.parity_step import MODES, Record, Samples, recorded_step
-from cl_train.measure.timed_step import LossFunction, noise, workload_of
+from cl_train.measure.timed_step import LossFunction, Workload, device_of, image_shape, noise
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify, uncompiled
 from cl_train.models.sources import copy_model, run_on_shapes
-from cl_train.step.precision import Precision
+from cl_train.step.precision import Precision, resolve_precision
+from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.tensors import tensors_in
 
@@ -151,11 +153,15 @@ def check_parity(
             memory than there is.
     """
     model = uncompiled(model)
+    if mode not in MODES:
+        raise ConfigError(f"mode={mode}; use {', '.join(MODES)}")
+    device = device_of(model, device)
+    settings = StepSettings(resolve_precision(precision, device))
     size = batch_size or BATCH_SIZE
-    options: dict[str, Any] = {"mode": mode, "modes": MODES, "loss": loss, "output": output}
-    workload = workload_of(model, size, image_size, precision, device, **options)
+    input_shape = image_shape(image_size)
+    workload = Workload(size, input_shape, settings, device, mode, batch, loss, output)
     if batch is None:
-        batch = noise((size, *_small_input(model, workload.input_shape)), seed)
+        batch = noise((size, *_small_input(model, input_shape)), seed)
     shape = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
     report = partial(ParityReport, precision=workload.precision.name, batch=shape)
 

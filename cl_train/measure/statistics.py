@@ -5,12 +5,12 @@ their error rates. No torch here.
 """
 
 import functools
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 NO_DIFFERENCE = 0.03  # an interval within this distance of 1 is a verdict: no difference
@@ -101,7 +101,7 @@ def interval_of_runs(
     segments = []  # log medians of the four segments of each run
     for windows in (*baseline, *candidate):
         bounds = [len(windows) * index // MIN_WINDOWS for index in range(MIN_WINDOWS + 1)]
-        segments.append(_log_medians([windows[a:b] for a, b in pairwise(bounds)]))
+        segments.append(_log_medians([windows[a:b] for a, b in itertools.pairwise(bounds)]))
     within = 3 * statistics.fmean(map(statistics.variance, segments))
     variance = UNKNOWN_SPREAD**2 + within
     # Satterthwaite 1946
@@ -219,17 +219,24 @@ class Alternation:
             ratios.append(_interval(statistics.fmean(logs), half, count))
         return ratios
 
+    def widest(self) -> float:
+        """The width of the widest interval."""
+        return max(ratio.width for ratio in self.speed_ratios())
+
+    def is_decided(self) -> bool:
+        """Whether every variant has a verdict."""
+        return "inconclusive" not in map(verdict_of, self.speed_ratios()[1:])
+
 
 def alternate(
     blocks: Sequence[Callable[[], float]],
     *,
-    target_ci: float = 0.02,
+    target_ci: float | None = 0.02,
     time_limit_s: float = 60.0,
     min_rounds: int = 8,
     least_rounds: int = 2,
-    counting: Callable[[int], Sequence[int]] | None = None,
-    until_decided: bool = False,
-    earlier: Sequence[Sequence[float]] = (),
+    counting: Callable[[int], Sequence[int]] = range,
+    earlier: Alternation | None = None,
 ) -> Alternation:
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or
     time runs out.
@@ -237,32 +244,30 @@ def alternate(
     A block runs some steps and returns the seconds per step.
 
     Args:
+        target_ci: None: end after 4, 8, 16 ... rounds instead if every variant has a verdict in an
+            interval with the error `EARLY_ERROR`, which it has also when time runs out.
         min_rounds: with less, an interval that is narrow by chance would end it too soon.
         least_rounds: are run also beyond the time limit.
-        counting: of a number of rounds, those whose interval counts for the end; None: all.
-        until_decided: end after 4, 8, 16 ... rounds instead if every variant has a verdict in an
-            interval with the error `EARLY_ERROR`, which it has also when time runs out.
-        earlier: blocks of a measurement that goes on, as `Alternation.blocks`.
+        counting: of a number of rounds, those whose interval counts for the end.
+        earlier: a measurement that goes on; its rounds come first.
     """
-    error = EARLY_ERROR if until_decided else ERROR
-    times = [list(block) for block in earlier] or [[] for _ in blocks]
-    before = len(times[0]) // 2
+    error = ERROR if target_ci is not None else EARLY_ERROR
+    times = [list(times_s) for times_s in earlier.blocks] if earlier else [[] for _ in blocks]
+    earlier_s = earlier.seconds if earlier else 0.0
     order = [*range(len(blocks)), *reversed(range(len(blocks)))]
     started_at = time.perf_counter()
-    while True:
+    for rounds in itertools.count(1):
         for variant in order:
             times[variant].append(blocks[variant]())
         seconds = time.perf_counter() - started_at
-        done = Alternation(times, seconds, "target_ci", error)
-        counted = done if counting is None else done.of_rounds(counting(done.rounds))
-        is_look = counted.rounds >= min_rounds
-        if until_decided:
-            is_look = done.rounds in LOOK_ROUNDS and counted.rounds > 1
-        ratios = counted.speed_ratios()[1:] if is_look else []
-        if is_look and until_decided and "inconclusive" not in map(verdict_of, ratios):
+        done = Alternation(times, earlier_s + seconds, "time_limit", error)
+
+        counted = done.of_rounds(counting(done.rounds))
+        if target_ci is not None:
+            if counted.rounds >= min_rounds and counted.widest() <= target_ci:
+                return replace(done, stopped_by="target_ci")
+        elif done.rounds in LOOK_ROUNDS and counted.rounds > 1 and counted.is_decided():
             return replace(done, stopped_by="verdict")
-        if is_look and not until_decided and all(ratio.width <= target_ci for ratio in ratios):
-            return done
-        rounds = done.rounds - before
         if rounds >= least_rounds and seconds * (rounds + 1) / rounds > time_limit_s:
-            return replace(done, stopped_by="time_limit")
+            break
+    return done

@@ -82,9 +82,8 @@ class Combination:
             model,
             workload,
             layouts,
-            target_ci=settings.target_ci,
+            target_ci=None if until_decided else settings.target_ci,
             time_limit_s=time_limit_s,
-            until_decided=until_decided,
             earlier=self.comparison,
         )
         differing = [layout for layout, report in self.parity.items() if report.passed is False]

@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +26,6 @@ from cl_train.step.precision import (
     autocast,
     cast_model,
     kernel_selection,
-    resolve_precision,
 )
 from cl_train.step.train_step import (
     StepParts,
@@ -42,14 +39,15 @@ from cl_train.system.distributed import Dist
 from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, step_times_s
 from cl_train.system.tensors import map_tensors, tensors_in
 
-MOST_TAKEN = 0.02  # of a step's time, by other processes
-
 LossFunction = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The input, the loss and the settings of one step; `compare_layouts` explains them."""
+    """The input, the loss and the settings of one step; `compare_layouts` explains them.
+
+    Raises ConfigError: a batch without images.
+    """
 
     batch_size: int  # images per micro-step
     input_shape: tuple[int, ...]  # of one image (C, H, W) or video (C, T, H, W)
@@ -59,6 +57,10 @@ class Workload:
     batch: Any = None
     loss: LossFunction | None = None
     output: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}: a step needs an image at least")
 
     @property
     def precision(self) -> Precision:
@@ -76,57 +78,6 @@ class Workload:
         return mean_square(output_tensors(output, self.output))
 
 
-def workload_of(
-    model: nn.Module,
-    batch_size: int,
-    image_size: int | Iterable[int],
-    precision: str,
-    device: torch.device | str | None,
-    *,
-    mode: str = "train",
-    modes: Iterable[str] = ("train", "infer"),
-    batch: Any = None,
-    loss: LossFunction | None = None,
-    output: str | None = None,
-    **step: Any,
-) -> Workload:
-    """Checks the arguments that users give; `step` are fields of `StepSettings`."""
-    refuse_lazy(model)
-    if batch_size < 1 or mode not in modes:
-        choices = ", ".join(modes)
-        raise ConfigError(f"batch_size={batch_size} mode={mode}: at least 1, and one of {choices}")
-    if device is None:
-        device = next((tensor.device for tensor in named_tensors(model).values()), "cpu")
-    where = torch.device(device)
-    settings = StepSettings(resolve_precision(precision, where), **step)
-    shape = (3, image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-    images = len(tensors[0]) if tensors else batch_size
-    return Workload(images, shape, settings, where, mode, batch, loss, output)
-
-
-class TakenTime:
-    """The time in which threads of this process were ready to run and others had the cores; known
-    on Linux only.
-    """
-
-    def __init__(self) -> None:
-        # Nanoseconds running, nanoseconds waiting, slices.
-        self._files = list(Path("/proc/self/task").glob("*/schedstat"))
-        self.is_known = bool(self._files)
-
-    def seconds(self) -> float:
-        """So far, of all threads that existed at the start."""
-        return 1e-9 * sum(int(file.read_text().split()[1]) for file in self._files)
-
-
-class Block(NamedTuple):
-    """The median step of a block, and the share of its time that other processes took."""
-
-    seconds: float
-    taken_share: float
-
-
 class TimedStep:
     """`step` does what training (or inference) does per step; the original model is unchanged.
 
@@ -142,57 +93,61 @@ class TimedStep:
             batch = noise((workload.batch_size, *workload.input_shape))
         dtype = settings.precision.input_dtype
         self.inputs = place_batch(batch, device, dtype, layout.memory_format)
-        self._mix: MixLabels | None = None
-        self.targets = self._random_targets()
-        self.model.train(workload.mode == "train")
 
         self._called = self.model  # compiled, if the settings say so
         self.parts: StepParts | None = None
+        self.targets: torch.Tensor | None = None  # labels of a classifier
+        self._mix: MixLabels | None = None
         if workload.mode == "train":
-            if layout.is_channels_last:
-                refuse_known_crash(self.model, self.forward)
-            self.parts = self._make_parts()
-            self._called = self.parts.wrapped_model
-        elif settings.compile:
-            self._called = compiled(self.model, settings.compile_mode)
+            self._prepare_training()
+        else:
+            self.model.eval()
+            if settings.compile:
+                self._called = compiled(self.model, settings.compile_mode)
+
         self._steps = 0
         self.step: Callable[[], object] = self.eager_step
         self._recorder = Recorder(device) if settings.cuda_graph else None
 
-    def _make_parts(self) -> StepParts:
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ConfigError("no parameter of the model requires a gradient: measure mode=infer")
+    def _prepare_training(self) -> None:
+        """Make the labels of a classifier, and the parts of the step."""
         settings, device = self.workload.settings, self.workload.device
-        parts = make_step(self.model, settings, device, head=head_parameters(self.model))
-        if settings.cuda_graph:
-            make_capturable(parts.optimizer, device)
-        return parts
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            why = "no parameter of the model requires a gradient"
+            raise ConfigError(f"{why}: only inference can be measured")
+        classes = self._classes()
+        if classes is not None:
+            self.targets = random_labels(len(self.inputs), classes).to(device)
+            if settings.soft_targets:
+                self.targets = F.one_hot(self.targets, classes).float()
+            else:
+                mixing = AugmentConfig(mixup=settings.mixup, cutmix=settings.cutmix)
+                self._mix = label_mix(mixing, classes, 0, Dist(0, 1, device))
 
-    def _random_targets(self) -> torch.Tensor | None:
-        """Random labels for a classifier; None for other kinds of models or losses."""
-        workload, settings = self.workload, self.workload.settings
+        self.model.train()
+        if self.layout.is_channels_last:
+            refuse_known_crash(self.model, self.forward)
+        self.parts = make_step(self.model, settings, device, head=head_parameters(self.model))
+        if settings.cuda_graph:
+            make_capturable(self.parts.optimizer, device)
+        self._called = self.parts.wrapped_model
+
+    def _classes(self) -> int | None:
+        """The classes of a classifier; None for another kind of model, or a loss of its own."""
+        workload = self.workload
         has_own_loss = workload.loss is not None or workload.output is not None
         if has_own_loss or not isinstance(self.inputs, torch.Tensor):
             return None
         self.model.eval()
         # No kernels are searched for a batch of one, which is never measured.
-        casted = autocast(settings.precision, workload.device)
+        casted = autocast(workload.precision, workload.device)
         with torch.no_grad(), casted, kernel_selection(autotune=False):
             output = self.model(self.inputs[:1])
         logits = getattr(output, "logits", output)
         is_tensor = isinstance(logits, torch.Tensor)
-        if not is_tensor or not logits.is_floating_point() or logits.dim() != 2:
-            return None
-
-        classes = logits.shape[1]
-        generator = torch.Generator().manual_seed(0)
-        labels = torch.randint(classes, (len(self.inputs),), generator=generator)
-        labels = labels.to(workload.device)
-        if settings.soft_targets:
-            return F.one_hot(labels, classes).float()
-        mixing = AugmentConfig(mixup=settings.mixup, cutmix=settings.cutmix)
-        self._mix = label_mix(mixing, classes, 0, Dist(0, 1, workload.device))
-        return labels
+        if is_tensor and logits.is_floating_point() and logits.dim() == 2:
+            return int(logits.shape[1])
+        return None
 
     def forward(self) -> Any:
         """Returns the model's output for the batch."""
@@ -261,27 +216,6 @@ class TimedStep:
         """Seconds of each of `steps` steps."""
         return step_times_s(self.step, steps, self.workload.device)
 
-    def block(self, steps: int, others: TakenTime | None) -> Block:
-        """Time `steps` steps, without those from which other processes took time.
-
-        With one thread that time is subtracted instead; with several, what one of them waits for a
-        core may or may not delay the others. `others` None: it is not known.
-        """
-        if others is None:
-            return Block(median(self.block_times_s(steps)), 1.0)
-        all_s, shares = [], []
-        for _ in range(steps):
-            taken_before_s = others.seconds()
-            [step_s] = self.block_times_s(1)
-            taken_s = others.seconds() - taken_before_s
-            if torch.get_num_threads() == 1:
-                step_s = max(step_s - taken_s, 0.1 * step_s)
-                taken_s = 0.0
-            all_s.append(step_s)
-            shares.append(taken_s / step_s)
-        quiet_s = [s for s, share in zip(all_s, shares, strict=True) if share <= MOST_TAKEN]
-        return Block(median(quiet_s or all_s), 0.0 if quiet_s else median(shares))
-
     def peak_memory_gib(self, timed: Sequence["TimedStep"]) -> float:
         """Memory of an eager step: the peak less what the others of `timed` hold."""
         other_bytes = sum(step.held_bytes() for step in timed if step is not self)
@@ -315,6 +249,21 @@ def model_in_layout(
     return copied
 
 
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Returns `device`; None: where the model is. Raises ConfigError: this is no model, or a lazy
+    one.
+    """
+    refuse_lazy(model)
+    if device is None:
+        device = next((tensor.device for tensor in named_tensors(model).values()), "cpu")
+    return torch.device(device)
+
+
+def image_shape(size: int | Iterable[int]) -> tuple[int, ...]:
+    """(3, H, W) of an RGB image of `size` pixels; a shape as it is."""
+    return (3, size, size) if isinstance(size, int) else tuple(size)
+
+
 def input_shape(model: str, image_size: int | None, frames: int) -> tuple[int, ...]:
     """(3, H, W) of an RGB image, or with `frames` (3, T, H, W) of a video; None: the usual size."""
     size = image_size or (112 if frames else usual_image_size(model))
@@ -324,6 +273,11 @@ def input_shape(model: str, image_size: int | None, frames: int) -> tuple[int, .
 def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Returns normal noise of `shape`, float32 on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_labels(count: int, classes: int) -> torch.Tensor:
+    """Returns `count` class indices, int64 on the CPU, the same in each call."""
+    return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def place_batch(

@@ -19,6 +19,7 @@ from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, timed_step
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
 from cl_train.measure.statistics import Interval, alternate, verdict_of
+from cl_train.measure.taken_time import Block, rounds_that_count, timed_block
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.memory_format.layout import model_memory_format
@@ -148,15 +149,14 @@ def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):
     durations = itertools.cycle([0.01, 0.01, 0.01, 0.01, 0.51])
     monkeypatch.setattr(timed, "block_times_s", lambda steps: [next(durations)])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert timed.block(10, Disturbed()) == (0.01, 0.0)
+    assert timed_block(timed, 10, Disturbed()) == (0.01, 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert timed.block(5, Disturbed()) == (pytest.approx(0.01), 0.0)
+    assert timed_block(timed, 5, Disturbed()) == (pytest.approx(0.01), 0.0)
     monkeypatch.setattr(Disturbed, "every", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(Disturbed, "calls", 0)
-    block = timed.block(5, Disturbed())
+    block = timed_block(timed, 5, Disturbed())
     assert block == (0.01, pytest.approx(50.0)), "all steps are disturbed"
-    assert timed.block(5, None) == (0.01, 1.0), "nothing is known"
 
 
 def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch):
@@ -164,12 +164,12 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
     calls = itertools.count()
 
-    def block(step, steps, taken):
+    def block(step, steps, others):
         is_disturbed = next(calls) % 16 == 5
         seconds = 0.01 if step.layout is CONTIGUOUS else 0.005
-        return timed_step.Block(seconds * (10 if is_disturbed else 1), 0.9 if is_disturbed else 0.0)
+        return Block(seconds * (10 if is_disturbed else 1), 0.9 if is_disturbed else 0.0)
 
-    monkeypatch.setattr(TimedStep, "block", block)
+    monkeypatch.setattr(paired, "timed_block", block)
     done = benchmark_layouts(network(), workload())
     assert (done.verdict, done.rounds, done.rounds_left_out) == ("faster", 8, 3)
     assert done.ratio.ratio == pytest.approx(2.0) and "rounds are left out" in str(done)
@@ -190,7 +190,7 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     ],
 )
 def test_small_disturbances_leave_half_of_the_rounds_at_least(taken_shares, is_busy, kept):
-    assert paired.rounds_that_count(taken_shares, is_busy=is_busy) == kept
+    assert rounds_that_count(taken_shares, is_busy=is_busy) == kept
 
 
 def test_a_comparison_prints_and_becomes_json(monkeypatch):
@@ -318,16 +318,17 @@ def test_what_could_change_the_answer_is_measured_anew(benchmark, change):
 
 
 @pytest.mark.parametrize(
-    ("device", "facts", "reason"),
+    ("gpu", "reason"),
     [
-        ("cpu", {"others_pct": 60.0}, "other processes used the cores"),
-        ("cuda", {"gpu": {"other_processes": 0, "is_slowed": True, "clock_mhz": 900.0}}, "heat"),
+        (None, "other processes used the cores"),
+        ({"other_processes": 0, "is_slowed": True, "clock_mhz": 900.0}, "heat"),
     ],
 )
-def test_a_disturbed_measurement_is_used_once_and_says_why(benchmark, device, facts, reason):
-    benchmark.return_value = replace(measured(1.5, 0.01), **facts)
-    work = workload(device=torch.device(device))
-    choice = auto._measured_choice(network(), work, 0.1)
+def test_a_disturbed_measurement_is_used_once_and_says_why(benchmark, gpu, reason):
+    done = measured(1.5, 0.01)
+    speeds = [replace(speed, verdict="not_comparable") for speed in done.speeds]
+    benchmark.return_value = replace(done, speeds=tuple(speeds), gpu=gpu)
+    choice = choose(network())
     assert choice.channels_last and not choice.conclusive
     assert reason in choice.reason and "measures again" in choice.reason
 

@@ -322,7 +322,7 @@ PARITY = {
 SPEED = {
     "view": "reshape",
     "complex": "floating point",
-    "frozen": "mode=infer",
+    "frozen": "only inference",
     "sparse gradients": "parse",
 }
 
@@ -354,7 +354,7 @@ def test_parity_and_speed(name):
     arguments = quick | arguments
     if done := outcome_of(compare_layouts, {"model": build(), **arguments}, speed):
         assert [one.layout for one in done.speeds] == ["contiguous", "channels_last"]
-    if speed == "mode=infer":
+    if speed == "only inference":
         assert compare_layouts(build(), **arguments, mode="infer").speeds
 
 

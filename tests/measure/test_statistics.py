@@ -214,7 +214,7 @@ def test_benchmarks_that_end_decided_err_rarely(spread, ratio, right, at_most_wr
     for _ in range(200):
         logs = rng.normal(math.log(ratio), spread, LOOK_ROUNDS[-1])
         blocks = [lambda: 1.0, (math.exp(-log) for log in np.repeat(logs, 2)).__next__]
-        done = alternate(blocks, time_limit_s=LOOK_ROUNDS[-1], until_decided=True)
+        done = alternate(blocks, time_limit_s=LOOK_ROUNDS[-1], target_ci=None)
         verdict = verdict_of(done.speed_ratios()[1])
         if verdict == "inconclusive":
             verdict = verdict_of(replace(done, error=LAST_ERROR).speed_ratios()[1])

@@ -86,7 +86,7 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch, capsys):
     ratios = iter([[1.5] * 4, [1.2, 0.9] * 4, [1.2, 0.9] * 4, [1.2, 1.1] * 16])
 
     def planted(model, workload, layouts, **ends):
-        visits.append((ends["until_decided"], round(ends["time_limit_s"])))
+        visits.append((ends["target_ci"], round(ends["time_limit_s"])))
         clock[0] += 20.0
         earlier = ends["earlier"].speeds if ends["earlier"] else ()
         blocks = [list(one.block_ms) for one in earlier] or [[], []]
@@ -99,7 +99,7 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch, capsys):
     monkeypatch.setattr(suite.time, "perf_counter", lambda: clock[0])
     document, text = benchmark.measure(settings(model=[SMALL, DROPOUT], time_limit_s=120.0))
     assert [one["pairs"][0]["verdict"] for one in document["results"]] == ["faster", "faster"]
-    assert visits == [(True, 60), (True, 100), (True, 80), (True, 60)]
+    assert visits == [(None, 60), (None, 100), (None, 80), (None, 60)]
     assert len(document["results"][1]["speeds"][0]["block_ms"]) == 2 * (8 + 8 + 32)
     assert text.endswith("2 of 2 are decided")
     command = "to decide it, OMP_NUM_THREADS=1 cl-train benchmark model=tests.networks:dropout"
