@@ -1,6 +1,5 @@
 """The audit: one step of a model, the operators in it that lose channels_last, and their time."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
@@ -63,50 +62,38 @@ def audit(
     images = _first_images(batch)
     if isinstance(precision, str):
         precision = resolve_precision(precision, images.device)
-    scalar_loss = loss or (lambda result: mean_square(output_tensors(result, output)))
-    forward = partial(_forward, precision, images.device, scalar_loss if backward else None)
-    report = _empty_report(model, images, precision, name or type(model).__name__)
+    loss = loss or (lambda result: mean_square(output_tensors(result, output)))
+    forward = partial(_loss, precision, images.device, loss if backward else None)
+
+    def step() -> None:
+        scalar = forward(model, batch)
+        if scalar is not None:
+            scalar.backward()
+
+    described = (
+        f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
+    )
+    facts = (precision.name, str(images.device), torch.__version__)
+    name = name or type(model).__name__
+    report = LayoutReport(name, model_memory_format(model), described, *facts)
     remedy = "check the shape, dtype and device of the batch"
-    explained = failure_explained(f"the model failed on {report.input}", remedy)
+    explained = failure_explained(f"the model failed on {described}", remedy)
     with explained, state_restored(model, images.device):
         is_contiguous = classify(images) == report.model_memory_format == "contiguous"
         if backward and (time or not is_contiguous):
             refuse_known_crash(model, lambda: forward(model, batch))
-        _record_step(report, lambda: forward(model, batch), images.device, measure=measure)
+        with recording(report):
+            step()
+        if measure:
+            steps_s = [timed_s(step, images.device) for _ in range(4)]
+            report.step_ms = 1000 * median(steps_s[1:])  # after the warm-up
+            report.copy_ms_per_byte = copy_ms_per_byte(images.device)
         model.zero_grad(set_to_none=True)
         if time:
             times = time_operators(model, batch, forward, precision, images.device, time_limit_s)
             times.charge(report.inherited())
             report.times = times
     return report
-
-
-def _empty_report(
-    model: nn.Module, images: torch.Tensor, precision: Precision, name: str
-) -> LayoutReport:
-    dtype = str(images.dtype).removeprefix("torch.")
-    described = f"{classify(images)} {dtype} {list(images.shape)}"
-    facts = (precision.name, str(images.device), torch.__version__)
-    return LayoutReport(name, model_memory_format(model), described, *facts)
-
-
-def _record_step(
-    report: LayoutReport,
-    forward: Callable[[], torch.Tensor | None],
-    device: torch.device,
-    *,
-    measure: bool,
-) -> None:
-    def step() -> None:
-        if (loss := forward()) is not None:
-            loss.backward()
-
-    with recording(report):
-        step()
-    if measure:
-        steps_s = [timed_s(step, device) for _ in range(4)]
-        report.step_ms = 1000 * median(steps_s[1:])  # after the warm-up
-        report.copy_ms_per_byte = copy_ms_per_byte(device)
 
 
 def _first_images(batch: Any) -> torch.Tensor:
@@ -119,7 +106,7 @@ def _first_images(batch: Any) -> torch.Tensor:
     return images
 
 
-def _forward(
+def _loss(
     precision: Precision,
     device: torch.device,
     loss: LossFunction | None,

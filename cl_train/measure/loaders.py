@@ -68,13 +68,15 @@ def benchmark_loaders(
     finally:
         for pipeline in pipelines:
             pipeline.close()
-    rows: list[dict[str, Any]] = []
-    for index, one in enumerate(pipelines):
-        rate = round(1 / median(done.blocks[index]), 1)
-        ratio = round(median(done.round_ratios(index)), 2)
-        rows.append({"pipeline": one.name, "workers": one.workers})
-        rows[-1] |= {"images_per_s": rate, "ratio": ratio}
-
+    rows: list[dict[str, Any]] = [
+        {
+            "pipeline": one.name,
+            "workers": one.workers,
+            "images_per_s": round(1 / median(times_s), 1),
+            "ratio": round(median(done.round_ratios(index)), 2),
+        }
+        for index, (one, times_s) in enumerate(zip(pipelines, done.blocks, strict=True))
+    ]
     our_rows = rows[-len(workers) :]
     per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in our_rows)
     needed = -(-int(settings.gpu_images_per_s) // max(1, int(per_core)))
@@ -83,12 +85,8 @@ def benchmark_loaders(
     text = f"{markdown_table(rows)}\n{wanted}; {answer}"
     for row, times_s in zip(rows, done.blocks, strict=True):
         row["block_s_per_image"] = [round(seconds, 8) for seconds in times_s]
-    results = {
-        "rows": rows,
-        "cores": cores,
-        "images_per_s_needed": settings.gpu_images_per_s,
-        "cores_needed": needed,
-    }
+    results = {"rows": rows, "cores": cores, "cores_needed": needed}
+    results["images_per_s_needed"] = settings.gpu_images_per_s
     return measured(settings, torch.device("cpu"), schema_version=3, **results), text
 
 

@@ -48,29 +48,30 @@ class Combination:
         speeds = self.comparison.speeds if self.comparison else ()
         return any(speed.verdict == "inconclusive" for speed in speeds)
 
-    def visit(self, time_limit_s: float, *, until_decided: bool) -> None:
+    def visit(self, time_limit_s: float, target_ci: float | None) -> None:
         """Measure it, or go on with it. A model may raise any exception, which must not lose the
         results of the others.
         """
         started_at = time.perf_counter()
         earlier_s = self.comparison.seconds if self.comparison else 0.0
         try:
-            self.comparison = self._compared(time_limit_s, until_decided)
-            rounds_s = self.comparison.seconds - earlier_s
-            self.set_up_s = time.perf_counter() - started_at - rounds_s
+            self.comparison = self._compared(time_limit_s, target_ci)
         except Exception as error:
             self.error = explain_failure(error)
+            return
+        rounds_s = self.comparison.seconds - earlier_s
+        self.set_up_s = time.perf_counter() - started_at - rounds_s
 
-    def _compared(self, time_limit_s: float, until_decided: bool) -> Comparison:
+    def _compared(self, time_limit_s: float, target_ci: float | None) -> Comparison:
         """Parity, then speed. Layouts that compute different results are not comparable."""
         torch.manual_seed(0)
-        settings, workload, name = self.settings, self.workload, self.described["model"]
+        workload, name = self.workload, self.described["model"]
         size = workload.input_shape[-1]
         model = models.build_model(name, num_classes=1000, image_size=size)
-        layouts = [LAYOUTS[layout] for layout in settings.layouts]
-        for layout in layouts:
-            if settings.parity and layout is not CONTIGUOUS and layout.name not in self.parity:
-                self.parity[layout.name] = check_parity(
+        layouts = [LAYOUTS[layout] for layout in self.settings.layouts]
+        if self.settings.parity and not self.parity:
+            self.parity = {
+                layout.name: check_parity(
                     model,
                     conversion=layout.conversion,
                     mode="infer" if workload.mode == "infer" else "both",
@@ -78,17 +79,21 @@ class Combination:
                     precision=workload.precision.name,
                     device=workload.device,
                 )
+                for layout in layouts
+                if layout is not CONTIGUOUS
+            }
         done = benchmark_layouts(
             model,
             workload,
             layouts,
-            target_ci=None if until_decided else settings.target_ci,
+            target_ci=target_ci,
             time_limit_s=time_limit_s,
             earlier=self.comparison,
         )
-        differing = [layout for layout, report in self.parity.items() if report.passed is False]
         speeds = [
-            replace(speed, verdict="not_comparable") if speed.layout in differing else speed
+            replace(speed, verdict="not_comparable")
+            if speed.layout in self.parity and self.parity[speed.layout].passed is False
+            else speed
             for speed in done.speeds
         ]
         return replace(done, speeds=tuple(speeds))
@@ -142,25 +147,25 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
             write_json(Path(settings.out), document)
 
     shares_time = settings.time_limit_s is not None and len(combinations) > 1
+    target_ci = None if shares_time else settings.target_ci
     ends_at = time.perf_counter() + (settings.time_limit_s or 0.0)
     left = combinations
     while left:
         for place, one in enumerate(left):
-            share_s = SECONDS_EACH
-            if settings.time_limit_s is not None:
-                share_s = max(0.0, (ends_at - time.perf_counter()) / (len(left) - place))
-            one.visit(share_s, until_decided=shares_time)
+            share_s = (ends_at - time.perf_counter()) / (len(left) - place)
+            if settings.time_limit_s is None:
+                share_s = SECONDS_EACH
+            one.visit(max(0.0, share_s), target_ci)
             report(one)
-
-        undecided = [one for one in left if shares_time and one.is_undecided]
+        undecided = [one for one in combinations if shares_time and one.is_undecided]
         share_s = (ends_at - time.perf_counter()) / max(1, len(undecided))
         left = [one for one in undecided if 2 * one.set_up_s < share_s]
 
-    for one in combinations:
-        if shares_time and one.comparison and one.is_undecided:
-            one.comparison = one.comparison.at_last_look()
-            print("no time is left for more rounds; the last look has a narrower interval:")
-            report(one)
+    for one in undecided:
+        assert one.comparison is not None
+        one.comparison = one.comparison.at_last_look()
+        print("no time is left for more rounds; the last look has a narrower interval:")
+        report(one)
     return document | {"complete": True}
 
 
