@@ -63,8 +63,10 @@ class TimedCall:
 
     def __str__(self) -> str:
         details = "; ".join(filter(None, (self.convolution.partition(";")[0], self.source)))
-        where = f"{self.direction} of `{self.module or '(top)'}`"
-        return f"{short_name(self.operator)} {where}" + f" ({details})" * bool(details)
+        name = short_name(self.operator)
+        direction = "" if self.direction in name else f" {self.direction}"
+        where = f"{name}{direction} of `{self.module or '(top)'}`"
+        return where + f" ({details})" * bool(details)
 
     def remedy(self) -> str:
         if self.kind == COPY_KIND:
@@ -105,14 +107,14 @@ class Row:
 
 
 def _difference(row: Row) -> str:
-    """The milliseconds of a row and its call, or its kind with the module that differs most."""
+    """The milliseconds of a call, or the total of a kind with the module that differs most."""
     text = f"{abs(row.difference_ms):.2g} ms in {row.name}"
     if len(row.calls) == 1:
         return text
     ms = defaultdict[str, float](float)
     for call in row.calls:
         ms[call.module or "(top)"] += abs(float(np.median(call.ms[:, 1] - call.ms[:, 0])))
-    return f"{text} (most in `{max(ms, key=ms.__getitem__)}`)"
+    return f"a total of {text} (most in `{max(ms, key=ms.__getitem__)}`)"
 
 
 @dataclass

@@ -129,8 +129,8 @@ class LayoutReport:
             return f"{self.model}: no operator loses channels_last"
         causes = {call.place for call in lost}
         paying = [call for call in self.calls if call.outcome == "lost" or call.cause in causes]
-        places = len({call.module for call in lost})
-        number = "1 place; it costs" if places == 1 else f"{places} places; they cost"
+        modules = len({call.module for call in lost})
+        number = "1 module; it costs" if modules == 1 else f"{modules} modules; they cost"
         return f"{self.model} loses channels_last in {number} {self._cost(paying)}"
 
     def losses(self) -> list[dict[str, Any]]:
