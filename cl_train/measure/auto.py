@@ -203,7 +203,7 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
         probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
         probe.warm_up()
         image_s = probe.block_times_s(1)[0] / probed
-        image_bytes = (probe.peak_memory_gib([probe]) * 2**30 - probe.held_bytes()) / probed
+        image_bytes = (probe.peak_memory_gib() * 2**30 - probe.held_bytes()) / probed
         held_bytes = 2 * probe.held_bytes()
     available = available_bytes(workload.device)
 

@@ -247,7 +247,7 @@ def _benchmark(
         for step in timed:
             step.warm_up()
         # All eager work comes before the recordings, whose memory it could not use.
-        peaks_gib = [step.peak_memory_gib(timed) for step in timed]
+        peaks_gib = [step.peak_memory_gib() for step in timed]
         gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
         for step in timed:
             step.record()

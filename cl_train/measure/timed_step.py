@@ -1,6 +1,6 @@
 """The step that is timed: a copy of a model in one layout, and the step that training would run."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -216,13 +216,11 @@ class TimedStep:
         """Seconds of each of `steps` steps."""
         return step_times_s(self.step, steps, self.workload.device)
 
-    def peak_memory_gib(self, timed: Sequence["TimedStep"]) -> float:
-        """Memory of an eager step: the peak less what the others of `timed` hold."""
-        other_bytes = sum(step.held_bytes() for step in timed if step is not self)
+    def peak_memory_gib(self) -> float:
+        """Memory of an eager step, without other models."""
+        device = self.workload.device
         with self._on_recorders_stream():
-            return peak_memory_of_step_gib(
-                self.eager_step, self.held_bytes(), other_bytes, self.workload.device
-            )
+            return peak_memory_of_step_gib(self.eager_step, self.held_bytes(), device)
 
     def _on_recorders_stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.on_stream()

@@ -149,31 +149,31 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def peak_memory_of_step_gib(
-    step: Callable[[], object], own_bytes: int, other_bytes: int, device: torch.device
+    step: Callable[[], object], held_bytes: int, device: torch.device
 ) -> float:
-    """Peak memory in GiB of a process with only this step, after warm-up.
-
-    On a GPU the allocator's peak less `other_bytes`, the memory of other models. On a CPU
-    `own_bytes`, the memory of this model between steps, plus the peak of torch's allocations within
-    a step (without oneDNN's scratch memory).
+    """Peak memory in GiB of a process with only this step, after warm-up: `held_bytes`, its memory
+    between steps, plus the peak of torch's allocations within a step, which on a CPU lack oneDNN's
+    scratch memory.
     """
     if device.type == "cuda":
         wait_for(device)
         torch.cuda.reset_peak_memory_stats(device)
+        between_steps = torch.cuda.memory_allocated(device)
         step()
         wait_for(device)
-        return (torch.cuda.max_memory_allocated(device) - other_bytes) / 2**30
+        growth = torch.cuda.max_memory_allocated(device) - between_steps
+        return (held_bytes + growth) / 2**30
     # Without acc_events torch 2.11 warns that it forgets earlier cycles.
     cpu = [ProfilerActivity.CPU]
     with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         step()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    held = peak = 0
+    allocated = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return (own_bytes + peak) / 2**30
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return (held_bytes + peak) / 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -90,7 +90,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
             sized = replace(workload, batch_size=batch_size)
             timed = TimedStep(model, layout, sized)
             timed.warm_up()
-            peak_gib = timed.peak_memory_gib([timed])
+            peak_gib = timed.peak_memory_gib()
             step_s = statistics.median(timed.block_times_s(STEPS))
             return BatchSpeed(batch_size, sized.images_per_step / step_s, peak_gib)
 

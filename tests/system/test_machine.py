@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from cl_train.system import machine
 from cl_train.system.machine import (
     available_bytes,
     keep_freed_memory,
@@ -48,7 +49,17 @@ def test_free_memory_and_the_peak_of_a_known_allocation():
 
     free = available_bytes(CPU)
     assert 0 < free < 2**50
-    assert peak_memory_of_step_gib(step, 2**30, 0, CPU) == pytest.approx(1 + 16 / 1024, rel=1e-3)
+    assert peak_memory_of_step_gib(step, 2**30, CPU) == pytest.approx(1 + 16 / 1024, rel=1e-3)
+
+
+def test_the_peak_on_a_gpu_is_without_other_models(monkeypatch):
+    """3 GiB are allocated between steps, of which the step holds half a GiB."""
+    monkeypatch.setattr(machine, "wait_for", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * 2**30)
+    cuda = torch.device("cuda", 0)
+    assert peak_memory_of_step_gib(lambda: None, 2**29, cuda) == 1.5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
