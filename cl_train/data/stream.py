@@ -4,12 +4,10 @@ order, and a resumed epoch begins anew.
 
 import itertools
 import logging
-import math
 import multiprocessing
-import signal
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from cl_train.data.transforms import seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
 from cl_train.data.workers import ignore_parents_signals, killing_at_exit
 from cl_train.errors import ConfigError, WorkerError
-from cl_train.system.processes import handles_signals
 
 log = logging.getLogger(__name__)
 
@@ -73,32 +70,35 @@ class StreamLoader(IterableDataset[Any]):
             try:
                 with seeded_everywhere(form.transform.seed, self._epoch, index):
                     sample = next(stream)
-                label = form.write(pixels.permute(2, 0, 1), sample, self._epoch, index)
+                yield pixels, form.write(pixels.permute(2, 0, 1), sample, self._epoch, index)
             except StopIteration:
                 return
             except Exception as error:
                 yield f"{form.name(number)} in worker {worker}", reason_of(error)
-            else:
-                yield pixels, label
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
-        """Yields the samples; in training full batches, `batch_count()` in an epoch, of a stream
-        that begins again when it ends early. Raises BadImageError, WorkerError.
+        """Yields the samples; in training full batches, `batch_count()` in an epoch.
+
+        Raises BadImageError; WorkerError: a worker died or hangs.
         """
-        end = self.batch_count() if self._is_training else math.inf
-        number = first_batch
+        numbers = range(first_batch, self.batch_count()) if self._is_training else itertools.count()
         seen = 0
-        while number < end:
-            begin = number
-            for images, targets in self._read(epoch):
-                yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
-                number += 1
-                seen += len(targets)
-                if number == end or seen > self.sample_count:  # the evaluation refuses so many
-                    return
+        for number, (images, targets) in zip(numbers, self._stream(epoch), strict=False):
+            yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
+            seen += len(targets)
+            if seen > self.sample_count:  # the evaluation refuses so many
+                return
+
+    def _stream(self, epoch: int) -> Iterator[list[Tensor]]:
+        """Yields images [N, size, size, 3] and labels; in training the stream begins again."""
+        while True:
+            count = 0
+            for batch in self._batches_of_stream(epoch):
+                yield batch
+                count += 1
             if not self._is_training:
                 return
-            if number == begin:
+            if count == 0:
                 reasons = "; ".join(self._bad_images.reasons.values())
                 raise WorkerError(
                     f"data.dataset: the workers get fewer than {self._settings.batch_size} good"
@@ -107,92 +107,66 @@ class StreamLoader(IterableDataset[Any]):
             if not self._has_ended_early:
                 self._has_ended_early = True
                 log.warning(
-                    f"data.dataset ended after {number} of {end} batches and begins again: some"
-                    " samples are seen twice in the epoch"
+                    f"data.dataset ended after {count} of {self.batch_count()} batches and begins"
+                    " again: some samples are seen twice in the epoch"
                 )
 
-    def _read(self, epoch: int) -> Iterator[list[Tensor]]:
-        """Yields the stream once, images [N, size, size, 3] and labels; in training the smaller
-        batches of the workers are joined to full ones. Raises BadImageError, WorkerError.
-        """
+    def _batches_of_stream(self, epoch: int) -> Iterator[list[Tensor]]:
+        """In training, joins the smaller batches of the workers to full ones."""
         full = self._settings.batch_size
         rest = list[Any]()
-        loaded, kill = self._start_workers(epoch)
-        try:
-            for batch, bad in _next_of(loaded):
-                for name, reason in bad:
-                    self._bad_images.add(name, reason, skipped=True)
-                if batch and (len(batch[1]) == full or not self._is_training):
-                    yield batch
-                    continue
-                rest += zip(*batch, strict=True)
-                if len(rest) >= full:
-                    yield default_collate(rest[:full])
-                    rest = rest[full:]
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which hold `loaded`
-            if type(error) is RuntimeError:  # a worker died or hangs
-                raise WorkerError(f"data.dataset: {' '.join(str(error).split())}") from None
-            raise
-        finally:
-            del loaded  # torch ends its workers
-            kill()  # one that hangs: it ignores SIGTERM
+        for batch, bad in self._collated(epoch):
+            for name, reason in bad:
+                self._bad_images.add(name, reason, skipped=True)
+            if batch and (len(batch[1]) == full or not self._is_training):
+                yield batch
+                continue
+            rest += zip(*batch, strict=True)
+            if len(rest) >= full:
+                yield default_collate(rest[:full])
+                rest = rest[full:]
 
-    def _start_workers(self, epoch: int) -> tuple[Iterator[Any], Callable[[], object]]:
-        """Returns what the workers collate, and a function that kills them."""
+    def _collated(self, epoch: int) -> Iterator[Any]:
+        """Yields what the workers collate, which live meanwhile."""
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        cfg = self._settings.data
-        count = self.workers
+        timeout_s = self._settings.data.worker_timeout_s if self.workers else None
         before = multiprocessing.active_children()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of more workers than cores, and of their fork
-            loader = DataLoader(
-                self,
-                self._settings.batch_size,
-                num_workers=count,
-                collate_fn=_collate,
-                pin_memory=self._settings.dist.device.type == "cuda",
-                generator=torch.Generator(),  # the training's own numbers stay as they are
-                timeout=cfg.worker_timeout_s if count else 0,
-                multiprocessing_context="fork" if count else None,
-                prefetch_factor=max(1, cfg.prefetch // count) if count else None,
-                worker_init_fn=lambda worker: ignore_parents_signals(),
-            )
-            loaded = iter(loader)
-        workers = [child for child in multiprocessing.active_children() if child not in before]
-        return loaded, killing_at_exit(None, workers)
+        # In the main thread torch would raise for a dead worker anywhere, such as within a step.
+        with ThreadPoolExecutor(1) as thread:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of more workers than cores, and of their fork
+                loaded = thread.submit(lambda: iter(self._torch_loader())).result()
+            workers = [child for child in multiprocessing.active_children() if child not in before]
+            kill = killing_at_exit(None, workers)
+            try:
+                while item := thread.submit(next, loaded, None).result(timeout_s):
+                    yield item
+            except TimeoutError:
+                raise WorkerError(
+                    f"data.dataset: the workers sent no batch for {timeout_s:g} s. If the storage"
+                    " is slow, raise data.worker_timeout_s."
+                ) from None
+            except RuntimeError as error:
+                raise WorkerError(f"data.dataset: {' '.join(str(error).split())}") from None
+            finally:
+                del loaded  # torch ends its workers
+                kill()  # one that hangs: it ignores SIGTERM
 
-
-def _next_of(loaded: Iterator[Any]) -> Iterator[Any]:
-    """Yields of `loaded`, whose workers' deaths raise RuntimeError here.
-
-    By itself torch's handler of SIGCHLD raises it anywhere, such as within a training step.
-    """
-    raise_if_dead = signal.getsignal(signal.SIGCHLD)
-    if not handles_signals() or not callable(raise_if_dead):
-        yield from loaded
-        return
-    is_waiting = False
-
-    def handle(signum: int, frame: Any) -> None:
-        if is_waiting:
-            raise_if_dead(signum, frame)
-
-    signal.signal(signal.SIGCHLD, handle)
-    try:
-        while True:
-            is_waiting = True
-            raise_if_dead(signal.SIGCHLD, None)
-            item = next(loaded, None)
-            is_waiting = False
-            if item is None:
-                return
-            yield item
-    finally:
-        is_waiting = False
-        signal.signal(signal.SIGCHLD, raise_if_dead)
+    def _torch_loader(self) -> DataLoader[Any]:
+        count = self.workers
+        return DataLoader(
+            self,
+            self._settings.batch_size,
+            num_workers=count,
+            collate_fn=_collate,
+            pin_memory=self._settings.dist.device.type == "cuda",
+            generator=torch.Generator(),  # the training's own numbers stay as they are
+            multiprocessing_context="fork" if count else None,
+            prefetch_factor=max(1, self._settings.data.prefetch // count) if count else None,
+            worker_init_fn=lambda worker: ignore_parents_signals(),
+        )
 
 
 def _collate(samples: list[tuple[Any, Any]]) -> tuple[list[Tensor], list[tuple[str, str]]]:
