@@ -13,7 +13,7 @@ wrong usage or unreadable weights.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,10 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.data.loader_report import first_reasons
     from cl_train.errors import BadImageError
     from cl_train.models.convert_file import load_saved
-    from cl_train.step.precision import resolve_precision
+    from cl_train.step.precision import kernel_selection, resolve_precision
     from cl_train.system.distributed import Dist, choose_device
     from cl_train.system.machine import keep_freed_memory
+    from cl_train.training.evaluation import outputs
 
     formats = {True: torch.channels_last, False: torch.contiguous_format, None: None}
     model, card, memory_format = load_saved(
@@ -103,25 +104,26 @@ def predict(settings: PredictSettings, file: Path) -> str:
     cfg = _data_settings(settings, card)
     data = images_of_folder(cfg, card.classes, settings.batch_size, Dist(0, 1, device))
     batches = data.validation(DeviceFormat(device, precision.input_dtype, memory_format))
-    rows, names = _classified(
-        model.to(device), batches, precision, card.classes, data.val_images, settings.evaluate_flip
-    )
+    flip = settings.evaluate_flip
+    logits_and_labels = outputs(model.to(device), batches, precision, flip=flip)
+    with kernel_selection(tf32=precision.tf32, autotune=False):
+        rows, outputs_count = _rows(logits_and_labels, card.classes, data.val_images)
     bad = data.bad_images.reasons
     if not rows:
         raise BadImageError(f"none of the {len(bad)} images could be decoded: {first_reasons(bad)}")
     files = [data.validation_name(index) for index in data.validation_indices()]
-    _write_table(file, files, rows, names)
+    write_csv(file, [{"file": name} | row for name, row in zip(files, rows, strict=True)])
     data.close()
 
     summary = [f"{len(rows)} images"]
-    correct = [label == classes[0] for label, classes, _ in rows if label >= 0]
+    correct = [row["label"] == row["class1"] for row in rows if row["label"]]
     if correct:
         share_pct = 100 * sum(correct) / len(correct)
         summary[0] += f", {share_pct:.3f} % of {len(correct)} with a label are correct"
     if bad:
         summary.append(f"{len(bad)} left out: {first_reasons(bad)}")
-    if 0 < len(card.classes) < len(names):
-        summary.append(f"the weights name {len(card.classes)} classes of {len(names)} outputs")
+    if 0 < len(card.classes) < outputs_count:
+        summary.append(f"the weights name {len(card.classes)} classes of {outputs_count} outputs")
     return "; ".join([*summary, *data.notes])
 
 
@@ -145,22 +147,22 @@ def _data_settings(settings: PredictSettings, card: Any) -> DataConfig:
     )
 
 
-def _classified(
-    model: Any, batches: Any, precision: Any, classes: Sequence[str], images: int, flip: bool
-) -> tuple[list[Any], list[str]]:
-    """Label, best classes and their probabilities of each image, and the names of the outputs: the
-    classes, then numbers. Raises ConfigError: there are more classes than outputs.
+def _rows(
+    logits_and_labels: Iterable[Any], classes: Sequence[str], images: int
+) -> tuple[list[dict[str, str]], int]:
+    """Label, best classes and their probabilities of each image, and the number of outputs; those
+    without a class are named by their numbers.
+
+    Raises ConfigError: there are more classes than outputs.
     """
-    from cl_train.step.precision import kernel_selection
     from cl_train.step.train_step import labels_and_top5
     from cl_train.training.console import progress_bar
-    from cl_train.training.evaluation import check_evaluation, outputs
+    from cl_train.training.evaluation import check_evaluation
 
-    rows: list[Any] = []
-    names: list[str] = []
-    bar = progress_bar("images", images, shown=True)
-    with kernel_selection(tf32=precision.tf32, autotune=False), bar:
-        for logits, targets in outputs(model, batches, precision, flip=flip):
+    rows: list[dict[str, str]] = []
+    count = 0
+    with progress_bar("images", images, shown=True) as bar:
+        for logits, targets in logits_and_labels:
             count = logits.shape[1]
             if len(classes) > count:
                 what = f"the weights name {len(classes)} classes, and the model has {count} outputs"
@@ -169,16 +171,12 @@ def _classified(
             labels, best = labels_and_top5(logits, targets)
             shares = logits.softmax(1).gather(1, best)
             check_evaluation(float(shares.sum()))
-            rows += zip(labels.tolist(), best.tolist(), shares.tolist(), strict=True)
+            for label, *outcome in zip(
+                labels.tolist(), best.tolist(), shares.tolist(), strict=True
+            ):
+                row = {"label": names[label] if label >= 0 else ""}
+                for rank, (number, share) in enumerate(zip(*outcome, strict=True), start=1):
+                    row |= {f"class{rank}": names[number], f"probability{rank}": f"{share:.6f}"}
+                rows.append(row)
             bar.update(len(labels))
-    return rows, names
-
-
-def _write_table(file: Path, files: list[str], rows: list[Any], names: list[str]) -> None:
-    table = []
-    for name, (label, classes, shares) in zip(files, rows, strict=True):
-        row = {"file": name, "label": names[label] if label >= 0 else ""}
-        for rank, (best, share) in enumerate(zip(classes, shares, strict=True), start=1):
-            row |= {f"class{rank}": names[best], f"probability{rank}": f"{share:.6f}"}
-        table.append(row)
-    write_csv(file, table)
+    return rows, count
