@@ -132,6 +132,8 @@ class Comparison:
             left_out = self.rounds_left_out
             if left_out is None:
                 line += "measure on a quiet machine, or with OMP_NUM_THREADS=1"
+            elif left_out == 0:
+                line += f"none of the {self.rounds} rounds was disturbed"
             else:
                 line += f"{left_out} of {self.rounds + left_out} rounds are left out"
             lines.append(line)
