@@ -172,7 +172,8 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     monkeypatch.setattr(paired, "timed_block", block)
     done = benchmark_layouts(network(), workload())
     assert (done.verdict, done.rounds, done.rounds_left_out) == ("faster", 8, 3)
-    assert done.ratio.ratio == pytest.approx(2.0) and "rounds are left out" in str(done)
+    assert done.ratio.ratio == pytest.approx(2.0) and "3 of 11 rounds are left out" in str(done)
+    assert "none of the 8 rounds" in str(replace(done, rounds_left_out=0))
     assert done.ratio.ratio == pytest.approx(done.speeds[0].step_ms / done.speeds[1].step_ms)
     more = benchmark_layouts(network(), workload(), earlier=done)
     assert more.rounds > done.rounds and more.seconds > done.seconds
