@@ -256,6 +256,7 @@ def _benchmark(
 
         load = MachineLoad()
         done, rounds_left_out = _undisturbed(timed, in_turns, load)
+        others_pct = load.others_pct()
         gpu = gpu_state(workload.device)
         is_trusted = rounds_left_out is not None and problem_of_gpu(gpu) is None
         speeds = _speeds(timed, done, peaks_gib, is_trusted=is_trusted)
@@ -271,7 +272,7 @@ def _benchmark(
             rounds=done.rounds,
             seconds=done.seconds,
             stopped_by=done.stopped_by,
-            others_pct=load.others_pct(),
+            others_pct=others_pct,
             utilisation=used,
             gpu=gpu,
             rounds_left_out=rounds_left_out,
