@@ -1,12 +1,15 @@
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+
+from cl_train.measure.paired import Comparison, LayoutSpeed
+from cl_train.measure.statistics import EARLY_ERROR, Alternation, verdict_of
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +38,15 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     assert all(torch.equal(after[key], value) for key, value in before.items())
     assert all(value.stride() == before[key].stride() for key, value in after.items())
     assert all(parameter.grad is None for parameter in model.parameters()) and model.training
+
+
+def planted_comparison(ratios: Sequence[float]) -> Comparison:
+    """The outcome of a benchmark in whose rounds channels_last was so many times as fast."""
+    blocks = [[100.0] * 2 * len(ratios), [100.0 / ratio for ratio in ratios for _ in range(2)]]
+    done = Alternation(blocks, 15.0, "time_limit", EARLY_ERROR)
+    sides = zip(("contiguous", "channels_last"), done.speed_ratios(), blocks, strict=True)
+    speeds = tuple(
+        LayoutSpeed(name, 1.0, 1.0, 0.0, ratio, verdict_of(ratio), tuple(times))
+        for name, ratio, times in sides
+    )
+    return Comparison(speeds, "fp32", 4, 4, done.rounds, 15.0, "time_limit")

@@ -18,14 +18,14 @@ from torch import nn
 from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, timed_step
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
-from cl_train.measure.statistics import Interval, alternate, verdict_of
+from cl_train.measure.statistics import alternate, verdict_of
 from cl_train.measure.taken_time import Block, rounds_that_count, timed_block
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
-from tests.measure.conftest import unchanged
+from tests.measure.conftest import planted_comparison, unchanged
 
 CPU = torch.device("cpu")
 QUICK = {"target_ci": 0.5, "time_limit_s": 0.0}
@@ -248,38 +248,31 @@ def choose(model, **changes):
     return auto.choose_memory_format(model, **(settings | {"time_limit_s": 0.1} | changes))
 
 
-def measured(ratio, half):
-    intervals = {
-        "contiguous": Interval(1, 1, 1, 5),
-        "channels_last": Interval(ratio, ratio - half, ratio + half, 5),
-    }
-    speeds = tuple(
-        paired.LayoutSpeed(name, 100 * one.ratio, 1.0, 0.1, one, verdict_of(one))
-        for name, one in intervals.items()
-    )
-    return paired.Comparison(speeds, "fp32", 4, 4, 5, 1.0, "target_ci")
+def measured(ratio, spread=0.001):
+    """Every second round is so much faster, the others are slower."""
+    return planted_comparison([ratio * (1 + spread), ratio / (1 + spread)] * 2)
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    replaced = Mock(return_value=measured(1.5, 0.01))
+    replaced = Mock(return_value=measured(1.5))
     monkeypatch.setattr(auto, "benchmark_layouts", replaced)
     monkeypatch.setattr(auto, "release_memory", lambda: None)
     return replaced
 
 
 @pytest.mark.parametrize(
-    ("ratio", "half", "name"),
+    ("ratio", "spread", "name"),
     [
-        (1.5, 0.01, "channels_last"),
-        (0.8, 0.01, "contiguous"),
-        (1.02, 0.03, "contiguous"),
-        (1.004, 0.001, "contiguous"),
-        (1.1, 0.6, "contiguous"),
+        (1.5, 0.001, "channels_last"),
+        (0.8, 0.001, "contiguous"),
+        (1.02, 0.004, "contiguous"),
+        (1.004, 0.0001, "contiguous"),
+        (1.1, 0.05, "contiguous"),
     ],
 )
-def test_the_faster_one_beyond_noise_is_chosen_and_remembered(benchmark, ratio, half, name):
-    benchmark.return_value, is_cached = measured(ratio, half), half < 0.6
+def test_the_faster_one_beyond_noise_is_chosen_and_remembered(benchmark, ratio, spread, name):
+    benchmark.return_value, is_cached = measured(ratio, spread), spread < 0.05
     first, second = choose(network()), choose(network())
     values = json.loads(json.dumps(first.to_dict()))
     assert (values["memory_format"], values["conversion"]) == (name, "full")
@@ -326,7 +319,7 @@ def test_what_could_change_the_answer_is_measured_anew(benchmark, change):
     ],
 )
 def test_a_disturbed_measurement_is_used_once_and_says_why(benchmark, gpu, reason):
-    done = measured(1.5, 0.01)
+    done = measured(1.5)
     speeds = [replace(speed, verdict="not_comparable") for speed in done.speeds]
     benchmark.return_value = replace(done, speeds=tuple(speeds), gpu=gpu)
     choice = choose(network())

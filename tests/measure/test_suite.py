@@ -17,15 +17,14 @@ from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
 from cl_train.measure import suite, zoo
-from cl_train.measure.paired import Comparison, LayoutSpeed
 from cl_train.measure.parity import ParityReport
-from cl_train.measure.statistics import EARLY_ERROR, Alternation, verdict_of
 from cl_train.measure.suite import run_suite
 from cl_train.measure.timed_step import Workload
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from tests.data.image_folders import write_folder
+from tests.measure.conftest import planted_comparison
 
 SMALL, DROPOUT = "tests.networks:small", "tests.networks:dropout"
 QUICK = {"batch_size": [2], "image_size": 32, "device": "cpu", "precision": ["fp32"]}
@@ -36,24 +35,18 @@ def settings(**changes):
     return BenchmarkSettings(**(given | changes))
 
 
-def test_a_result_has_speeds_pairs_and_parity(capsys):
-    document = run_suite(settings(parity=True, mode=["train", "infer"]))
+def test_a_video_model_has_speeds_pairs_parity_and_an_audit(capsys):
+    video = {"model": ["tests.networks:video"], "frames": 6, "image_size": 12}
+    document = run_suite(settings(**video, parity=True, mode=["train", "infer"]))
     for mode, result in zip(("train", "infer"), document["results"], strict=True):
-        assert result["mode"] == mode and result["parity"]["channels_last"]["passed"] is True
+        assert (result["mode"], result["frames"]) == (mode, 6)
+        assert result["parity"]["channels_last"]["passed"] is True
         assert [speed["layout"] for speed in result["speeds"]] == ["contiguous", "channels_last"]
         low, high = result["pairs"][0]["ci95"]
         assert low <= result["pairs"][0]["ratio"] <= high
     assert document["complete"] is True and json.dumps(document, allow_nan=False)
     assert "images/s" in capsys.readouterr().out
-
-
-def test_video_is_measured_and_audited_with_its_frames():
-    video = "tests.networks:video"
-    document = run_suite(settings(model=[video], frames=6, image_size=12, parity=True))
-    (result,) = document["results"]
-    assert result["frames"] == 6 and result["parity"]["channels_last"]["passed"] is True
-    assert [speed["layout"] for speed in result["speeds"]] == ["contiguous", "channels_last"]
-    entry = zoo_row(video, replace(ZOO, frames=6, image_size=12))
+    entry = zoo_row(*video["model"], replace(ZOO, frames=6, image_size=12))
     assert entry["parity"]["passed"] is True and entry["converted"] == 2
     # instance norm and the pooling of three dimensions return contiguous
     assert entry["audit"]["lost_forward"] and json.dumps(entry)
@@ -69,17 +62,6 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monk
     assert "features.0 (Conv2d)" in second["text"] and "not comparable" in second["text"]
 
 
-def comparison(blocks):
-    """The outcome of a benchmark whose blocks took these milliseconds."""
-    done = Alternation(blocks, 15.0, "time_limit", EARLY_ERROR)
-    sides = zip(("contiguous", "channels_last"), done.speed_ratios(), blocks, strict=True)
-    speeds = tuple(
-        LayoutSpeed(name, 1.0, 1.0, 0.0, ratio, verdict_of(ratio), tuple(times))
-        for name, ratio, times in sides
-    )
-    return Comparison(speeds, "fp32", 2, 2, done.rounds, 15.0, "time_limit")
-
-
 def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch, capsys):
     """Rounds of planted times: one model is decided at once, the other in its third visit."""
     clock, visits = [0.0], []
@@ -88,12 +70,8 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch, capsys):
     def planted(model, workload, layouts, **ends):
         visits.append((ends["target_ci"], round(ends["time_limit_s"])))
         clock[0] += 20.0
-        earlier = ends["earlier"].speeds if ends["earlier"] else ()
-        blocks = [list(one.block_ms) for one in earlier] or [[], []]
-        for ratio in next(ratios):
-            blocks[0] += [100.0, 100.0]
-            blocks[1] += [100.0 / ratio] * 2
-        return comparison(blocks)
+        earlier = ends["earlier"].speeds[1].block_ms if ends["earlier"] else ()
+        return planted_comparison([100.0 / ms for ms in earlier[::2]] + next(ratios))
 
     monkeypatch.setattr(suite, "benchmark_layouts", planted)
     monkeypatch.setattr(suite.time, "perf_counter", lambda: clock[0])
@@ -108,8 +86,7 @@ def test_the_time_for_all_goes_to_the_undecided_ones(monkeypatch, capsys):
 
 def test_what_no_early_look_decides_is_decided_at_the_last_one(monkeypatch):
     """Five rounds: 1.1x, give or take 3 %."""
-    ratios = [1.1 * change for change in (0.97, 1.03, 1.0, 0.98, 1.02) for _ in range(2)]
-    early = comparison([[100.0] * 10, [100.0 / ratio for ratio in ratios]])
+    early = planted_comparison([1.1 * change for change in (0.97, 1.03, 1.0, 0.98, 1.02)])
     assert early.verdict == "inconclusive"
     monkeypatch.setattr(suite, "benchmark_layouts", lambda *args, **ends: early)
     document = run_suite(settings(model=[SMALL, DROPOUT], time_limit_s=0.0))
@@ -119,7 +96,7 @@ def test_what_no_early_look_decides_is_decided_at_the_last_one(monkeypatch):
 
 
 def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(monkeypatch, tmp_path):
-    faster = comparison([[100.0] * 8, [50.0] * 8])
+    faster = planted_comparison([2.0] * 4)
     monkeypatch.setattr(suite, "benchmark_layouts", Mock(side_effect=[faster, KeyboardInterrupt]))
     out = tmp_path / "new" / "benchmark.json"
     words = ["batch_size=2", "data.image_size=32", "device=cpu", "precision=fp32", "parity=false"]
@@ -199,7 +176,7 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
         measured.append(workload.settings.cuda_graph)
         if workload.settings.cuda_graph:
             raise ConfigError("the step cannot be recorded")
-        return comparison([[100.0] * 8, [50.0] * 8])
+        return planted_comparison([2.0] * 4)
 
     monkeypatch.setattr(zoo, "benchmark_layouts", planted)
     monkeypatch.setattr(zoo, "CAN_GO_ON_AFTER_FAILURE", True)
