@@ -25,10 +25,7 @@ from torch import Tensor
 from cl_train.errors import WorkerError
 from cl_train.system.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_parent, handles_signals
 
-_POLL_S = 1.0
 _CLOSE_S = 2.0
-_PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
-_BEGUN, _SAMPLE = range(2)  # columns of the workers' progress
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -58,38 +55,33 @@ class Workers:
     ) -> None:
         fork = multiprocessing.get_context("fork")
         self._work, self._timeout_s, self._name_of = work, timeout_s, name_of
-        self._progress = shared((max(1, count), 2), torch.int64).numpy()
+        self._begun, self._last_begun = shared((2, max(1, count)), torch.int64).numpy()
         self._round = shared((1,), torch.int64).numpy()  # of the tasks that are wanted
         self._tasks = fork.SimpleQueue()
         self._results, self._results_end = fork.Pipe(duplex=False)
         self._sending = fork.Lock()
         self._unfinished = 0
-        self._selector = DefaultSelector()  # of results and of ends of workers
-        self._selector.register(self._results, EVENT_READ)
+        self._events = DefaultSelector()  # results, and ends of workers
+        self._events.register(self._results, EVENT_READ)
         self.processes: list[BaseProcess] = []
         self.is_running = True
         self._owner = os.getpid()
         killing_at_exit(self, self.processes)
-
-        # The kernel's signal follows the end of the thread that forked, not of its process.
-        by_kernel = handles_signals()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a threaded process forks: no worker takes a lock
                 for worker in range(count):
-                    process = fork.Process(target=self._run, args=(worker, by_kernel), daemon=True)
+                    arguments = worker, handles_signals()
+                    process = fork.Process(target=self._run, args=arguments, daemon=True)
                     process.start()
                     self.processes.append(process)
-                    self._selector.register(process.sentinel, EVENT_READ, data=worker)
+                    self._events.register(process.sentinel, EVENT_READ, data=worker)
         except OSError as error:
             self.close()
             raise WorkerError(
                 f"cannot start {count} loader workers: {error}. Free memory, processes or open"
                 " files (ulimit -n), or lower data.workers"
             ) from None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def submit(self, task: Any) -> None:
         """Hands `task` to the worker that is free first."""
@@ -134,14 +126,15 @@ class Workers:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self.processes)
-        for resource in (self._tasks, self._results, self._results_end, self._selector):
-            resource.close()
 
     def _run(self, worker: int, by_kernel: bool) -> None:
-        """In the worker: does tasks until the loader closes or its process ends."""
+        """In the worker: does tasks until the loader closes or its process ends.
+
+        `by_kernel`: its signal follows the end of the thread that forked, not of its process.
+        """
         gc.freeze()  # garbage of the parent may have a destructor that waits for its threads
-        end_with_parent(by_kernel=by_kernel)
         ignore_parents_signals()
+        end_with_parent(by_kernel=by_kernel)
         torch.set_num_threads(1)
         while message := self._tasks.get():
             result = self._done(message, worker)
@@ -150,13 +143,12 @@ class Workers:
 
     def _done(self, message: tuple[int, Any], worker: int) -> Any:
         task_round, task = message
-        progress = self._progress[worker]
 
         def begin(sample: int) -> bool:
             if self._round[0] != task_round:
                 return False
-            progress[_SAMPLE] = sample
-            progress[_BEGUN] += 1
+            self._last_begun[worker] = sample
+            self._begun[worker] += 1
             return True
 
         try:
@@ -166,44 +158,41 @@ class Workers:
 
     def _receive(self) -> Any:
         """Waits for a result. Raises WorkerError: a worker died, or all hang."""
-        quiet_s = 0.0
-        begun = -1
-        poll_s = min(_POLL_S, self._timeout_s)
-        while not (ready := self._selector.select(poll_s)):
-            # The host waits. Polls are counted, not seconds: a program that was suspended goes on.
-            begun_before, begun = begun, int(self._progress[:, _BEGUN].sum())
-            quiet_s = quiet_s + poll_s if begun == begun_before else 0.0
-            if quiet_s >= self._timeout_s:
-                last = "; ".join(map(self._last_sample, range(len(self.processes))))
+        begun = int(self._begun.sum())
+        quiet = 0
+        # Two quiet halves of the limit: a program that was suspended has one.
+        while not (events := self._events.select(self._timeout_s / 2)):
+            begun_before, begun = begun, int(self._begun.sum())
+            quiet = quiet + 1 if begun == begun_before else 0
+            if quiet == 2:
+                last = "; ".join(map(self._sample_of, range(len(self.processes))))
                 raise WorkerError(
                     f"no loader worker finished an image for {self._timeout_s:g} s. Last images"
                     f" begun: {last}. If the storage is slow, raise data.worker_timeout_s."
                 )
-        dead = [key.data for key, _ in ready if key.data is not None]
+        dead = [key.data for key, _ in events if key.data is not None]
         if dead:
             raise WorkerError(self._death_of(dead[0]))
         return self._results.recv()
 
     def _death_of(self, worker: int) -> str:
-        self.processes[worker].join(_CLOSE_S)
+        self.processes[worker].join()
         code = self.processes[worker].exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         hint = ""
         if code == -signal.SIGKILL:
             hint = " Out of memory? Lower data.workers or data.prefetch."
-        return f"a loader worker {how}; the last image it began: {self._last_sample(worker)}.{hint}"
+        return f"a loader worker {how}; the last image it began: {self._sample_of(worker)}.{hint}"
 
-    def _last_sample(self, worker: int) -> str:
-        begun, sample = self._progress[worker].tolist()
-        name = self._name_of(sample) if begun else "none yet"
+    def _sample_of(self, worker: int) -> str:
+        name = self._name_of(int(self._last_begun[worker])) if self._begun[worker] else "none yet"
         return f"{name} (pid {self.processes[worker].pid})"
 
 
 def ignore_parents_signals() -> None:
     """In a worker: Ctrl-C and a scheduler's SIGTERM reach the whole process group; see `close`."""
-    for signum in _PARENTS_SIGNALS:
+    for signum in (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
 
 
 def killing_at_exit(owner: object, processes: list[BaseProcess]) -> multiprocessing.util.Finalize:

@@ -58,7 +58,6 @@ def count_silence_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
                 pass
             return ready
 
-    monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
     monkeypatch.setattr(data_workers, "DefaultSelector", PatientSelector)
 
     def reach() -> None:

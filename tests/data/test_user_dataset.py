@@ -127,7 +127,6 @@ INT64 = next(sample for sample, words in wrong.BAD_SAMPLES if words == "torch.in
 
 def wrong_data(monkeypatch, train, val=wrong.Samples, **settings):
     """The data of these functions."""
-    monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
     monkeypatch.setattr(
         wrong, "built", lambda split, size: {"train": train, "val": val}[split](), raising=False
     )

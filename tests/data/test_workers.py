@@ -39,9 +39,8 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture
-def workers(monkeypatch):
+def workers():
     """The worker processes of a test that are alive."""
-    monkeypatch.setattr(data_workers, "_POLL_S", 0.1)
     before = set(multiprocessing.active_children())
     return lambda: [child for child in multiprocessing.active_children() if child not in before]
 
@@ -62,7 +61,7 @@ def test_a_killed_worker_ends_the_epoch_with_its_name_beside_torchs_own_workers(
                 list(batches)
                 batches = data.train_loader.batches(1)
             pool = data.train_loader._pool
-            (begun, *_) = np.flatnonzero(pool._progress[:, data_workers._BEGUN])
+            (begun, *_) = np.flatnonzero(pool._begun)
             victim = pool.processes[begun]
             kill_and_wait(victim)
             message = rf"was killed by signal 9.*\d+\.jpg \(pid {victim.pid}\)"
