@@ -37,7 +37,9 @@ def write_dashboard(
         with closing(EventFileWriter(str(dashboard / safe_name(side)))) as writer:
             for name, pair in zip(names, pairs, strict=True):
                 runs = pair.sides.get(side, [])
-                speeds = [dict(zip(run.steps, run.images_per_s, strict=True)) for run in runs]
+                speeds = [
+                    {window.step: window.images_per_s for window in run.windows} for run in runs
+                ]
                 training = [run.losses for run in runs]
                 validation = [run.val_losses for run in runs]
                 _write_curve(writer, f"images_per_s/{name}", speeds, statistics.median)

@@ -122,7 +122,7 @@ def compare_pair(
     sides = dict(zip(_names(first[0], second[0], by), (first, second), strict=True))
 
     notes = list(_obstacles(sides, by))
-    speeds = [run.images_per_s for run in first], [run.images_per_s for run in second]
+    speeds = [run.window_speeds for run in first], [run.window_speeds for run in second]
     interval, verdict = None, "not_comparable"
     if all(run.windows_after_warmup >= MIN_WINDOWS for run in [*first, *second]):
         interval = interval_of_runs(*speeds, looks=looks)

@@ -144,12 +144,6 @@ def read_records(folder: Path) -> tuple[list[Record], list[int]]:
     return records, damaged
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The content of summary.json; empty without one. Raises OSError, ValueError."""
-    path = folder / SUMMARY
-    return read_json(path) if path.is_file() else {}
-
-
 def windows_of(records: Sequence[Record]) -> list[Window]:
     """Raises ValueError: a record of training is not that of a window."""
     return [Window.of(record) for record in records if record["kind"] == "train"]
@@ -161,7 +155,9 @@ def after_warmup(windows: Sequence[Window]) -> list[Window]:
 
 
 def windows_that_count(windows: Sequence[Window]) -> list[Window]:
-    """The windows that make a run's speed: those after warm-up with the last size among them."""
+    """The windows that make a run's speed: those after warm-up, of the last image size that has
+    such windows.
+    """
     measured = after_warmup(windows)
     return [window for window in measured if window.image_size == measured[-1].image_size]
 
@@ -262,13 +258,9 @@ class Run:
         return self.summary.get(name, self.settings.get(name))
 
     @property
-    def images_per_s(self) -> list[float]:
+    def window_speeds(self) -> list[float]:
+        """Images per second of each window that counts."""
         return [window.images_per_s for window in self.windows]
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps at which the windows ended."""
-        return [window.step for window in self.windows]
 
     @property
     def data_wait_pct(self) -> float:
@@ -292,7 +284,7 @@ class Run:
         """Median speed of the windows that count (images/s), accuracy of the last evaluation
         (percent), memory; without what is unknown.
         """
-        results = {"images_per_s": statistics.median(self.images_per_s)}
+        results = {"images_per_s": statistics.median(self.window_speeds)}
         for name in ("val.top1", "peak_memory_gib"):
             if name in self.summary:
                 results[name.removeprefix("val.")] = self.summary[name]
@@ -314,8 +306,8 @@ def read_run(folder: Path) -> Run:
         file = CONFIG
         config = dict(flatten(yaml.safe_load((folder / file).read_text(encoding="utf-8"))))
         file = SUMMARY
-        leaves = flatten(read_summary(folder))
-        summary = {name: value for name, value in leaves if value is not None}
+        content = read_json(folder / file) if (folder / file).is_file() else {}
+        summary = {name: value for name, value in flatten(content) if value is not None}
     except (*damage, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{folder}/{file} cannot be read: {reason}") from None
@@ -330,6 +322,7 @@ def read_run(folder: Path) -> Run:
     problems = [f"{METRICS}, line {number} cannot be read" for number in damaged_lines]
     problems += run_problems(windows, summary)
     evaluations = [record for record in records if record["kind"] == "val"]
+    val_losses = {record["step"]: record.get("loss") for record in evaluations}
     times = [window.time for window in windows]
     return Run(
         folder=folder,
@@ -337,11 +330,7 @@ def read_run(folder: Path) -> Run:
         summary=summary,
         windows=counted,
         losses={window.step: window.loss for window in windows if abs(window.loss) < 1e12},
-        val_losses={
-            record["step"]: record["loss"]
-            for record in evaluations
-            if record.get("loss") is not None
-        },
+        val_losses={step: loss for step, loss in val_losses.items() if loss is not None},
         times=(min(times), max(times)),
         problems=[f"{folder.name}: {problem}" for problem in problems],
     )

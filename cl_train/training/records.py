@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from cl_train.config.schema import Config
-from cl_train.system.files import AppendFile, retry, write_json, write_text
+from cl_train.system.files import AppendFile, read_json, retry, write_json, write_text
 from cl_train.system.run_folder import (
     CONFIG,
     METRICS,
@@ -26,7 +26,6 @@ from cl_train.system.run_folder import (
     Summary,
     finite_or_null,
     read_records,
-    read_summary,
     speed,
     windows_of,
 )
@@ -152,7 +151,8 @@ class Records:
         """
         if self._folder is None or not any(r["kind"] == "train" for r in self._earlier):
             return others_pct
-        earlier = read_summary(self._folder)
+        path = self._folder / SUMMARY
+        earlier = read_json(path) if path.is_file() else {}
         is_known = earlier.get("steps") == self._earlier[-1]["step"]
         before_pct = earlier.get("others_pct") if is_known else None
         if before_pct is None or others_pct is None:

@@ -167,34 +167,19 @@ STOP_S = 2.0  # from a signal in an evaluation to the end, beside one validation
 EVALUATED = {"model": "tests.faults.plants:Slow", **UNSAVED}
 
 
-def start_evaluation(bench, run, world, of_ema):
-    """A run that has just begun the evaluation of the model, or of its moving average."""
-    marker = bench.folder / f"{run.name}.marker"
-    environment = {"PLANT_EVAL_MS": str(EVAL_MS), "PLANT_MARKER": str(marker)}
-    runs = bench.start_ranks(run, world, environment=environment, **EVALUATED)
-    wait_for(Path(f"{marker}.ema") if of_ema else marker)
-    return runs
-
-
-def test_kill_in_evaluation(bench):
-    """SIGKILL in an evaluation: the epoch is saved, the run resumes exactly."""
-    for number in range(bench.count(1, 20)):
-        run = bench.folder / f"evaluation-kill-{number}"
-        (running,) = start_evaluation(bench, run, 1, of_ema=number % 2 == 0)
-        time.sleep(bench.random.uniform(0.0, 0.0015 * EVAL_MS))
-        running.send(signal.SIGKILL)
-        running.wait()
-        with bench.attempt():
-            check_epoch_resumed(bench, run, 1)
-
-
-def test_stop_signal_in_evaluation(bench):
-    """SIGTERM or SIGINT in an evaluation, with 1 and 2 ranks: ends soon, the epoch is saved."""
-    for world in (1, 2):
+def test_end_in_evaluation(bench):
+    """SIGKILL, SIGTERM or SIGINT in the evaluation of the model or of its moving average, with 1
+    and 2 ranks: ends soon, the epoch is saved, the run resumes exactly.
+    """
+    environment = {"PLANT_EVAL_MS": str(EVAL_MS)}
+    for world, signum in product((1, 2), (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)):
+        if (world, signum) == (2, signal.SIGKILL):
+            continue  # test_rank_faults.py
         for number in bench.numbers_until(bench.count(1, 5)):
-            run = bench.folder / f"evaluation-{world}-{number}"
-            signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
-            ranks = start_evaluation(bench, run, world, of_ema=number % 4 > 1)
+            run = bench.folder / f"evaluation-{world}-{signum}-{number}"
+            environment["PLANT_MARKER"] = marker = f"{run}.marker"
+            ranks = bench.start_ranks(run, world, environment=environment, **EVALUATED)
+            wait_for(Path(f"{marker}.ema" if number % 2 else marker))
             time.sleep(bench.random.uniform(0.0, 0.001 * EVAL_MS))
             sent = time.monotonic()
             for rank in ranks:  # torchrun passes a signal on to all ranks
@@ -204,7 +189,8 @@ def test_stop_signal_in_evaluation(bench):
                 continue
             with bench.attempt():
                 told = f"{run.name}: {codes} after {seconds:.1f} s: {ranks[0].output()[-400:]}"
-                assert codes == [128 + signum] * world, told
+                expected = -signum if signum == signal.SIGKILL else 128 + signum
+                assert codes == [expected] * world, told
                 assert seconds <= bench.patience * (STOP_S + EVAL_MS / 1000), told
                 check_epoch_resumed(bench, run, world)
 

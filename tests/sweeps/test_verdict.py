@@ -158,8 +158,8 @@ def test_a_run_folder_is_read_back(tmp_path):
     folder = folder_of(100.0)
     folder.config = yaml.safe_dump(asdict(Config()), sort_keys=False)  # the program's own
     run = read_run(folder.write(tmp_path / "run"))
-    assert len(run.images_per_s) == len(run.steps) == 12, "the warm-up window is left out"
-    assert min(run.images_per_s) > 99 and run.losses[10] == 3.0 and len(run.losses) == 13
+    assert len(run.windows) == 12, "the warm-up window is left out"
+    assert min(run.window_speeds) > 99 and run.losses[10] == 3.0 and len(run.losses) == 13
     assert run.times == (1.7e9, 1.7e9 + 720) and run.problems == []
     folder.records[5]["loss"], folder.records[6]["loss"] = math.nan, None
     assert len(read_run(folder.write(tmp_path / "diverged")).losses) == 11
