@@ -36,11 +36,10 @@ def settings_and_files(schema: type[T], words: list[str]) -> tuple[T, list[str]]
     return settings_from_arguments(schema, typed), [word for word in words if word not in typed]
 
 
-def optional_file(
-    path: str | None, key: str, *, overwrite: bool
-) -> AbstractContextManager[Path | None]:
+def optional_file(settings: Any, key: str) -> AbstractContextManager[Path | None]:
     """`output_file` of the setting `key`; None where it is not given."""
-    return output_file(Path(path), overwrite=overwrite, key=key) if path else nullcontext()
+    path = getattr(settings, key)
+    return output_file(Path(path), overwrite=settings.overwrite, key=key) if path else nullcontext()
 
 
 def print_result(schema: type[T], words: list[str], measure: Callable[[T], Result]) -> Any:
@@ -53,7 +52,7 @@ def print_result(schema: type[T], words: list[str], measure: Callable[[T], Resul
     with redirect_stdout(sys.stderr if settings.json else sys.stdout):
         try:
             # Opened before the measurement, which may take hours.
-            with optional_file(settings.out, "out", overwrite=settings.overwrite) as file:
+            with optional_file(settings, "out") as file:
                 result, text = measure(settings)
                 if file is not None:
                     write_json(file, result)

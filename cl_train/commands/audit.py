@@ -17,6 +17,7 @@ Exit codes: 0 done, 1 more than max_lost calls lost the format, or more than max
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cl_train.commands import Result, optional_file, print_result
@@ -67,42 +68,43 @@ def main(words: list[str]) -> int:
 
 def measure(settings: AuditSettings) -> Result:
     """Raises ConfigError: the model cannot be built or run."""
+    has_times = settings.time and not settings.operators
+    problems = []
     if not settings.operators and (settings.against or settings.max_differences is not None):
-        raise ConfigError("against= and max_differences= need operators=true")
-    needed, is_given = ("time=true", settings.time)
-    if settings.operators:
-        needed, is_given = ("against= with operators=true", bool(settings.against))
-    if not is_given and (settings.repro or settings.chart):
-        raise ConfigError(f"repro= and chart= need {needed}")
-    return _operators(settings) if settings.operators else _model(settings)
+        problems.append("against= and max_differences= need operators=true")
+    elif settings.repro and not (has_times or settings.against):
+        problems.append("repro= needs time=true, or against= with operators=true")
+    if settings.chart and not has_times:
+        problems.append("chart= needs time=true, of a model")
+    if problems:
+        raise ConfigError(problems)
+    if settings.chart:
+        optional_module("matplotlib", f"chart={settings.chart}")
+    with optional_file(settings, "repro") as program, optional_file(settings, "chart") as chart:
+        if settings.operators:
+            return _operators(settings, program)
+        return _model(settings, program, chart)
 
 
-def _model(settings: AuditSettings) -> Result:
+def _model(settings: AuditSettings, program: Path | None, chart: Path | None) -> Result:
     from cl_train.measure.charts import write_times_chart
     from cl_train.measure.times_repro import reproduction
 
-    if settings.chart:
-        optional_module("matplotlib", f"chart={settings.chart}")
-    overwrite = settings.overwrite
-    with (
-        optional_file(settings.repro, "repro", overwrite=overwrite) as program,
-        optional_file(settings.chart, "chart", overwrite=overwrite) as chart,
-    ):
-        report = _audited(settings)
-        result, text = report.to_dict(), str(report)
-        if program:
-            worst = report.times.worst()
-            program.write_text(reproduction(worst, report.model, report.device), encoding="utf-8")
-            ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
-            result["alone"] = (ran.stdout or ran.stderr).splitlines()
-            text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])
+    report = _audited(settings)
+    result, text = report.to_dict(), str(report)
+    if program:
+        worst = report.times.worst()
+        program.write_text(reproduction(worst, report.model, report.device), encoding="utf-8")
+        ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
+        result["alone"] = (ran.stdout or ran.stderr).splitlines()
+        text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])
+    if chart:
         title = f"{report.model}, {report.precision} on {report.device}"
-        if chart:
-            write_times_chart(report.times, title, chart)
-    lost = report.totals["lost"]
-    exceeded = settings.max_lost is not None and lost > settings.max_lost
+        write_times_chart(report.times, title, chart)
+    lost, limit = report.totals["lost"], settings.max_lost
+    exceeded = limit is not None and lost > limit
     if exceeded:
-        text += f"\n{lost} calls lose channels_last, more than max_lost={settings.max_lost}"
+        text += f"\n{lost} calls lose channels_last, more than max_lost={limit}"
     return {**result, "exceeded": exceeded}, text
 
 
@@ -145,7 +147,7 @@ def _audited(settings: AuditSettings) -> Any:
     )
 
 
-def _operators(settings: AuditSettings) -> Result:
+def _operators(settings: AuditSettings, program: Path | None) -> Result:
     """The table of torch's operators, and of what differs under the compiler."""
     import torch
 
@@ -161,16 +163,16 @@ def _operators(settings: AuditSettings) -> Result:
     probes = operators.selected(settings.select or ["*"])
     if "compile" in settings.against:
         operators.check_compiler(device)
-    with optional_file(settings.repro, "repro", overwrite=settings.overwrite) as program:
-        compared = operators.conformance(device, dtype, settings.against, probes)
-        differing = [row for row in compared if operators.differs(row)]
-        if program and differing:
-            text = operators.conformance_program(differing[0], device, dtype)
-            program.write_text(text, encoding="utf-8")
-    result = {"schema_version": 1, **where, "differences": len(differing), "operators": compared}
+    compared = operators.conformance(device, dtype, settings.against, probes)
+    differing = [row for row in compared if operators.differs(row)]
+    if program and differing:
+        text = operators.conformance_program(differing[0], device, dtype)
+        program.write_text(text, encoding="utf-8")
     text = f"{', '.join(where.values())}\n\n{markdown_table(compared)}"
     if settings.against:
         number = f"{len(differing)} of {len(compared)} outputs and gradients"
         text = f"{number} differ from eager mode: {text}"
     limit = settings.max_differences
-    return {**result, "exceeded": limit is not None and len(differing) > limit}, text
+    exceeded = limit is not None and len(differing) > limit
+    result = {"schema_version": 1, **where, "differences": len(differing), "operators": compared}
+    return {**result, "exceeded": exceeded}, text

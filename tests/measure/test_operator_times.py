@@ -310,7 +310,7 @@ def test_the_command_tells_all_and_writes_its_files(tmp_path, capsys, monkeypatc
     for wrong, message in (("repro=slow.py", "^repro=.*exists"), ("modl=a", "did you mean model")):
         with pytest.raises(ConfigError, match=message):
             main([*words, "time=true", wrong])
-    with pytest.raises(ConfigError, match="need time=true"):
+    with pytest.raises(ConfigError, match="needs time=true"):
         main([*words, "chart=a.png"])
     assert main([*words, "measure=false", "max_lost=40"]) == 0
     assert main(["operators=true", "json=true", "precision=fp32"]) == 0
