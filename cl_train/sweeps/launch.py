@@ -199,12 +199,10 @@ class Launcher:
             self._left -= 1
             place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
             took = f"in {timedelta(seconds=round(seconds))}{place}"
-            left = timedelta(seconds=round(self._seconds_for(self._left)))
+            remaining = timedelta(seconds=round(self._seconds_for(self._left)))
+            left = f"; {self._left} jobs, about {remaining} left" if self._left else ""
             start = "\r\x1b[K" if sys.stdout.isatty() else ""
-            print(
-                f"{start}{job.name}: {outcome} {took}; {self._left} jobs, about {left} left",
-                flush=True,
-            )
+            print(f"{start}{job.name}: {outcome} {took}{left}", flush=True)
 
     def _outcome(self, job: Job, slot: Slot) -> str:
         """Runs a job, and says in words how it ended."""

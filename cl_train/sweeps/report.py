@@ -181,17 +181,16 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
     count = pair.repeats_to_decide
-    if count is None:
-        what = "not even 100 repeats would decide it at this spread; a quieter machine may"
-        words = ["repeats=auto"]
-    else:
+    what = "not even 100 repeats would decide it at this spread; a quieter machine may"
+    if count:
         more = 2 * count - (len(pair.runs) if sweep else 0)
         what = f"{_duration(pair.runs, more)} for about {count} repeats"
-        words = [f"repeats={count}"]
-        # repeats=N adds them to the decided pairs too.
-        is_decided = [pair.verdict != "inconclusive" for pair in report.pairs]
-        if sweep and (sweep.options.is_auto or any(is_decided)):
-            words = ["repeats=auto", f"max_repeats={max(count, sweep.options.max_repeats)}"]
+    words = [f"repeats={count or 'auto'}"]
+    # repeats=N adds them to the decided pairs too.
+    all_undecided = all(other.verdict == "inconclusive" for other in report.pairs)
+    if sweep and (sweep.options.is_auto or not all_undecided):
+        needed = count or len(pair.runs)  # twice those of a side
+        words = ["repeats=auto", f"max_repeats={max(needed, sweep.options.max_repeats)}"]
     if sweep:
         return f"{what}: {sweep.resume_command(*words)}"
     if report.by != "channels_last":
