@@ -103,9 +103,6 @@ def _read_file(split: str, path: Path) -> _File:
         raise ConfigError(f"{path}: {what} ({error})") from None
     if None in labels or min(labels, default=0) < 0:
         raise ConfigError(f"{path}: rows without a label")
-    if label_names and max(labels, default=0) >= len(label_names):
-        what = f"label {max(labels)}, but only {len(label_names)} labels have a name"
-        raise ConfigError(f"{path}: {what}")
     return _File(path, split, image, label_names, labels, names)
 
 
@@ -120,11 +117,11 @@ def _class_names(files: list[_File]) -> list[str]:
     ]
     wnids = {label: re.search(r"(n\d{8})\.\w+$", name) for _, label, name in rows}
     names = [re.sub(r"[^\w ,()+-]", "_", name).strip() for name in files[0].label_names]
-    if not names:
-        names = [f"{label:04d}" for label in range(len(wnids))]
-        if max(wnids, default=0) >= len(wnids):
-            what = f"labels go up to {max(wnids)}, but only {len(wnids)} different ones occur"
-            raise ConfigError(what)
+    names = names or [f"{label:04d}" for label in range(len(wnids))]
+    if max(wnids, default=0) >= len(names):
+        which = "have a name" if files[0].label_names else "occur"
+        what = f"labels go up to {max(wnids)}, but only {len(names)} {which}"
+        raise ConfigError(f"{files[0].path.parent}: {what}")
     classes = [wnid[1] if (wnid := wnids.get(label)) else name for label, name in enumerate(names)]
     if twice := [name for name, count in Counter(classes).items() if count > 1 or not name]:
         raise ConfigError(f"several labels have one name: {listed(twice)}")

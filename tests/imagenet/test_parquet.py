@@ -95,7 +95,7 @@ WRONG = [
     ("without a label", TWO, [0, None], None),
     ("without a label", TWO, [0, -1], None),
     ("up to 10000000, but only 2", TWO, [0, 10**7], None),
-    ("label 2, but only 2", TWO, [0, 2], ["a", "b"]),
+    ("up to 2, but only 2 have a name", TWO, [0, 2], ["a", "b"]),
     ("one name: a_b", TWO, [0, 1], ["a/b", "a:b"]),
     ("two images", TWO[:1] * 2, [0, 0], None),
     ("row 1, .*No such file", [TWO[0], {"bytes": None, "path": "/nowhere/1.jpg"}], [0, 1], None),
