@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
 from cl_train.memory_format.convert import Layout
@@ -137,14 +136,13 @@ def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
 def _watched(model: nn.Module) -> Iterator[Samples]:
     """Record inputs and outputs as modules run: a later operator may overwrite them in place."""
     forward: Samples = []
-    samples: Any = WeakTensorKeyDictionary()  # one for all modules that pass a tensor on unchanged
 
     def note(what: str, module: nn.Module, *values: Any) -> None:
         for value in tensors_in(values):
-            before, now = samples.get(value), sample(value)
-            if before is None or not torch.equal(before, now):
-                samples[value] = now
-            forward.append((what, samples[value]))
+            values_now = sample(value)
+            if forward and torch.equal(forward[-1][1], values_now):
+                values_now = forward[-1][1]  # one copy for modules that pass a tensor on
+            forward.append((what, values_now))
 
     def note_output(what: str, module: nn.Module, _: Any, output: Any) -> None:
         note(what, module, output)
