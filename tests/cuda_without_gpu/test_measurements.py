@@ -133,5 +133,5 @@ def test_a_run_records_it_and_its_first_step(train, monkeypatch):
     assert run.summary["gpu"]["is_slowed"] and run.summary["reserved_memory_gib"] is None
     assert run.summary["first_step_s"] >= 0
     runs = [read_run(run.folder)]
-    obstacles = list(verdict._obstacles(runs, runs, "channels_last", ("a", "b")))
+    obstacles = list(verdict._obstacles({"a": runs, "b": runs}, "channels_last"))
     assert any("slowed the GPU" in obstacle for obstacle in obstacles)
