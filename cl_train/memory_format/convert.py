@@ -185,7 +185,8 @@ def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _overlapping(views: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
     """The views whose bytes, from the first to the last, overlap another's or their own."""
-    overlapping, extents = set[Any](), []
+    overlapping = set[Any]()
+    extents: list[tuple[int, int, int, Any]] = []  # storage, first byte, byte after the last, view
     for view in views:
         storage, offset, dtype, shape, stride = view
         elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -194,15 +195,13 @@ def _overlapping(views: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
         if shape.numel() > 0:
             start = offset * dtype.itemsize
             extents.append((storage, start, start + elements * dtype.itemsize, view))
-    extents.sort(key=lambda extent: extent[:3])
 
-    furthest: tuple[Any, ...] = (0, 0, 0, None)  # of the extents seen so far
-    for extent in extents:
-        is_other_storage = extent[0] != furthest[0]
-        if not is_other_storage and extent[1] < furthest[2]:
-            overlapping |= {furthest[3], extent[3]}
-        if is_other_storage or extent[2] > furthest[2]:
-            furthest = extent
+    by_bytes = sorted(extents, key=lambda extent: extent[:3])
+    for index, (storage, _, end, view) in enumerate(by_bytes):
+        for other_storage, start, _, other in by_bytes[index + 1 :]:
+            if other_storage != storage or start >= end:
+                break
+            overlapping |= {view, other}
     return overlapping
 
 

@@ -108,12 +108,22 @@ class Executed(NamedTuple):
     def is_backward(self) -> bool:
         return self.origin.direction == "backward"
 
-    def call(self, outcome: Outcome, output: Operand) -> Call:
+    @property
+    def contiguous_inputs(self) -> list[Memory | None]:
+        return [each.memory for each in self.operands if each.order == "contiguous"]
+
+    def call(self, outcome: Outcome, output: Operand, **more: Any) -> Call:
         """`output`: the first that counts."""
         tensor = output.tensor
-        what: dict[str, Any] = {"shape": tuple(tensor.shape), "strides": tensor.stride()}
-        what |= {"dtype": _dtype(tensor), **vars(self.origin)}
-        return Call(operator=str(self.function), outcome=outcome, **what)
+        return Call(
+            operator=str(self.function),
+            outcome=outcome,
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+            dtype=_dtype(tensor),
+            **vars(self.origin),
+            **more,
+        )
 
 
 class LayoutRecorder(OriginRecorder):
@@ -267,20 +277,19 @@ class LayoutRecorder(OriginRecorder):
 
     def _remember(self, executed: Executed, call: Call | None) -> None:
         """What the outputs hold from now on."""
-        traits, operands = executed.traits, executed.operands
-        contiguous = [each.memory for each in operands if each.order == "contiguous"]
-        cause = next((memory.cause for memory in contiguous if memory), None)
+        sources = executed.contiguous_inputs
+        cause = next((memory.cause for memory in sources if memory), None)
         if call is not None and call.outcome in ("lost", "created"):
             cause = call
-        is_outside = any(not (memory and (memory.cause or memory.writer)) for memory in contiguous)
+        is_outside = any(not (memory and (memory.cause or memory.writer)) for memory in sources)
         is_written = not (executed.is_backward or is_outside) and len(self.running) > 1
         for output in executed.produced:
             memory = output.memory
             if memory is None:
                 continue
-            if not operands or not self._has_channels_last:
+            if not executed.operands or not self._has_channels_last:
                 memory.axes = None
-            elif not (traits.is_in_place and memory.axes):
+            elif not (executed.traits.is_in_place and memory.axes):
                 memory.axes = axes_of(output.tensor, output.kinds) if output.kinds else NO_IMAGE
             memory.cause = cause if output.order == "contiguous" else None
             memory.writer = executed.call("lost", output) if is_written else None
@@ -310,8 +319,7 @@ class LayoutRecorder(OriginRecorder):
         if outcome is None:
             return None
 
-        contiguous = [each.memory for each in images if each.order == "contiguous"]
-        causes = [memory.cause if memory else None for memory in contiguous]
+        causes = [memory and memory.cause for memory in executed.contiguous_inputs]
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         moved_bytes = sum(2 * each.tensor.nbytes for each in images if each.order == permuted)
         if outcome == "lost" and is_backward:
@@ -319,15 +327,16 @@ class LayoutRecorder(OriginRecorder):
                 outcome, moved_bytes = "created", 0
             elif causes and all(cause and cause.outcome == "created" for cause in causes):
                 outcome = "inherited"
-        call = executed.call(outcome, results[0])
-        call.inputs = tuple(
-            f"{each.order} {_dtype(each.tensor)} {list(each.tensor.shape)}" for each in images
+        return executed.call(
+            outcome,
+            results[0],
+            inputs=tuple(
+                f"{each.order} {_dtype(each.tensor)} {list(each.tensor.shape)}" for each in images
+            ),
+            copy="" if not moved_bytes else "explicit" if traits.is_copy else "hidden",
+            moved_bytes=moved_bytes,
+            cause=next((cause.place for cause in causes if cause), ""),
         )
-        call.moved_bytes = moved_bytes
-        if moved_bytes:
-            call.copy = "explicit" if traits.is_copy else "hidden"
-        call.cause = next((cause.place for cause in causes if cause), "")
-        return call
 
 
 def _outcome(

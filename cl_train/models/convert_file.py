@@ -30,6 +30,7 @@ from cl_train.models.files import (
     module_versions,
     read_weights,
     weights_path,
+    with_versions,
     write_weights,
 )
 from cl_train.system.failures import failure_explained
@@ -140,7 +141,7 @@ def _read(
         state = models.build_model(name, num_classes=num_classes, weights=weights).state_dict()
         preprocessing = models.published_preprocessing(name, weights)
         card = ModelCard(model=name, classes=classes, preprocessing=preprocessing)
-        return SavedModel("zoo", state, card, versions=module_versions(state))
+        return SavedModel("zoo", state, card)
     if path is None and (":" in name or name.startswith("timm/") or name in models.model_names()):
         raise ConfigError(f"{name} is a model: add weights=DEFAULT, another name, or a file")
     saved = read_weights(path or Path(source), **reading)
@@ -185,7 +186,8 @@ def _convert(
     inputs = _noise(original, saved.program, shape)
     references, reason = list[torch.Tensor](), _needed_model(saved)
     if original is not None:
-        saved = replace(saved, versions=saved.versions or module_versions(original.state_dict()))
+        versions = module_versions(saved.state) or module_versions(original.state_dict())
+        saved = replace(saved, state=with_versions(saved.state, versions))
         try:
             references, reason = _outputs(original, inputs, other_format), ""
         except ConfigError as error:

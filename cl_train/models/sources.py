@@ -264,8 +264,7 @@ def load_weights(
 
     Raises ConfigError: "`what`: reason", other shapes, missing or unexpected names.
     """
-    state = {name: value for name, value in weights.state.items() if name not in without}
-    missing, unexpected = load_state(model, state, weights.versions, what)
+    missing, unexpected = load_state(model, weights.state, what, without)
     absent = sorted(set(missing) - set(without))
     if not absent and not unexpected:
         return

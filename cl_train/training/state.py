@@ -17,7 +17,7 @@ from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError
 from cl_train.errors import TrainingFault as TrainingFault
-from cl_train.models.files import load_state, module_versions
+from cl_train.models.files import load_state
 from cl_train.step.optim import lr_at
 from cl_train.step.train_step import StepParts, StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
@@ -221,7 +221,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Raises CheckpointError: `state`, of a checkpoint, does not fit the model."""
     what = "the checkpoint's weights do not fit the model"
     try:
-        missing, unexpected = load_state(model, state, module_versions(state), what)
+        missing, unexpected = load_state(model, state, what)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     if missing or unexpected:
