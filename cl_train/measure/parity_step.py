@@ -17,6 +17,7 @@ from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_
 from cl_train.memory_format.convert import Layout
 from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.model_call import call_model, output_tensors
+from cl_train.memory_format.operator_recorder import schema_of
 from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.system.tensors import tensors_in
@@ -190,7 +191,7 @@ class EqualRandomness(TorchDispatchMode):
 
         torch.manual_seed(self.seed)
         drawn = func(*drawn_args, **drawn_kwargs)
-        for index, argument in enumerate(func._schema.arguments[: len(args)]):
+        for index, argument in enumerate(schema_of(func).arguments[: len(args)]):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 args[index].copy_(drawn_args[index])
         for target, source in zip(tensors_in(result), tensors_in(drawn), strict=True):

@@ -19,7 +19,7 @@ from torch import nn
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
 from cl_train.memory_format.layout import have_other_strides
-from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
+from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder, name_of
 from cl_train.system.failures import TORCH, short_path
 from cl_train.system.tensors import map_tensors, tensors_in
 
@@ -148,7 +148,7 @@ class TimeRecorder(OriginRecorder):
         start = self._now()
         result = function(*args, **kwargs)
         stop = self._now()
-        if is_new and function._schema.name in COPIES:
+        if is_new and name_of(function) in COPIES:
             copied = [value for value in positional if isinstance(value, torch.Tensor)][-1]
             if copied.shape == result.shape and have_other_strides(copied, result):
                 call.kind = COPY_KIND
@@ -231,7 +231,7 @@ def _kind(function: Any, phase: str) -> str:
     """What a table sums up: the operator and its backward pass together."""
     if phase == "update":
         return "optimizer"
-    name = function._schema.name.removeprefix("aten::")
+    name = name_of(function)
     is_pointwise = torch.Tag.pointwise in function.tags or "threshold" in name
     other = "element-wise" if is_pointwise else name.removesuffix("_backward")
     return next((kind for word, kind in _KINDS.items() if word in name), other)

@@ -32,7 +32,7 @@ from cl_train.memory_format.image_axes import (
     stride_order,
 )
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, StrideOrder, classify
-from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder
+from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder, name_of, schema_of
 from cl_train.system.tensors import tensors_in
 
 # Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
@@ -57,17 +57,16 @@ class Traits(NamedTuple):
 
 @cache
 def traits_of(function: Any) -> Traits:
-    schema = function._schema
-    name = schema.name.removeprefix("aten::")
-    aliases = [returned.alias_info for returned in schema.returns if returned.alias_info]
-    arguments = [argument.name for argument in schema.arguments]
+    name, schema = name_of(function), schema_of(function)
+    arguments = [argument.name for argument in schema.arguments] if schema else []
+    aliases = [returned.alias_info for returned in schema.returns] if schema else []
     return Traits(
         name=name,
-        is_view=name in _UNDECLARED_VIEWS or any(not alias.is_write for alias in aliases),
-        is_copy=schema.name in COPIES,
+        is_view=name in _UNDECLARED_VIEWS or function.is_view,
+        is_copy=name in COPIES,
         is_product=name in PRODUCTS,
         is_of_images="convert" not in name and any(word in name for word in _OF_IMAGES),
-        is_in_place=any(alias.is_write for alias in aliases),
+        is_in_place=any(alias is not None and alias.is_write for alias in aliases),
         dim_argument=arguments.index("dim") if "dim" in arguments else None,
     )
 

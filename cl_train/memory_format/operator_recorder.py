@@ -9,16 +9,33 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.fx.operator_schemas import get_signature_for_torch_op
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.memory_format.audit_report import Origin
 from cl_train.system.failures import TORCH, short_path
 
-_COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
-COPIES = {f"aten::{name}" for name in _COPIES}
+COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
 
 _OWN = f"{Path(__file__).parent}/"
+
+
+def name_of(function: Any) -> str:
+    """The name of an operator of torch, such as `add`; others have a namespace, `vision::nms`."""
+    name: str = function.name()
+    return name.partition(".")[0].removeprefix("aten::")
+
+
+def schema_of(function: Any) -> Any:
+    """The arguments and the results of an operator, and which of them share memory; None if an
+    argument is nothing that Python can write, such as a stream.
+    """
+    try:
+        _, schemas = get_signature_for_torch_op(function, return_schemas=True)
+    except Exception:  # of the evaluation of its types
+        return None
+    return schemas[0]
 
 
 class OriginRecorder(TorchDispatchMode):
