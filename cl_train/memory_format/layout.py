@@ -25,6 +25,7 @@ MEMORY_FORMAT_NAMES = {
 MEMORY_FORMATS = {name: memory_format for memory_format, name in MEMORY_FORMAT_NAMES.items()}
 # By the number of dimensions of a tensor
 CHANNELS_LAST_BY_DIM = {4: torch.channels_last, 5: torch.channels_last_3d}
+COMPILED = "_orig_mod"  # torch.compile's name for the module it wraps, a part of saved names
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
@@ -104,7 +105,8 @@ def model_memory_format(model: Any) -> str:
 
 def uncompiled(model: Any) -> Any:
     """The model itself, not its wrapper of `torch.compile`, which adds a part to each name."""
-    return getattr(model, "_orig_mod", model)
+    children = model.named_children() if isinstance(model, nn.Module) else ()
+    return dict(children).get(COMPILED, model)
 
 
 def named_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from torch import nn
 from cl_train.config.validation import optional_module, suggest
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import view_of
+from cl_train.memory_format.layout import COMPILED
 from cl_train.models.card import KEYS, ModelCard
 from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file, snapshot
 
@@ -220,7 +221,7 @@ def _renaming(
     """
     if prefix is None:
         common = os.path.commonprefix(names)  # noqa: RUF071 (of names)
-        start: str = re.findall(r"^(?:(?:module|_orig_mod)\.)*", common)[0]
+        start: str = re.findall(rf"^(?:(?:module|{COMPILED})\.)*", common)[0]
         removed = f"prefix '{start}' removed" if start else ""
     else:
         start = prefix
@@ -233,7 +234,7 @@ def _renaming(
     def renamed(name: str) -> str | None:
         if not name.startswith(start):
             return None
-        return re.sub(r"(^|\.)_orig_mod\.", r"\1", name.removeprefix(start))
+        return re.sub(rf"(^|\.){COMPILED}\.", r"\1", name.removeprefix(start))
 
     return renamed, removed
 
