@@ -35,7 +35,7 @@ def schema_of(function: Any) -> Any:
         _, schemas = get_signature_for_torch_op(function, return_schemas=True)
     except Exception:  # of the evaluation of its types
         return None
-    return schemas[0]
+    return schemas[0] if schemas else None
 
 
 class OriginRecorder(TorchDispatchMode):
