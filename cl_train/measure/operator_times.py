@@ -111,7 +111,8 @@ def _timed_calls(
         steps[index].run()
         wait_for(device)
         step_s = clock() - started_at
-        with TimeRecorder(LAYOUTS[index], device.type == "cuda", clock, calls) as recorder:
+        recorder = TimeRecorder(LAYOUTS[index], device.type == "cuda", clock, calls)
+        with recorder.watching():
             steps[index].run(recorder.start)
         seconds[index].append(recorder.seconds())
         return step_s
@@ -146,7 +147,7 @@ def _name_lines(
     """Name the line of each module's Python whose time differs most between the layouts."""
     difference_s = defaultdict[tuple[str, str, str], float](float)
     for step, layout, sign in zip(steps, LAYOUTS, (-1, 1), strict=True):
-        with LineRecorder(layout, False, clock, {}) as recorder:
+        with LineRecorder(layout, False, clock, {}).watching() as recorder:
             step.run(recorder.start)
         for place, seconds in recorder.seconds_of_lines.items():
             difference_s[place] += sign * seconds

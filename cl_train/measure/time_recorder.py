@@ -172,17 +172,17 @@ class LineRecorder(TimeRecorder):
 
     seconds_of_lines: defaultdict[tuple[str, str, str], float]  # by phase, module and line
 
-    def __enter__(self) -> Self:
+    @contextmanager
+    def watching(self) -> Iterator[Self]:
         self.seconds_of_lines = defaultdict(float)
         self._line = ""
-        self._tracing_before = sys.gettrace()
-        entered = super().__enter__()
-        sys.settrace(self._trace)
-        return entered
-
-    def __exit__(self, *error: Any) -> None:
-        sys.settrace(self._tracing_before)
-        super().__exit__(*error)
+        tracing_before = sys.gettrace()
+        with super().watching():
+            sys.settrace(self._trace)
+            try:
+                yield self
+            finally:
+                sys.settrace(tracing_before)
 
     def _close(self, event: str) -> None:
         place = (self._phase, self._module, self._line)

@@ -53,7 +53,7 @@ def layout_guard(
         place = (file or __file__, int(line or 1))
         warnings.warn_explicit(message, UserWarning, *place, registry=warned)
 
-    with LayoutRecorder(on_call=check):
+    with LayoutRecorder(on_call=check).watching():
         yield
 
 

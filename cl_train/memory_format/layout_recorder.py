@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from sys import _getframe
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -144,11 +144,12 @@ class LayoutRecorder(OriginRecorder):
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
         self._has_channels_last = False  # before that there is nothing to lose, nor to follow
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if error[0] is None and not self._depth:
-            for call in self._unread.values():
-                self._on_call(call)
+    @contextmanager
+    def watching(self) -> Iterator[Self]:
+        with super().watching():
+            yield self
+        for call in self._unread.values():
+            self._on_call(call)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -385,7 +386,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 def recording(report: LayoutReport) -> Iterator[None]:
     """Adds the calls of one step, which the block runs, to `report`."""
     calls: list[Call] = []
-    with LayoutRecorder(calls.append) as recorder:
+    with LayoutRecorder(calls.append).watching() as recorder:
         yield
     report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, *_SAME_CALL)]
     report.step_bytes = recorder.step_bytes

@@ -1,6 +1,8 @@
 """Where an operator call comes from: the module that runs and the line of its code."""
 
 import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,23 +49,19 @@ class OriginRecorder(TorchDispatchMode):
         self._names: dict[int, tuple[str, str]] = {}
         self._parameters: dict[int, str] = {}
         self._origins: dict[int, Origin] = {}  # by sequence number of the autograd node
-        self._depth = 0
         self._last_node = torch.autograd._get_sequence_nr() - 1
 
-    def __enter__(self) -> Self:
-        self._depth += 1
-        if self._depth > 1:  # again, below a composite operator
-            return super().__enter__()
+    @contextmanager
+    def watching(self) -> Iterator[Self]:
+        """Record what the block runs."""
         entering = register_module_forward_pre_hook(self.enter)
-        self._hooks = (entering, register_module_forward_hook(self.leave, always_call=True))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._depth -= 1
-        if not self._depth:
-            for hook in self._hooks:
-                hook.remove()
+        leaving = register_module_forward_hook(self.leave, always_call=True)
+        try:
+            with self:
+                yield self
+        finally:
+            entering.remove()
+            leaving.remove()
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         if len(self.running) == 1 and id(module) not in self._names:

@@ -158,7 +158,8 @@ def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch):
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles / 2e6))
-    with Kernels(gpu), time_recorder.TimeRecorder("contiguous", True, lambda: 0.0, {}) as recorder:
+    recorder = time_recorder.TimeRecorder("contiguous", True, lambda: 0.0, {})
+    with Kernels(gpu), recorder.watching():
         recorder.start("forward")
         for _ in range(5):
             torch.ones(3).detach().relu()
