@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,12 +132,9 @@ def convert(
     if mode != "full":
         chosen = _chosen(model, mode, select)
         selected = {name for name in tensors if _WITHIN_MODULE.sub("", name) in chosen}
-    counted = [
-        tensor
-        for tensor in tensors.values()
-        if isinstance(tensor, nn.Parameter) or tensor.dim() in CHANNELS_LAST_BY_DIM
-    ]
-    report = ConversionReport(mode, memory_format, len(counted))
+    images = {name for name, tensor in tensors.items() if tensor.dim() in CHANNELS_LAST_BY_DIM}
+    parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    report = ConversionReport(mode, memory_format, len(images | parameters))
     _convert_tensors(tensors, selected, memory_format, report)
     return report
 
@@ -149,32 +147,33 @@ def _convert_tensors(
     report: ConversionReport,
 ) -> None:
     """Convert the selected tensors; those that shared memory still do so afterwards."""
-    strided = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
-    views = {name: view_of(tensor) for name, tensor in strided.items()}
-    selected_views = {views[name] for name in selected & views.keys()}
-    overlapping = _overlapping(set(views.values()))
-    converted: dict[Any, torch.Tensor] = {}  # by view
+    names_of = defaultdict[Any, list[str]](list)  # of the tensors with the same elements
+    for name, tensor in tensors.items():
+        if tensor.layout == torch.strided:
+            names_of[view_of(tensor)].append(name)
+    overlapping = _overlapping(names_of)
 
-    for name, tensor in strided.items():
-        view = views[name]
-        if tensor.dim() not in CHANNELS_LAST_BY_DIM:
+    for view, names in names_of.items():
+        values = tensors[names[0]].detach()
+        if values.dim() not in CHANNELS_LAST_BY_DIM:
             continue
-        if view not in selected_views:
-            report.left[name] = "not selected"
+        if selected.isdisjoint(names):
+            report.left |= dict.fromkeys(names, "not selected")
             continue
-        if view not in converted:
-            if view in overlapping:
-                report.left[name] = "expanded, or shares its memory with a tensor of another shape"
-                continue
-            converted[view] = to_memory_format(tensor.detach(), memory_format)
-        if converted[view].stride() == view[-1]:
-            report.unchanged.append(name)
+        if view in overlapping:
+            reason = "expanded, or shares its memory with a tensor of another shape"
+            report.left |= dict.fromkeys(names, reason)
             continue
-        report.changed.append(name)
-        # The object must stay: optimizers, hooks and tied modules refer to it.
-        tensor.data = converted[view]
-        if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
-            tensor.grad.data = to_memory_format(tensor.grad, memory_format)
+        converted = to_memory_format(values, memory_format)
+        if converted is values:
+            report.unchanged += names
+            continue
+        report.changed += names
+        for tensor in (tensors[name] for name in names):
+            # The object must stay: optimizers, hooks and tied modules refer to it.
+            tensor.data = converted
+            if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout == torch.strided:
+                tensor.grad.data = to_memory_format(tensor.grad, memory_format)
 
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -183,7 +182,7 @@ def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _overlapping(views: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+def _overlapping(views: Iterable[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
     """The views whose bytes, from the first to the last, overlap another's or their own."""
     overlapping = set[Any]()
     extents: list[tuple[int, int, int, Any]] = []  # storage, first byte, byte after the last, view
@@ -217,18 +216,19 @@ def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
         raise ConfigError(f"convert the model before it is wrapped or sharded: {what}")
 
 
+def _is_convolution(name: str, module: nn.Module) -> bool:
+    names = {kind.__name__ for kind in CONVOLUTIONS}
+    is_scripted = getattr(module, "original_name", "") in names
+    return is_scripted or isinstance(module, CONVOLUTIONS)
+
+
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
     """Names of the convolutions, or of the modules that `select` takes."""
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))
     if mode == "conv":
-        names = {kind.__name__ for kind in CONVOLUTIONS}  # the `original_name` of scripted modules
-        return {
-            name
-            for name, module in modules.items()
-            if isinstance(module, CONVOLUTIONS) or getattr(module, "original_name", "") in names
-        }
+        select = _is_convolution
     if callable(select):
         return {name for name, module in modules.items() if select(name, module)}
     if not (patterns := list(select or ())):

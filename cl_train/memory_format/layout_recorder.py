@@ -52,13 +52,12 @@ class Traits(NamedTuple):
     is_product: bool
     is_of_images: bool
     is_in_place: bool
-    dim_argument: int | None  # position of the argument that names dimensions
+    arguments: tuple[str, ...]  # their names
 
 
 @cache
 def traits_of(function: Any) -> Traits:
     name, schema = name_of(function), schema_of(function)
-    arguments = [argument.name for argument in schema.arguments] if schema else []
     aliases = [returned.alias_info for returned in schema.returns] if schema else []
     return Traits(
         name=name,
@@ -67,7 +66,7 @@ def traits_of(function: Any) -> Traits:
         is_product=name in PRODUCTS,
         is_of_images="convert" not in name and any(word in name for word in _OF_IMAGES),
         is_in_place=any(alias is not None and alias.is_write for alias in aliases),
-        dim_argument=arguments.index("dim") if "dim" in arguments else None,
+        arguments=tuple(argument.name for argument in schema.arguments) if schema else (),
     )
 
 
@@ -81,13 +80,16 @@ class Memory:
     writer: Call | None = None
 
 
+UNKNOWN = Memory()  # from outside the step, or before anything was channels_last
+
+
 class Operand(NamedTuple):
     """A tensor that an operator reads or writes."""
 
     tensor: torch.Tensor
-    kinds: Kinds | None  # None: no image
-    order: StrideOrder | None
-    memory: Memory | None  # None: nothing is known of it
+    kinds: Kinds | None = None  # None: no image
+    order: StrideOrder | None = None
+    memory: Memory = UNKNOWN
 
     @property
     def is_image(self) -> bool:
@@ -108,7 +110,7 @@ class Executed(NamedTuple):
         return self.origin.direction == "backward"
 
     @property
-    def contiguous_inputs(self) -> list[Memory | None]:
+    def contiguous_inputs(self) -> list[Memory]:
         return [each.memory for each in self.operands if each.order == "contiguous"]
 
     def call(self, outcome: Outcome, output: Operand, **more: Any) -> Call:
@@ -195,41 +197,41 @@ class LayoutRecorder(OriginRecorder):
 
     # --- what a tensor holds ---
 
-    def _memory_of(self, tensor: torch.Tensor, *, is_new: bool = False) -> Memory | None:
-        """Known or new; None for a part of unknown memory, such as of a bucket of DDP."""
+    def _memory_of(self, tensor: torch.Tensor, *, is_new: bool = False) -> Memory:
+        """Known or new; a part of unknown memory, such as of a bucket of DDP, is not kept."""
         storage = _storage(tensor)
-        memory = self._memory.get(storage)
-        if memory is None and (is_new or tensor.nbytes >= tensor.untyped_storage().nbytes()):
+        if storage in self._memory:
+            return self._memory[storage]
+        memory = Memory()
+        if is_new or tensor.nbytes >= tensor.untyped_storage().nbytes():
             if len(self._memory) % 4096 == 4095:  # forget what is freed
                 entries = self._memory.items()
                 self._memory = {each: m for each, m in entries if not each.expired()}
-            memory = self._memory[storage] = Memory()
+            self._memory[storage] = memory
         return memory
 
     def _note_viewed(self, tensor: torch.Tensor) -> None:
-        """The axes of an image that comes from outside the step, the batch or a weight."""
-        if not self._has_channels_last or tensor.dim() not in CHANNELS_LAST_BY_DIM:
-            return
-        if _storage(tensor) in self._memory or classify(tensor) != "channels_last":
-            # A contiguous one has nothing to lose, and may be no image: a table of positions.
-            return
-        memory = self._memory_of(tensor)
-        if memory:
-            memory.axes = axes_of(tensor, image_kinds(tensor.dim()))
+        """The axes of an image that comes from outside the step, the batch or a weight.
+
+        A contiguous one has nothing to lose, and may be no image: a table of positions.
+        """
+        is_followed = self._has_channels_last and _storage(tensor) not in self._memory
+        if is_followed and classify(tensor) == "channels_last":
+            self._memory_of(tensor).axes = axes_of(tensor, image_kinds(tensor.dim()))
 
     def _operand(self, tensor: torch.Tensor, traits: Traits) -> Operand:
-        memory = self._memory.get(_storage(tensor))
-        axes = memory.axes if memory else None
-        if memory is None and not traits.is_of_images and is_shared_by_batch(tensor):
-            return Operand(tensor, None, None, None)
+        memory = self._memory.get(_storage(tensor), UNKNOWN)
+        axes = memory.axes
+        if memory is UNKNOWN and not traits.is_of_images and is_shared_by_batch(tensor):
+            return Operand(tensor)
         if tensor.dim() in CHANNELS_LAST_BY_DIM and (axes is None or traits.is_of_images):
             order = classify(tensor)
-            if order == "other" and memory and memory.cause:
+            if order == "other" and memory.cause:
                 order = "contiguous"  # and permuted
             self._has_channels_last |= order == "channels_last"
             return Operand(tensor, image_kinds(tensor.dim()), order, memory)
-        if not axes or axes is NO_IMAGE:
-            return Operand(tensor, None, None, memory)
+        if axes is None or axes is NO_IMAGE:
+            return Operand(tensor, memory=memory)
         kinds = kinds_of(tensor, axes)
         return Operand(tensor, kinds, stride_order(tensor, kinds), memory)
 
@@ -243,7 +245,7 @@ class LayoutRecorder(OriginRecorder):
     ) -> Operand:
         memory, rank = self._memory_of(tensor, is_new=not traits.is_in_place), tensor.dim()
         kinds: Kinds | None
-        if traits.is_in_place and memory and memory.axes and memory.axes is not NO_IMAGE:
+        if traits.is_in_place and memory.axes and memory.axes is not NO_IMAGE:
             kinds = kinds_of(tensor, memory.axes)
         elif traits.is_of_images and rank > 2:
             kinds = image_kinds(rank)
@@ -254,8 +256,9 @@ class LayoutRecorder(OriginRecorder):
             kinds = None if left and right else left or right
         else:
             # Beside what is no image, such as an attention map, a parameter or a scale is none.
-            if any(each.memory and each.memory.axes is NO_IMAGE for each in operands):
-                operands = [each for each in operands if each.memory and each.order != "ambiguous"]
+            if any(each.memory.axes is NO_IMAGE for each in operands):
+                known = [each for each in operands if each.memory is not UNKNOWN]
+                operands = [each for each in known if each.order != "ambiguous"]
             kinds = kept_kinds(rank, [each.kinds for each in operands if each.kinds], reduced)
         is_activation = origin.direction == "backward" and tuple(tensor.shape) in self._activations
         if is_activation and not {CHANNEL, PIXEL} <= set(kinds or ()):
@@ -271,22 +274,20 @@ class LayoutRecorder(OriginRecorder):
         if not (operands and executed.traits.is_of_images and self._has_channels_last):
             return
         memory = operands[0].memory
-        if operands[0].order == "contiguous" and memory and memory.writer and not memory.cause:
+        if operands[0].order == "contiguous" and memory.writer and not memory.cause:
             memory.cause = memory.writer
             self._on_call(memory.cause)
 
     def _remember(self, executed: Executed, call: Call | None) -> None:
         """What the outputs hold from now on."""
         sources = executed.contiguous_inputs
-        cause = next((memory.cause for memory in sources if memory), None)
+        cause = next((memory.cause for memory in sources if memory is not UNKNOWN), None)
         if call is not None and call.outcome in ("lost", "created"):
             cause = call
-        is_outside = any(not (memory and (memory.cause or memory.writer)) for memory in sources)
+        is_outside = any(not (memory.cause or memory.writer) for memory in sources)
         is_written = not (executed.is_backward or is_outside) and len(self.running) > 1
         for output in executed.produced:
             memory = output.memory
-            if memory is None:
-                continue
             if not executed.operands or not self._has_channels_last:
                 memory.axes = None
             elif not (executed.traits.is_in_place and memory.axes):
@@ -319,7 +320,7 @@ class LayoutRecorder(OriginRecorder):
         if outcome is None:
             return None
 
-        causes = [memory and memory.cause for memory in executed.contiguous_inputs]
+        causes = [memory.cause for memory in executed.contiguous_inputs]
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         moved_bytes = sum(2 * each.tensor.nbytes for each in images if each.order == permuted)
         if outcome == "lost" and is_backward:
@@ -363,10 +364,7 @@ def _read(traits: Traits, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _dims(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int] | None:
     """The dimensions that the argument `dim` names."""
-    place = traits.dim_argument
-    if place is None:
-        return None
-    dim = args[place] if place < len(args) else kwargs.get("dim")
+    dim = {**dict(zip(traits.arguments, args, strict=False)), **kwargs}.get("dim")
     return [dim] if isinstance(dim, int) else dim
 
 

@@ -27,13 +27,13 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
     """The floating-point (or complex) tensors of a model's output, at any depth; with `key` those
     of its entry: a dict's key, an attribute, or a tuple's index. Raises ConfigError: none.
     """
-    tensors = tensors_in(output if key is None else _entry(output, key))
+    values = output if key is None else _entry(output, key)
+    tensors = tensors_in(values)
     numbers = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     if not numbers:
-        of_key = "" if key is None else f", whose entry {key!r}"
-        what = f"the model returned a {type(output).__name__}{of_key} without a float tensor"
+        what = f"{'the output' if key is None else f'output={key}'} is a {type(values).__name__}"
         advice = "select an entry (output=KEY, output_entry=KEY), pass a loss, or backward=false"
-        raise ConfigError(f"{what} to differentiate: {advice}")
+        raise ConfigError(f"{what} without a float tensor to differentiate: {advice}")
     return numbers
 
 

@@ -20,7 +20,7 @@ from cl_train.system.failures import TORCH, short_path
 
 COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
 
-_OWN = f"{Path(__file__).parent}/"
+_OWN = f"{Path(__file__).parent}/"  # this package
 
 
 def name_of(function: Any) -> str:
@@ -30,9 +30,7 @@ def name_of(function: Any) -> str:
 
 
 def schema_of(function: Any) -> Any:
-    """The arguments and the results of an operator, and which of them share memory; None if an
-    argument is nothing that Python can write, such as a stream.
-    """
+    """The schema of an operator; None if Python has no name for an argument, such as a stream."""
     try:
         _, schemas = get_signature_for_torch_op(function, return_schemas=True)
     except Exception:  # of the evaluation of its types
@@ -85,9 +83,8 @@ class OriginRecorder(TorchDispatchMode):
                 name = self._parameters.get(id(parameter), "")
                 return Origin("backward", name, "Parameter", "accumulating gradients")
             origin = self._origins.get(node._sequence_nr(), Origin("backward"))
-            if source:  # a custom function's own backward
-                origin = replace(origin, source=source, line=line)
-            return replace(origin, direction="backward")
+            own = {"source": source, "line": line} if source else {}  # of a custom function
+            return replace(origin, direction="backward", **own)
         origin = Origin("forward", *self.running[-1], source, line)
         # Autograd created this call's node just before dispatching it. A call without its own node
         # (inside a custom autograd function) belongs to the previous node.
@@ -103,22 +100,20 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
     It is the innermost line in the package of the function that PyTorch called: in a model that
     uses einops, the model's, not einops's.
     """
-    while frame is not None and _package(frame.f_code.co_filename) == "torch":
-        if frame.f_code.co_name == "_engine_run_backward":
-            return "", ""
-        frame = frame.f_back
-    frames: list[tuple[str, str, int]] = []
-    while frame is not None and (package := _package(frame.f_code.co_filename)) != "torch":
-        if package == "cl_train.memory_format":
-            if not frames:
-                return "", ""
+    lines: dict[str, tuple[str, int]] = {}  # of each package the innermost
+    called = ""
+    while frame is not None:
+        package = _package(frame.f_code.co_filename)
+        is_autograd = frame.f_code.co_name == "_engine_run_backward"
+        if is_autograd or package == _OWN or (package == "torch" and lines):
             break
-        frames.append((package, frame.f_code.co_filename, frame.f_lineno))
+        if package != "torch":
+            called = package
+            lines.setdefault(package, (frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    if not frames:
+    if not lines:
         return "", ""
-    called = frames[-1][0]
-    path, line = next((path, line) for package, path, line in frames if package == called)
+    path, line = lines[called]
     return f"{short_path(path)}:{line}", linecache.getline(path, line).strip()
 
 
@@ -128,6 +123,6 @@ def _package(path: str) -> str:
     if path.startswith(TORCH):
         return "torch"
     if path.startswith(_OWN):
-        return "cl_train.memory_format"
+        return _OWN
     _, is_installed, tail = path.rpartition("site-packages/")
     return tail.partition("/")[0] if is_installed else ""
