@@ -20,7 +20,7 @@ from cl_train.system.failures import TORCH, short_path
 
 COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
 
-_OWN = f"{Path(__file__).parent}/"  # this package
+_OWN = f"{Path(__file__).parent}/"
 
 
 def name_of(function: Any) -> str:
