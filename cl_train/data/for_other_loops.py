@@ -21,6 +21,7 @@ from cl_train.data.build import ImageData, build_data
 from cl_train.data.device import IMAGENET_MEAN, IMAGENET_STD, DeviceFormat, Normalise, to_device
 from cl_train.data.images import EXTENSIONS
 from cl_train.data.loader import DataSettings
+from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 
 
@@ -132,7 +133,7 @@ def _folder_data(
     settings: dict[str, Any], split: str, batch_size: int, seed: int, dist: Dist
 ) -> ImageData:
     if split not in ("train", "val") or not isinstance(batch_size, int):
-        raise ValueError(
+        raise ConfigError(
             f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole"
             " number"
         )
@@ -151,7 +152,7 @@ def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dis
             return Dist(0, 1, device)
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise ValueError(
+        raise ConfigError(
             f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size"
         )
     return Dist(rank, world_size, device)
