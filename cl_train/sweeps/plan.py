@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -176,7 +176,7 @@ def _is_plain(job: Job) -> bool:
     return safe_name(job.name) == job.name and are_numbers and is_one_run
 
 
-# --- planning -------------------------------------------------------------------------------------
+# --- planning ---
 
 
 def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) -> Sweep:
@@ -189,23 +189,12 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     by_place = [set(words) for words in zip(*(run.words for run in runs), strict=True)]
     fixed = [*chain(*(words for words in by_place if len(words) == 1))]
     varied = {_key(words.pop()) for words in by_place if len(words) > 1}
-    own = list(filter(_is_own, fixed))
-    words = [word for word in fixed if word not in own and not word.startswith("hydra.")]
-    problems = [
-        f"{key} belongs to the whole sweep and takes one value"
-        for key in sorted(filter(_is_own, varied - {*_OF_JOBS}))
-    ]
-    [(most, count)] = Counter(run.words for run in runs).most_common(1)
-    if count > 1:
-        listed = " ".join(most)
-        problems.append(f"a value is listed twice ({listed}); repeats=2 runs every job twice")
-    if "hydra.run.dir" in map(_key, fixed):
-        each = "each job of a sweep has its own folder"
-        problems.append(f"hydra.run.dir: {each}; use hydra.sweep.dir=FOLDER")
-    if problems:
+    if problems := [*_problems(fixed, varied, runs)]:
         raise ConfigError(problems)
 
-    cfg, typed = runs[0].cfg, {_key(word) for word in own}
+    cfg = runs[0].cfg
+    typed = {_key(word) for word in fixed if _is_own(word)}
+    words = [word for word in fixed if not _is_own(word) and not word.startswith("hydra.")]
     if cfg.resume_sweep is not None:
         if words or varied or typed & {"compare_by", "nproc"}:
             raise ConfigError(
@@ -227,16 +216,39 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
     if clashes := [name for name in names if (folder / name).exists()]:
         advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues"
         raise ConfigError(f"{folder / clashes[0]} exists already: {advice} a sweep")
-    keys = set(map(_setting_of, varied))
-    if keys and cfg.compare_by not in keys and keys <= FIELDS.keys():
-        advice = " or ".join(f"compare_by={key}" for key in sorted(keys))
-        same = f"all jobs have the same {cfg.compare_by}, so nothing is compared"
-        print(f"warning: {same}; use {advice}", flush=True)
-    elif keys and (few := next((run.cfg for run in runs if _has_few_windows(run.cfg)), None)):
-        windows = f"{MIN_WINDOWS} windows of log_every={few.log_every} steps"
-        needed = f"it needs {windows} after warmup_steps={few.warmup_steps}"
-        print(f"warning: no verdict: {needed}; use more steps or a smaller log_every", flush=True)
+    if why := _why_no_verdict(set(map(_setting_of, varied)), runs):
+        print(f"warning: {why}", flush=True)
     return sweep
+
+
+def _problems(
+    fixed: Sequence[str], varied: Collection[str], runs: Sequence[Composed]
+) -> Iterator[str]:
+    """What is wrong with the words of a sweep, apart from their values."""
+    for key in sorted(key for key in varied if _is_own(key) and key not in _OF_JOBS):
+        yield f"{key} belongs to the whole sweep and takes one value"
+    [(words, count)] = Counter(run.words for run in runs).most_common(1)
+    if count > 1:
+        yield f"a value is listed twice ({' '.join(words)}); repeats=2 runs every job twice"
+    if "hydra.run.dir" in map(_key, fixed):
+        each = "each job of a sweep has its own folder"
+        yield f"hydra.run.dir: {each}; use hydra.sweep.dir=FOLDER"
+
+
+def _why_no_verdict(varied: set[str], runs: Sequence[Composed]) -> str | None:
+    """Why a sweep over these settings has no verdict."""
+    by = runs[0].cfg.compare_by
+    if not varied:
+        return None
+    if by not in varied and varied <= FIELDS.keys():
+        advice = " or ".join(f"compare_by={key}" for key in sorted(varied))
+        return f"all jobs have the same {by}, so nothing is compared; use {advice}"
+    for cfg in (run.cfg for run in runs):
+        if _has_few_windows(cfg):
+            windows = f"{MIN_WINDOWS} windows of log_every={cfg.log_every} steps"
+            needed = f"it needs {windows} after warmup_steps={cfg.warmup_steps}"
+            return f"no verdict: {needed}; use more steps or a smaller log_every"
+    return None
 
 
 def _has_few_windows(cfg: Config) -> bool:

@@ -104,7 +104,7 @@ def _row(pair: Pair, to_decide: str | None) -> dict[str, Any]:
     }
 
 
-# --- read -----------------------------------------------------------------------------------------
+# --- read ---
 
 
 def compare_folders(
@@ -166,7 +166,7 @@ def read_report(folder: Path, by: str | None = None) -> Report:
     return Report(compare_runs(runs, by, sweep.looks if sweep else 1), failed, by, sweep)
 
 
-# --- what would decide a pair ---------------------------------------------------------------------
+# --- what would decide a pair ---
 
 
 def _to_decide(pair: Pair, report: Report) -> str | None:
@@ -213,7 +213,7 @@ def _duration(runs: Sequence[Run], count: int) -> str:
     return f"about {timedelta(seconds=round(seconds))}"
 
 
-# --- written and printed --------------------------------------------------------------------------
+# --- written and printed ---
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -259,14 +259,13 @@ def verdict_sentence(report: Report) -> str:
         next_step = f" To decide it, {row['to_decide']}" if row["to_decide"] else ""
         baseline, candidate = pair.sides
         if pair.verdict == "not_comparable" or interval is None:
-            reason = f"{candidate} and {baseline} are not comparable: {pair.notes[0]}."
-            lines.append(f"{what}: {reason}{next_step}")
-            continue
-        ratio = f"{interval.ratio:.2f} times the speed of {baseline}"
-        bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
-        warning = f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
-        line = f"{what}: {candidate} has {ratio} ({bounds}): {pair.words}.{warning}"
-        lines.append(line + next_step)
+            outcome = f"{candidate} and {baseline} are not comparable: {pair.notes[0]}."
+        else:
+            bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
+            ratio = f"{interval.ratio:.2f} times the speed of {baseline} ({bounds})"
+            outcome = f"{candidate} has {ratio}: {pair.words}."
+            outcome += f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""
+        lines.append(f"{what}: {outcome}{next_step}")
     if not report.pairs:
         lines = [f"Nothing to compare: no two finished runs differ only in {report.by}."]
         if not report.failed:
