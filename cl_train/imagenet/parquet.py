@@ -80,9 +80,7 @@ def _files(root: Path, workers: int | None) -> list[_File]:
 
 
 def _read_file(split: str, path: Path) -> _File:
-    pa, pq = (
-        optional_module(name, "prepare_imagenet parquet") for name in ("pyarrow", "pyarrow.parquet")
-    )
+    pq = optional_module("pyarrow.parquet", "prepare_imagenet parquet")
     try:
         file = pq.ParquetFile(path)
         metadata = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
@@ -92,7 +90,7 @@ def _read_file(split: str, path: Path) -> _File:
             if isinstance(feature, dict):  # a list has the type of its elements
                 columns.setdefault(str(feature.get("_type")), name)
         image, label = columns.get("Image", "image"), columns.get("ClassLabel", "label")
-        if not pa.types.is_integer(file.schema_arrow.field(label).type):
+        if not re.fullmatch(r"u?int\d+", str(file.schema_arrow.field(label).type)):
             raise ValueError(f"its column {label} holds no integers")
         table = file.read(columns=[label, f"{image}.path"], use_threads=False)
         labels = table[label].to_pylist()
