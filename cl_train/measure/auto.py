@@ -199,7 +199,8 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
     probed = min(PROBED_IMAGES, workload.batch_size)
     small = replace(settings, accumulate_steps=1, cuda_graph=False)
     remedy = "if it takes another input, give image_size"
-    with failure_explained("the model cannot be measured", remedy), measurement_state(workload):
+    explained = failure_explained("the model cannot be measured", remedy)
+    with explained, measurement_state(small, workload.device):
         probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
         probe.warm_up()
         image_s = probe.block_times_s(1)[0] / probed

@@ -18,15 +18,16 @@ from torch import nn
 
 from cl_train.measure.statistics import alternate
 from cl_train.measure.time_recorder import Key, LineRecorder, TimeRecorder, processor_clock
+from cl_train.measure.timed_step import measurement_state
 from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedCall, Times
 from cl_train.memory_format.convert import CONTIGUOUS, convert
 from cl_train.memory_format.layout import images_in, model_memory_format
 from cl_train.models.sources import copy_model
-from cl_train.step.precision import Precision, kernel_selection
+from cl_train.step.precision import Precision
 from cl_train.step.train_step import StepSettings, make_step, update_weights
 from cl_train.step.utilisation import flops_of, utilisation
 from cl_train.system.distributed import as_current
-from cl_train.system.machine import keep_freed_memory, wait_for
+from cl_train.system.machine import wait_for
 from cl_train.system.tensors import map_tensors, tensors_in
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
@@ -46,21 +47,20 @@ def time_operators(
     """Time the step of copies of `model`: contiguous, and in its own layout, or channels_last if
     that is contiguous.
     """
-    keep_freed_memory(device)
+    settings = StepSettings(precision)
     plain, converted = (copy_model(model, device) for _ in range(2))
     batches = [images_in(torch.contiguous_format, _copied(batch)), _copied(batch)]
     if model_memory_format(model) == "contiguous":
         convert(converted)
         batches[1] = images_in(torch.channels_last, batches[1])
     convert(plain, CONTIGUOUS)
-    autotune = not torch.are_deterministic_algorithms_enabled()
-    kernels = kernel_selection(tf32=precision.tf32, autotune=autotune)
     gc.collect()
     gc.disable()  # it would fall on some operator
     try:
-        with as_current(device), kernels:  # the device of events and sleeps
+        # The current device is that of events and sleeps.
+        with as_current(device), measurement_state(settings, device):
             models = zip((plain, converted), batches, strict=True)
-            steps = [_Step(*one, forward, precision, device) for one in models]
+            steps = [_Step(*one, forward, settings, device) for one in models]
             calls, step_ms = _timed_calls(steps, device, time_limit_s)
             return OperatorTimes(calls, step_ms, _utilisation(steps[1], step_ms, precision, device))
     finally:
@@ -79,12 +79,12 @@ class _Step:
         model: nn.Module,
         batch: Any,
         forward: Forward,
-        precision: Precision,
+        settings: StepSettings,
         device: torch.device,
     ) -> None:
         self.batch, self.forward = batch, partial(forward, model, batch)
         trains = any(parameter.requires_grad for parameter in model.parameters())
-        self._parts = make_step(model, StepSettings(precision), device) if trains else None
+        self._parts = make_step(model, settings, device) if trains else None
 
     def run(self, start: Callable[[str], None] = lambda phase: None) -> None:
         """`start` is told the phase that begins."""

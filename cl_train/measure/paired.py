@@ -244,7 +244,7 @@ def _benchmark(
     """
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
-    with explained, measurement_state(workload):
+    with explained, measurement_state(workload.settings, workload.device):
         timed = [TimedStep(model, layout, workload) for layout in layouts]
         for step in timed:
             step.warm_up()

@@ -292,12 +292,12 @@ def place_batch(
 
 
 @contextmanager
-def measurement_state(workload: Workload) -> Iterator[None]:
+def measurement_state(settings: StepSettings, device: torch.device) -> Iterator[None]:
     """Select kernels and keep memory as training does; restore the switches and the generators."""
-    if workload.settings.compile:
+    if settings.compile:
         torch.compiler.reset()  # else the model runs eagerly once the recompile limit is reached
-    keep_freed_memory(workload.device)
+    keep_freed_memory(device)
     autotune = not torch.are_deterministic_algorithms_enabled()
-    kernels = kernel_selection(tf32=workload.precision.tf32, autotune=autotune)
-    with random_state_restored(workload.device), kernels:
+    kernels = kernel_selection(tf32=settings.precision.tf32, autotune=autotune)
+    with random_state_restored(device), kernels:
         yield

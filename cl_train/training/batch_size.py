@@ -81,7 +81,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     if layout is None:  # the choice comes later
         layout = CONTIGUOUS if device.type == "cpu" else CHANNELS_LAST
     smallest = replace(cfg, batch_size=SMALLEST, weights=None)
-    with measurement_state(workload):
+    with measurement_state(workload.settings, workload.device):
         model = build_model(smallest, classes)
         try_shapes(smallest, model)
 

@@ -74,7 +74,7 @@ def test_operators_are_timed_on_the_models_device(monkeypatch):
     current = []
     second = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
-    monkeypatch.setattr(operator_times, "keep_freed_memory", Mock())
+    monkeypatch.setattr(operator_times, "measurement_state", Mock(return_value=nullcontext()))
     monkeypatch.setattr(operator_times, "copy_model", lambda model, device: model)
     monkeypatch.setattr(operator_times, "_Step", Mock(side_effect=KeyError("the first step")))
     with pytest.raises(KeyError, match="first step"):
