@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from cl_train.cli import exit_code
+from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.schema import setting
-from cl_train.config.validation import settings_from_arguments
 from cl_train.system.files import read_json, write_json
 from cl_train.system.machine import measured
 

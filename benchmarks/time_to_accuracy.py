@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from cl_train.cli import exit_code
+from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.schema import setting
-from cl_train.config.validation import settings_from_arguments
 from cl_train.data.sample import ensure_sample
 from cl_train.errors import ConfigError
 from cl_train.step.precision import bf16_is_faster_on_cpu

@@ -14,7 +14,8 @@ from typing import NoReturn
 
 from cl_train import __version__
 from cl_train.commands import COMMANDS
-from cl_train.config.validation import command_help, suggest
+from cl_train.config.arguments import command_help
+from cl_train.config.fields import suggest
 from cl_train.errors import ConfigError
 from cl_train.system.processes import end_with_parent, exit_without_teardown
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cl_train.config.validation import is_setting, settings_from_arguments
+from cl_train.config.arguments import is_setting, settings_from_arguments
 from cl_train.system.files import output_file, write_json
 
 T = TypeVar("T")

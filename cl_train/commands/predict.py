@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config import schema
+from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.schema import DataConfig, OnDevice, setting
-from cl_train.config.validation import settings_from_arguments
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_file
 from cl_train.system.tables import write_csv

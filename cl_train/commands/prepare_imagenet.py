@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cl_train.config.arguments import settings_from_arguments
+from cl_train.config.fields import suggest
 from cl_train.config.schema import OVERWRITE_HELP, setting
-from cl_train.config.validation import settings_from_arguments, suggest
 from cl_train.errors import ConfigError
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from cl_train.commands.objects import with_names
+from cl_train.config.arguments import command_help
 from cl_train.config.command_line import (
     CommandLine,
     Composed,
@@ -38,7 +39,6 @@ from cl_train.config.command_line import (
 )
 from cl_train.config.schema import GROUPS, HERE, LAYOUT_NAMES, SETTINGS_OF_CODE, Config
 from cl_train.config.start_file import code_named, refuse_code
-from cl_train.config.validation import command_help
 from cl_train.errors import ConfigError
 from cl_train.system.files import safe_name
 from cl_train.system.processes import adopt_srun, read_launch

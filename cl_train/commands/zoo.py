@@ -16,8 +16,9 @@ import fnmatch
 from dataclasses import replace
 from pathlib import Path
 
+from cl_train.config.arguments import settings_from_arguments
+from cl_train.config.fields import suggest
 from cl_train.config.schema import ZooSettings
-from cl_train.config.validation import settings_from_arguments, suggest
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_folder
 from cl_train.system.processes import StopRequest

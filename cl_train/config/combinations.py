@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cl_train.config import schema as defined
 from cl_train.config.fields import suggest
-from cl_train.config.groups import WITH_CLASS_FOLDERS
+from cl_train.config.groups import DATA_SETS, WITH_CLASS_FOLDERS
 from cl_train.config.schema import FIELDS, AugmentConfig, Config, DataConfig
 
 
@@ -48,7 +48,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
 
 
 def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Iterator[str]:
-    if data.root is None and (content := defined.DATA_SETS[data.name]):
+    if data.root is None and (content := DATA_SETS[data.name]):
         yield f"data={data.name} needs data.root=FOLDER with {content}"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"
@@ -61,10 +61,9 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
         yield f"data.extensions={data.extensions}: use some of {', '.join(defined.IMAGE_FORMATS)}"
     if data.val_resize is not None and data.val_resize < data.eval_size:
         yield f"data.val_resize={data.val_resize} is smaller than the crop of {data.eval_size} px"
-    if augment.crop_scale_min > augment.crop_scale_max:
-        yield "augment.crop_scale_min is above augment.crop_scale_max"
-    if augment.crop_ratio_min > augment.crop_ratio_max:
-        yield "augment.crop_ratio_min is above augment.crop_ratio_max"
+    for key in ("crop_scale", "crop_ratio"):
+        if getattr(augment, f"{key}_min") > getattr(augment, f"{key}_max"):
+            yield f"augment.{key}_min is above augment.{key}_max"
     if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
         yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
     points = data.size_schedule

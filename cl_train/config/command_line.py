@@ -175,7 +175,6 @@ def _expanded(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
         (not values, "the pattern or the range has no value"),
         (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
         (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
-        (re.match(r"hydra\b(?![./]launcher)", key) and key not in HYDRA_KEYS, _only_folders(key)),
         (key in GROUPS and isinstance(value, dict), f"write {key}=NAME, or {key}.key=value"),
         (key in CHOSEN_BY_GROUP, _chosen_by_group(word)),
         (key in FIELDS and word.startswith("+"), "the setting exists, so leave out the '+'"),
@@ -216,11 +215,9 @@ def _key_problems(key: str, value: str, folders: Sequence[Path]) -> list[str]:
     if re.match(r"(hydra[./])?launcher\b", key):
         advice = "a sweep on Slurm is one allocation: sbatch scripts/slurm/sweep.sbatch FOLDER ..."
         return [f"{key}: {advice} (docs/clusters.md)"]
+    if re.match(r"hydra\b", key):
+        return [f"{key}: of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here"]
     return [f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"]
-
-
-def _only_folders(key: str) -> str:
-    return f"of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here, not {key}"
 
 
 def _chosen_by_group(word: str) -> str:
@@ -328,10 +325,9 @@ def _start_settings(
     settings = start.settings(typed)
     problems = []
     for key, value in settings.items():
-        if key.startswith("hydra.") and not (start.is_trusted and key in HYDRA_KEYS):
-            problems.append(_only_folders(key))
-        else:
-            problems += _key_problems(key, str(value), folders)
+        if key in HYDRA_KEYS and not start.is_trusted:
+            problems.append(f"{key}: a run does not say where the next one writes")
+        problems += _key_problems(key, str(value), folders)
     if problems:
         raise ConfigError([f"{start.path}: {problem}" for problem in problems])
     return settings

@@ -42,7 +42,7 @@ _LEFT_OUT = Details(choices=(), words={}, affects="speed", multirun=False, requi
 def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details]) -> Any:
     """A dataclass field. bounds: of a number, as in --help: `>= 1`, `> 0 <= 1`, `0 to 1`."""
     help = f"multirun: {help}" if details.get("multirun") else help
-    metadata = {**_LEFT_OUT, "help": help, "bounds": bounds, **details}
+    metadata = {**_LEFT_OUT, "default": default, "help": help, "bounds": bounds, **details}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -60,8 +60,11 @@ class Setting:
     base_type: type  # bool, int, float or str: of the value, or of the items of a list
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
-    default: Any
-    metadata: Mapping[str, Any]  # see `Details`
+    metadata: Mapping[str, Any]  # `default`, `help`, `bounds` and `Details`
+
+    @property
+    def default(self) -> Any:
+        return self.metadata["default"]
 
     @property
     def bounds(self) -> list[tuple[str, float]]:
@@ -90,10 +93,7 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
         hint = typing.get_args(hint)[0] if optional else hint
         while typing.get_origin(hint) is list:
             hint, list_depth = typing.get_args(hint)[0], list_depth + 1
-        default = (
-            item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-        )
-        leaves[key] = Setting(hint, list_depth, optional, default, item.metadata)
+        leaves[key] = Setting(hint, list_depth, optional, item.metadata)
     return leaves
 
 

@@ -13,7 +13,6 @@ from cl_train.config.fields import (
     setting,
     setting_fields,
 )
-from cl_train.config.groups import DATA_SETS as DATA_SETS
 from cl_train.config.groups import (
     AmpConfig,
     AugmentConfig,

@@ -1,4 +1,4 @@
-"""From plain values to checked settings; the user's functions and optional packages; `--help`.
+"""From plain values to checked settings, and the code that some of them name.
 
 Every problem is reported at once, one line each.
 """
@@ -6,22 +6,17 @@ Every problem is reported at once, one line each.
 import dataclasses
 import importlib
 import operator
-import re
-import shutil
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from cl_train.config.combinations import combination_problems
 from cl_train.config.fields import Setting, setting_fields
 from cl_train.config.fields import suggest as suggest
-from cl_train.config.schema import CHOSEN_BY_GROUP, Config
+from cl_train.config.schema import Config
 from cl_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -142,54 +137,6 @@ def checked_config(values: Mapping[str, Any]) -> Config:
     return cfg
 
 
-def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
-    """The key=value arguments of a command line as a dataclass; lists are written a,b,c.
-
-    Raises ConfigError: as `from_mapping`, and for arguments that are not key=value.
-    """
-    fields = setting_fields(schema)
-    problems: list[str] = []
-    values: dict[str, Any] = {}
-    for word in arguments:
-        key, equals, text = word.partition("=")
-        name = key.lstrip("-").replace("-", "_")
-        item = fields.get(key)
-        if not equals or name != key:
-            hint = f"key=value{suggest(name, fields)}"
-            if name in fields:
-                hint = f"{name}="
-            elif name == word and "model" in fields:
-                hint = f"key=value, such as model={word}"
-            problems.append(f"{word}: write {hint}")
-        elif item and word == "channels_last=auto":
-            what = "only train measures which layout is faster; write true or false"
-            problems.append(f"{word}: {what}")
-        elif item and not text and not item.optional and item.default:
-            default = show(item.default)
-            problems.append(f"{word} is empty: give a value, or leave it out for {default}")
-        elif item and item.list_depth and not text.startswith("["):
-            values[key] = [_value_of(part) for part in text.split(",")] if text else []
-        else:
-            values[key] = _value_of(text)
-    for key, item in fields.items():
-        if item.metadata["required"] and key not in values:
-            problems.append(f"{key}=... is missing: {item.metadata['help']}")
-    return from_mapping(schema, values, problems)
-
-
-def is_setting(word: str) -> bool:
-    """Whether an argument is key=value (or an option), rather than a file or folder."""
-    return word.startswith("-") or re.fullmatch(r"[\w.]+=.*", word, flags=re.S) is not None
-
-
-def _value_of(text: str) -> Any:
-    """`text` read as YAML, or unchanged if it is none, such as a shell pattern."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
 def train_program() -> str:
     """The words that start the training."""
     return "python train.py" if Path(sys.argv[0]).name == "train.py" else "cl-train train"
@@ -229,40 +176,3 @@ def optional_module(module: str, setting: str) -> types.ModuleType:
     except ImportError:
         package = module.partition(".")[0]
         raise ConfigError(f"{setting}: {package} is not installed; pip install {package}") from None
-
-
-def command_help(
-    usage: str, doc: str, settings: Mapping[str, type], choices: Sequence[str] = ()
-) -> str:
-    """The help page of a command.
-
-    Args:
-        doc: the docstring of its module: a summary, a blank line, then examples and notes.
-        settings: dataclasses of settings by the title of their section; dataclasses in them have
-            their own sections.
-        choices: the groups of settings, one line each.
-    """
-    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
-    indent = "\n" + " " * 34  # of the meanings
-    sections: dict[str, list[str]] = {}
-    if choices:
-        title = "groups of settings (conf/<group>/<choice>.yaml)"
-        sections[title] = [f"  {line}" for line in choices]
-    for title, schema in settings.items():
-        for key, item in setting_fields(schema).items():
-            if key in CHOSEN_BY_GROUP:
-                continue
-            group = key.rpartition(".")[0]
-            of_group = schema.__annotations__.get(group)
-            section = f"{group}: {of_group.__doc__}" if of_group else title
-            required = ", required" if item.metadata["required"] else ""
-            default = "..." if required else "" if item.default == [] else show(item.default)
-            name = f"  {key}={default}"
-            first = f"{name:34}" if len(name) < 34 else name + indent
-            meaning = f"{item.metadata['help']} [{kind_of(item)}{required}]"
-            lines = textwrap.wrap(meaning, width - 34, break_on_hyphens=False)
-            sections.setdefault(section, []).append(first + indent.join(lines))
-    summary, _, examples = doc.strip().partition("\n\n")
-    texts = ["\n".join([title, *rows]) for title, rows in sections.items()]
-    summary = textwrap.fill(" ".join(summary.split()), width)
-    return "\n\n".join([f"usage: {usage}", summary, *texts, f"examples:\n{examples.rstrip()}"])

@@ -16,13 +16,9 @@ from cl_train.commands import COMMANDS, train
 from cl_train.commands.audit import AuditSettings
 from cl_train.commands.completion import candidates
 from cl_train.commands.convert import ConvertSettings
+from cl_train.config.arguments import command_help, is_setting, settings_from_arguments
+from cl_train.config.fields import setting_fields
 from cl_train.config.schema import Config, setting
-from cl_train.config.validation import (
-    command_help,
-    is_setting,
-    setting_fields,
-    settings_from_arguments,
-)
 from cl_train.errors import ConfigError
 from tests.processes import LIMIT_S
 

@@ -19,9 +19,9 @@ from cl_train.config.command_line import (
     compose,
     group_choices,
 )
+from cl_train.config.fields import setting_fields
 from cl_train.config.schema import OPTIMIZERS, Config, OptimConfig
 from cl_train.config.validation import checked_config as load
-from cl_train.config.validation import setting_fields
 from cl_train.errors import ConfigError
 from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S

@@ -13,7 +13,7 @@ import pytest
 
 from cl_train.commands import COMMANDS
 from cl_train.config.command_line import check_command_line
-from cl_train.config.validation import setting_fields
+from cl_train.config.fields import setting_fields
 from tests.faults.forkserver import Forked
 
 ROOT = Path(__file__).resolve().parents[2]

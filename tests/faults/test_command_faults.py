@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from cl_train.config.command_line import check_command_line
+from cl_train.config.fields import setting_fields
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config
-from cl_train.config.validation import setting_fields, show
+from cl_train.config.validation import show
 from cl_train.errors import ConfigError
 from cl_train.sweeps.launch import missing_jobs
 from cl_train.sweeps.plan import read_sweep
