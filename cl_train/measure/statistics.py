@@ -62,20 +62,16 @@ def student_t(degrees: float, error: float = ERROR) -> float:
     """The quantile of Student's t distribution that `|t|` exceeds with probability `error`, within
     0.1 %; `degrees` need not be whole.
     """
-    if degrees > 30:  # Abramowitz and Stegun 1964, 26.7.5
-        z = statistics.NormalDist().inv_cdf(1 - error / 2)
-        second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-        return z + (z**3 + z) / 4 / degrees + second / degrees**2
-
     # With t = sqrt(degrees) tan(angle) the density is cos(angle) ** (degrees - 1): the angle beyond
-    # which a share `error` of its integral over [0, pi / 2] lies.
+    # which a share `error` of its integral lies. Beyond t = 8 there is none if degrees are many.
     count = 2000
-    width = math.pi / 2 / count
-    cells = [math.sin((index + 0.5) * width) ** (degrees - 1) for index in range(count)]
+    largest = min(math.pi / 2, 8 / math.sqrt(degrees))
+    width = largest / count
+    cells = [math.cos(largest - (index + 0.5) * width) ** (degrees - 1) for index in range(count)]
     left = error * sum(cells)
-    for index, cell in enumerate(cells):  # from pi / 2 downwards
+    for index, cell in enumerate(cells):  # from the largest angle downwards
         if cell >= left:
-            return math.sqrt(degrees) / math.tan((index + left / cell) * width)
+            return math.sqrt(degrees) * math.tan(largest - (index + left / cell) * width)
         left -= cell
     raise AssertionError("error must be below 1")
 

@@ -159,7 +159,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
             report(one)
         undecided = [one for one in combinations if shares_time and one.is_undecided]
         share_s = (ends_at - time.perf_counter()) / max(1, len(undecided))
-        left = [one for one in undecided if 2 * one.set_up_s < share_s]
+        left = [one for one in undecided if not one.error and 2 * one.set_up_s < share_s]
 
     for one in undecided:
         assert one.comparison is not None
