@@ -1,4 +1,4 @@
-"""Checkpoint files, and the `checkpoints/` folder of a run; `training/state.py` has their content.
+"""Checkpoint files, and their folder; `training/checkpointing.py` has the content of one.
 
 A file of `torch.save` is written under a temporary name, synced and renamed: a `.pt` file is always
 whole. `torch.load` verifies no checksum, so every load does.

@@ -20,7 +20,8 @@ from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
-from cl_train.training.build import build_model, layout_of, step_settings, try_shapes
+from cl_train.training.build import build_model, step_settings, try_shapes
+from cl_train.training.layout_choice import layout_of
 
 log = logging.getLogger(__name__)
 

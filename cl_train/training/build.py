@@ -6,9 +6,9 @@ the EMA, wrap it in DDP, compile it: they take its strides over (pytorch/pytorch
 
 import logging
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -22,12 +22,8 @@ from cl_train.config.schema import Config
 from cl_train.config.validation import show
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.errors import ConfigError
-from cl_train.measure.auto import fastest_layout
-from cl_train.measure.timed_step import Workload
+from cl_train.errors import ConfigError, TrainingFault
 from cl_train.memory_format.audit_report import LayoutReport
-from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
-from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.layout import model_memory_format, named_tensors, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
 from cl_train.models import sources as models
@@ -37,12 +33,12 @@ from cl_train.step.optim import freeze
 from cl_train.step.precision import (
     BATCH_NORMS,
     Precision,
-    autocast,
     cast_model,
     kernel_selection,
 )
 from cl_train.step.train_step import (
     Loss,
+    StepParts,
     StepResult,
     StepSettings,
     logits_of,
@@ -51,13 +47,23 @@ from cl_train.step.train_step import (
     train_step,
 )
 from cl_train.step.utilisation import flop_counter, utilisation
-from cl_train.system.distributed import Dist, gather_objects, on_main
+from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.training.console import is_importable
-from cl_train.training.state import TrainingFault, TrainState
+from cl_train.training.layout_choice import convert_layout
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    model: nn.Module  # not wrapped: for evaluation and checkpoints
+    parts: StepParts  # optimizer, loss scaler, EMA and the wrapped model that trains
+    batch_format: DeviceFormat  # of the model's input; its memory format is also the model's
+    train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
+    # By image size of training: of a forward pass, and of a step
+    gflop_per_image: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def build_train_state(
@@ -224,62 +230,6 @@ def try_run(
         if not is_importable(cfg.model):
             audit = "cl_train.audit(model, images)"
         log.info("%s; where and why: %s", report.headline(), audit)
-
-
-def convert_layout(
-    cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist
-) -> DeviceFormat:
-    """Convert `model` in place as the settings say; returns the format of its input.
-
-    `channels_last=auto` is the faster layout of the run's own step on its largest images, or of its
-    evaluation, measured by rank 0. Raises ConfigError: channels_last=true, and torch is known to
-    crash on the model.
-    """
-    layout = layout_of(cfg)
-    is_trained = not cfg.evaluate_only  # only the gradient crashes
-    if is_trained and (layout is None or layout.is_channels_last):
-        try:
-            refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
-        except ConfigError as error:
-            if layout is not None:
-                raise ConfigError(f"model={cfg.model}: {error}") from None
-            log.info("channels_last=auto: contiguous: %s", error)
-            layout = CONTIGUOUS
-    if layout is None:
-        mode, size = "train", size_schedule(cfg.data).largest
-        if not is_trained:
-            mode, size = "infer", cfg.data.eval_size
-        workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
-        choice = on_main(lambda: fastest_layout(model, workload), dist)
-        log.info("channels_last=auto: %s", choice.reason)
-        layout = choice.layout
-    report = convert(model, layout)
-    if layout.is_channels_last:
-        log.info("%s", report)
-    return DeviceFormat(dist.device, settings.precision.input_dtype, layout.memory_format)
-
-
-def layout_of(cfg: Config) -> Layout | None:
-    """The layout that the settings name; None: they leave the choice to a measurement."""
-    if cfg.channels_last == "auto":
-        return None
-    if cfg.channels_last == "false":
-        return CONTIGUOUS
-    return Layout(torch.channels_last, cfg.conversion, tuple(cfg.select))
-
-
-def refuse_crash_of_sizes(
-    cfg: Config, model: nn.Module, precision: Precision, device: torch.device
-) -> None:
-    """Raises ConfigError: torch is known to crash on a batch of one of the image sizes."""
-    for size in size_schedule(cfg.data).image_sizes:
-
-        def forward(size: int = size) -> None:
-            with autocast(precision, device):
-                model(torch.zeros(cfg.batch_size, 3, size, size, dtype=precision.input_dtype))
-
-        with failure_explained(f"the model cannot train on {size} px images", "change the size"):
-            refuse_known_crash(model, forward)
 
 
 def try_model(

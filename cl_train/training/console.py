@@ -24,7 +24,7 @@ from cl_train.system.files import AppendFile
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.system.processes import BUSY_PCT
 from cl_train.system.run_folder import Window, after_warmup
-from cl_train.training.state import Plan
+from cl_train.training.plan import Plan
 
 log = logging.getLogger("cl_train")
 

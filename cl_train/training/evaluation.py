@@ -1,7 +1,7 @@
 """Exact evaluation: each validation image counts once, for any batch size and number of ranks."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from cl_train.config.validation import suggest
 from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.errors import ConfigError
+from cl_train.errors import ConfigError, TrainingFault
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.step.train_step import labels_and_top5, logits_of
 from cl_train.system.distributed import (
@@ -27,8 +27,8 @@ from cl_train.system.distributed import (
 from cl_train.system.failures import explain_failure
 from cl_train.system.processes import StopRequest
 from cl_train.training.console import progress_bar
-from cl_train.training.state import MAP, TrainingFault
 
+MAP = "mean_average_precision"
 EVALUATED = ("loss", "top1", "top5", "images")
 
 
@@ -91,6 +91,21 @@ def evaluate_model(
         if metrics is not None:
             result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
     return result, rows
+
+
+def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) -> float:
+    """What makes an evaluation the best: the higher, the better; -inf if it is unknown.
+
+    evaluated: `val` and perhaps `val_average`.
+    """
+    kind = "val_average" if (best_by or "").startswith("average.") else "val"
+    result = evaluated.get(kind, {})
+    default = "top1" if result.get(MAP) is None else MAP
+    name = (best_by or default).removeprefix("average.")
+    value = result.get(name)
+    if value is None or math.isnan(value):
+        return -math.inf
+    return -float(value) if name == "loss" else float(value)
 
 
 def check_evaluation(loss: float | None) -> None:

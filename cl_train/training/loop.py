@@ -14,6 +14,7 @@ from typing import Any
 from cl_train.config.schema import Config
 from cl_train.config.validation import user_function
 from cl_train.data.loader_report import first_reasons
+from cl_train.errors import TrainingFault
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import (
@@ -30,10 +31,15 @@ from cl_train.system.run_folder import RunResult
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
 from cl_train.training.console import RunLog, closing_lines, duration, profile, progress_bar
-from cl_train.training.evaluation import EVALUATED, Interrupted, check_evaluation, evaluate_model
+from cl_train.training.evaluation import (
+    EVALUATED,
+    Interrupted,
+    check_evaluation,
+    evaluate_model,
+    score_of,
+)
 from cl_train.training.report import write_report
 from cl_train.training.setup import set_up
-from cl_train.training.state import TrainingFault, score_of
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from cl_train.system.run_folder import (
     speed,
     windows_of,
 )
-from cl_train.training.state import Progress, score_of
+from cl_train.training.evaluation import score_of
+from cl_train.training.plan import Progress
 from cl_train.training.trackers import Trackers
 
 

@@ -43,10 +43,11 @@ from cl_train.system.processes import (
 from cl_train.system.run_folder import read_records
 from cl_train.training.active_run import ActiveRun
 from cl_train.training.batch_size import resolve_batch_size
-from cl_train.training.build import build_train_state, check_ranks_agree, step_settings
-from cl_train.training.evaluation import check_best_by
+from cl_train.training.build import TrainState, build_train_state, check_ranks_agree, step_settings
+from cl_train.training.checkpointing import Checkpoints
+from cl_train.training.evaluation import check_best_by, score_of
+from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
-from cl_train.training.state import Checkpoints, Plan, Progress, TrainState, score_of
 from cl_train.training.trackers import Trackers, find_tracker, start_record
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from cl_train.measure import auto, paired, timed_step
 from cl_train.memory_format.convert import CHANNELS_LAST
 from cl_train.memory_format.layout import classify
 from cl_train.step.train_step import make_step
-from cl_train.training import build
+from cl_train.training import build, layout_choice
 
 slow_layout = ""
 seen = []
@@ -96,7 +96,7 @@ def test_an_evaluation_alone_is_timed_as_one(train, monkeypatch):
         timed.append((workload.mode, workload.input_shape))
         return auto.Choice(CHANNELS_LAST, "planted", 0.0)
 
-    monkeypatch.setattr(build, "fastest_layout", chosen)
+    monkeypatch.setattr(layout_choice, "fastest_layout", chosen)
     run = train(WORDS[0], "max_steps=1")
     words = [*WORDS[:2], "evaluate_only=true", f"weights={run.folder}", "data.val_size=48"]
     summary = train(*words).summary

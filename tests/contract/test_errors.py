@@ -23,8 +23,7 @@ def test_every_exception_is_documented():
 
 
 def test_the_modules_raise_those_of_the_tree():
-    from cl_train.errors import WorkerError
-    from cl_train.training.state import TrainingFault
+    from cl_train.errors import TrainingFault, WorkerError
 
     assert cl_train.TrainingFault is TrainingFault and cl_train.errors.WorkerError is WorkerError
 

@@ -11,8 +11,7 @@ import torch
 
 import cl_train
 from cl_train.cli import main
-from cl_train.errors import ConfigError
-from cl_train.training.state import TrainingFault
+from cl_train.errors import ConfigError, TrainingFault
 from tests.networks import small
 from tests.processes import wait_until
 

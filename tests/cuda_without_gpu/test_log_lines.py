@@ -7,10 +7,10 @@ from collections import deque
 import pytest
 import torch
 
+from cl_train.errors import TrainingFault
 from cl_train.system.machine import DeviceClock
 from cl_train.training import active_run
 from cl_train.training.active_run import ThroughputMeter
-from cl_train.training.state import TrainingFault
 from tests.conftest import Run
 from tests.faults import tiny
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from cl_train.data.device import DeviceFormat
+from cl_train.errors import TrainingFault
 from cl_train.step.precision import BY_NAME
 from cl_train.step.train_step import StepSettings
 from cl_train.system.machine import is_out_of_memory
 from cl_train.training import build
 from cl_train.training.console import describe_failure
-from cl_train.training.state import TrainingFault
 from tests.networks import small
 
 FULL = (

@@ -23,8 +23,8 @@ import cl_train.step.train_step
 import cl_train.system.checkpoints
 import cl_train.system.distributed
 import cl_train.system.files
+import cl_train.training.checkpointing
 import cl_train.training.setup
-import cl_train.training.state
 from tests.faults.forkserver import Function, train_script
 from tests.networks import Fault, dropout
 from tests.processes import is_signal_received, wait_until
@@ -116,7 +116,7 @@ def hold_step(hold: Path) -> None:
 
 def signal_after_save(step: int, signum: int) -> None:
     """Send the signal to this process when the checkpoint of this step is on the disk."""
-    original = cl_train.training.state.Checkpoints.save
+    original = cl_train.training.checkpointing.Checkpoints.save
 
     def save(self: Any, progress: Any, *rest: Any, **named: Any) -> None:
         original(self, progress, *rest, **named)
@@ -125,7 +125,7 @@ def signal_after_save(step: int, signum: int) -> None:
             os.kill(os.getpid(), signum)
             wait_until(is_signal_received)
 
-    cl_train.training.state.Checkpoints.save = save
+    cl_train.training.checkpointing.Checkpoints.save = save
 
 
 def bad_loss(value: float, steps: Container[int]) -> None:

@@ -27,7 +27,7 @@ from cl_train.step.optim import (
     set_lr,
 )
 from cl_train.step.train_step import update_weights
-from cl_train.training.state import collect, restore
+from cl_train.training.checkpointing import collect, restore
 from tests.networks import small
 from tests.step.test_train_step import make_parts, state_of
 

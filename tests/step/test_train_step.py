@@ -16,7 +16,7 @@ from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import BY_NAME, Fp32Weights, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
-from cl_train.training.state import TrainState
+from cl_train.training.build import TrainState
 from tests.networks import small, without_batchnorm
 
 CPU = torch.device("cpu")

@@ -16,13 +16,12 @@ from torchvision.datasets import ImageFolder
 
 from cl_train.config.schema import DataConfig
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.errors import ConfigError
+from cl_train.errors import ConfigError, TrainingFault
 from cl_train.models import sources
 from cl_train.models.sources import build_model, log_preprocessing, published_preprocessing
 from cl_train.step.precision import BY_NAME
 from cl_train.step.train_step import labels_and_top5
-from cl_train.training.evaluation import outputs, rows_of
-from cl_train.training.state import MAP, TrainingFault, score_of
+from cl_train.training.evaluation import MAP, outputs, rows_of, score_of
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder

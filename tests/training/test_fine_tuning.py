@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.errors import BadImageError, ConfigError
+from cl_train.errors import BadImageError, ConfigError, TrainingFault
 from cl_train.training.evaluation import mean_average_precision
-from cl_train.training.state import TrainingFault
 
 HERE = "tests.training.test_fine_tuning"
 

@@ -13,12 +13,12 @@ import torch
 import yaml
 
 from cl_train.config.validation import checked_config
-from cl_train.errors import ConfigError
+from cl_train.errors import ConfigError, TrainingFault
 from cl_train.sweeps.verdict import compare_pair
 from cl_train.system.run_folder import read_run
 from cl_train.training.active_run import ActiveRun, count_bad_steps
+from cl_train.training.plan import Plan
 from cl_train.training.setup import check_runs
-from cl_train.training.state import Plan, TrainingFault
 from tests import networks
 from tests.conftest import Run, write_images
 from tests.faults.bench import Bench

@@ -14,8 +14,8 @@ from cl_train.system.machine import DeviceClock
 from cl_train.system.run_folder import Window, speed, spread
 from cl_train.training.active_run import ThroughputMeter
 from cl_train.training.console import progress_bar
+from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
-from cl_train.training.state import Plan, Progress
 from cl_train.training.trackers import Trackers
 
 

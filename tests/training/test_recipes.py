@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, 
 from cl_train.config.command_line import check_command_line, group_choices
 from cl_train.config.validation import flatten
 from cl_train.training.loop import train
-from cl_train.training.state import Plan, Progress
+from cl_train.training.plan import Plan, Progress
 from tests.conftest import Run
 
 RECIPES = [name for name in group_choices("experiment") if name != "smoke"]

@@ -15,8 +15,7 @@ from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.step.precision import BY_NAME
 from cl_train.system.distributed import gather_objects, processes
-from cl_train.training import build
-from cl_train.training import state as training_state
+from cl_train.training import build, checkpointing
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
 from tests.networks import small
@@ -77,7 +76,7 @@ def resume_reads_on_rank_0_alone(folder):
     growing = {"size_schedule": [[0, 16], [1, 32]], "val_size": 24}
     assert run(folder, "resumed", max_steps=3, data=growing) == 0
     if os.environ["RANK"] == "1":
-        training_state.load_for_resume = Mock(side_effect=AssertionError("rank 1 must not read"))
+        checkpointing.load_for_resume = Mock(side_effect=AssertionError("rank 1 must not read"))
     assert run(folder, "resumed", resume="auto", data=growing) == 0
 
 

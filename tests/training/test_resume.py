@@ -9,7 +9,7 @@ from torch import nn
 from cl_train.errors import ConfigError
 from cl_train.step.precision import EMA
 from cl_train.system.checkpoints import CheckpointError, load, snapshot, write
-from cl_train.training.state import check_compatible, collect, restore
+from cl_train.training.checkpointing import check_compatible, collect, restore
 from tests.networks import small, versioned
 from tests.step.test_train_step import make_batch, make_parts, state_of
 
