@@ -45,8 +45,8 @@ TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow 
 SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for finding the batch size and warm-up
 PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
 LEAST_IMAGES = 8  # per step, also where they take longer
-STEPS = 32  # eight rounds of four blocks: what an interval needs
-MARGIN = 0.8  # of the free memory
+LEAST_STEPS = 32  # eight rounds of four blocks: what an interval needs
+SHARE_OF_MEMORY = 0.8  # of what is free
 # Of a ratio's interval: without a significant difference, a wider one is inconclusive.
 NOISY_WIDTH = 0.2
 
@@ -124,13 +124,16 @@ def choose_memory_format(
         cuda_graph=cuda_graph,
     )
     workload = Workload(batch_size, image_shape(image_size), settings, device)
-    return fastest_layout(model, workload, time_limit_s)
+    return choose_layout(model, workload, time_limit_s)
 
 
-def fastest_layout(
+def choose_layout(
     model: nn.Module, workload: Workload, time_limit_s: float = TIME_LIMIT_S
 ) -> Choice:
-    """As `choose_memory_format`, for the step of `workload`: that of the run that asks."""
+    """As `choose_memory_format`, for the step of `workload`: that of the run that asks.
+
+    Undecided means contiguous. A choice that was measured undisturbed is cached.
+    """
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(CONTIGUOUS, "contiguous: the model has no convolutions", 0.0)
     path = _cache_file(model, workload)
@@ -147,9 +150,6 @@ def fastest_layout(
         return Choice(CONTIGUOUS, f"contiguous: the layouts cannot be measured: {error}", 0.0)
     finally:
         release_memory()
-        if workload.device.type == "cuda":
-            # The run's peak must not include this measurement's.
-            torch.cuda.reset_peak_memory_stats(workload.device)
     if choice.conclusive:
         _write(path, choice)
     return choice
@@ -166,13 +166,13 @@ def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) 
     if done.verdict == "not_comparable":
         disturbed = problem_of_gpu(done.gpu) or "other processes used the cores"
     is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
-    smaller = _smaller(done.batch_size, measured, workload)
-    speed = f"{done.speeds[0].images_per_s:.1f} images/s{smaller}"
-    reason = f"{layout.name}: channels_last is {done.ratio} as fast as contiguous ({speed})"
-    if disturbed:
-        reason += f"; {disturbed}, so the next run measures again"
-    elif is_wide:
-        reason += "; too noisy to decide, so the next run measures again"
+
+    reason = f"{layout.name}, not decided" if is_wide else layout.name
+    reason += f": channels_last is {done.ratio} as fast as contiguous, which reaches "
+    reason += f"{done.speeds[0].images_per_s:.1f} images/s"
+    reason += _smaller(done.batch_size, measured, workload)
+    if disturbed or is_wide:
+        reason += f"; {disturbed or 'the times vary too much'}, so the next run measures again"
     seconds = round(time.perf_counter() - started_at, 2)
     return Choice(layout, reason, seconds, conclusive=not (disturbed or is_wide))
 
@@ -209,9 +209,11 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
     available = available_bytes(workload.device)
 
     def fits(batch_size: int, micro_steps: int) -> bool:
-        is_quick = STEPS * batch_size * micro_steps * image_s <= SHARE_OF_ROUNDS * time_limit_s
+        is_quick = (
+            LEAST_STEPS * batch_size * micro_steps * image_s <= SHARE_OF_ROUNDS * time_limit_s
+        )
         needed = held_bytes + batch_size * image_bytes
-        return is_quick and (available is None or needed <= MARGIN * available)
+        return is_quick and (available is None or needed <= SHARE_OF_MEMORY * available)
 
     batch_size, micro_steps = workload.batch_size, settings.accumulate_steps
     while not fits(batch_size, micro_steps) and batch_size > LEAST_IMAGES:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
-
 from cl_train.config.schema import AUTO_BATCH_SIZE, Config
 from cl_train.data.build import build_data, size_schedule
 from cl_train.data.loader import DataSettings
@@ -27,10 +25,10 @@ log = logging.getLogger(__name__)
 
 FIRST, SMALLEST = 8, 2  # BatchNorm cannot train on one image if the last feature map is 1 x 1
 LARGEST = {"cuda": 4096, "cpu": 256}
-TIME_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
-MARGIN = 0.9  # of the memory: evaluation and fragmentation need additional memory
+SEARCH_LIMIT_S = {"cuda": 90.0, "cpu": 30.0}
+USED_MEMORY = 0.9  # as a share: evaluation and fragmentation need the rest
 AS_FAST = 0.98  # of the best speed: a smaller gain does not justify fewer updates
-STEPS = 4
+STEPS_PER_SIZE = 4
 
 
 class BatchSpeed(NamedTuple):
@@ -72,14 +70,14 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
         what = f"{images} training images are too few for {dist.world_size} processes"
         raise ConfigError(f"batch_size=auto: {what}")
     available = available_bytes(device)
-    limit_gib = math.inf if available is None else MARGIN * available / 2**30
+    limit_gib = math.inf if available is None else USED_MEMORY * available / 2**30
 
     settings = step_settings(cfg, resolve_precision(cfg.precision, device), alone, soft=False)
     settings = replace(settings, compile=False, cuda_graph=False)
     size = size_schedule(cfg.data).largest
     workload = Workload(SMALLEST, (3, size, size), settings, device)
     layout = layout_of(cfg)
-    if layout is None:  # the choice comes later
+    if layout is None:  # the choice comes later: the likely one
         layout = CONTIGUOUS if device.type == "cpu" else CHANNELS_LAST
     smallest = replace(cfg, batch_size=SMALLEST, weights=None)
     with measurement_state(workload.settings, workload.device):
@@ -92,13 +90,11 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
             timed = TimedStep(model, layout, sized)
             timed.warm_up()
             peak_gib = timed.peak_memory_gib()
-            step_s = statistics.median(timed.block_times_s(STEPS))
+            step_s = statistics.median(timed.block_times_s(STEPS_PER_SIZE))
             return BatchSpeed(batch_size, sized.images_per_step / step_s, peak_gib)
 
-        chosen, measured = search(measure, largest, limit_gib, TIME_LIMIT_S[device.type])
+        chosen, measured = search(measure, largest, limit_gib, SEARCH_LIMIT_S[device.type])
     release_memory()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     speeds = ", ".join(f"{item.batch_size}: {item.images_per_s:.1f}" for item in measured)
     log.info("batch_size=auto: %d (images/s by size, in %.1f GiB: %s)", chosen, limit_gib, speeds)
     return chosen

@@ -97,8 +97,8 @@ def build_train_state(
     if not cfg.evaluate_only and (is_untried or is_channels_last):
         with on_stream():
             try_run(cfg, model, settings, batch_format, num_classes)
-        if dist.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(dist.device)
+    if dist.device.type == "cuda":  # the run's peak is not that of measurements and trials
+        torch.cuda.reset_peak_memory_stats(dist.device)
 
     def in_ddp(model: nn.Module) -> nn.Module:
         with on_stream():
@@ -122,6 +122,7 @@ def refuse_nonfinite(model: nn.Module, source: str) -> None:
 
 def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) -> StepSettings:
     """soft: the labels of the data are vectors."""
+    can_record = dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
     return StepSettings(
         precision,
         cfg.optim,
@@ -136,7 +137,7 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) 
         compile=cfg.compile,
         compile_mode=cfg.compile_mode,
         image_sizes=len(size_schedule(cfg.data).image_sizes),
-        cuda_graph=uses_cuda_graph(cfg, dist),
+        cuda_graph=cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record),
     )
 
 
@@ -215,11 +216,12 @@ def try_run(
     with kernel_selection(autotune=torch.backends.cudnn.benchmark and is_whole):
         facts = (settings.precision.name, str(batch_format.device), torch.__version__)
         report = LayoutReport(cfg.model, model_memory_format(model), str(shape), *facts)
+        step = partial(try_model, model, settings, batch_format, shape, num_classes)
         try:
             with recording(report):
-                try_model(model, settings, batch_format, shape, num_classes)
+                step()
         except ConfigError:  # perhaps the model only fails under the recorder: try it without
-            try_model(model, settings, batch_format, shape, num_classes)
+            step()
     if report.of("lost"):
         words = [f"model={cfg.model}", f"data.image_size={size}", f"batch_size={cfg.batch_size}"]
         words.append(f"precision={settings.precision.name}")
@@ -273,13 +275,6 @@ def try_model(
             raise TrainingFault(f"{what}. {advice}") from None
         what = f"the model cannot train on {shape[-1]} px images"
         raise ConfigError(f"{what}: {explain_failure(error)}") from error
-
-
-def uses_cuda_graph(cfg: Config, dist: Dist) -> bool:
-    """`auto`: only on a GPU, in one process, and if no other setting conflicts."""
-    if cfg.cuda_graph == "auto":
-        return dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
-    return cfg.cuda_graph == "true"
 
 
 def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:

@@ -1,6 +1,7 @@
 """The layout that a run trains in: the settings name it, or `channels_last=auto` measures it."""
 
 import logging
+from functools import partial
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from cl_train.config.schema import Config
 from cl_train.data.build import size_schedule
 from cl_train.data.device import DeviceFormat
 from cl_train.errors import ConfigError
-from cl_train.measure.auto import fastest_layout
+from cl_train.measure.auto import choose_layout
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.crashes import refuse_known_crash
@@ -26,28 +27,13 @@ def convert_layout(
 ) -> DeviceFormat:
     """Convert `model` in place as the settings say; returns the format of its input.
 
-    `channels_last=auto` is the faster layout of the run's own step on its largest images, or of its
-    evaluation, measured by rank 0. Raises ConfigError: channels_last=true, and torch is known to
-    crash on the model.
+    Raises ConfigError: channels_last=true, and torch is known to crash on the model.
     """
     layout = layout_of(cfg)
-    is_trained = not cfg.evaluate_only  # only the gradient crashes
-    if is_trained and (layout is None or layout.is_channels_last):
-        try:
-            refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
-        except ConfigError as error:
-            if layout is not None:
-                raise ConfigError(f"model={cfg.model}: {error}") from None
-            log.info("channels_last=auto: contiguous: %s", error)
-            layout = CONTIGUOUS
     if layout is None:
-        mode, size = "train", size_schedule(cfg.data).largest
-        if not is_trained:
-            mode, size = "infer", cfg.data.eval_size
-        workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
-        choice = on_main(lambda: fastest_layout(model, workload), dist)
-        log.info("channels_last=auto: %s", choice.reason)
-        layout = choice.layout
+        layout = measured_layout(cfg, model, settings, dist)
+    elif layout.is_channels_last:
+        refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
     report = convert(model, layout)
     if layout.is_channels_last:
         log.info("%s", report)
@@ -63,15 +49,32 @@ def layout_of(cfg: Config) -> Layout | None:
     return Layout(torch.channels_last, cfg.conversion, tuple(cfg.select))
 
 
+def measured_layout(cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist) -> Layout:
+    """`channels_last=auto`: rank 0 measures the run's own step on its largest images, or with
+    evaluate_only=true its evaluation; contiguous if torch is known to crash in channels_last.
+    """
+    try:
+        refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
+    except ConfigError as error:
+        log.info("channels_last=auto: contiguous: %s", error)
+        return CONTIGUOUS
+    mode, size = "train", size_schedule(cfg.data).largest
+    if cfg.evaluate_only:
+        mode, size = "infer", cfg.data.eval_size
+    workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
+    choice = on_main(lambda: choose_layout(model, workload), dist)
+    log.info("channels_last=auto: %s", choice.reason)
+    return choice.layout
+
+
 def refuse_crash_of_sizes(
     cfg: Config, model: nn.Module, precision: Precision, device: torch.device
 ) -> None:
-    """Raises ConfigError: torch is known to crash on a batch of one of the image sizes."""
-    for size in size_schedule(cfg.data).image_sizes:
-
-        def forward(size: int = size) -> None:
-            with autocast(precision, device):
-                model(torch.zeros(cfg.batch_size, 3, size, size, dtype=precision.input_dtype))
-
-        with failure_explained(f"the model cannot train on {size} px images", "change the size"):
-            refuse_known_crash(model, forward)
+    """Raises ConfigError: torch is known to crash on a gradient for a batch of one of the image
+    sizes. `auto` would notice at its own size only.
+    """
+    for size in () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes:
+        images = torch.zeros(cfg.batch_size, 3, size, size, dtype=precision.input_dtype)
+        explained = failure_explained(f"the model cannot train on {size} px images", "change it")
+        with explained, autocast(precision, device):
+            refuse_known_crash(model, partial(model, images))

@@ -96,7 +96,7 @@ def test_an_evaluation_alone_is_timed_as_one(train, monkeypatch):
         timed.append((workload.mode, workload.input_shape))
         return auto.Choice(CHANNELS_LAST, "planted", 0.0)
 
-    monkeypatch.setattr(layout_choice, "fastest_layout", chosen)
+    monkeypatch.setattr(layout_choice, "choose_layout", chosen)
     run = train(WORDS[0], "max_steps=1")
     words = [*WORDS[:2], "evaluate_only=true", f"weights={run.folder}", "data.val_size=48"]
     summary = train(*words).summary

@@ -57,8 +57,8 @@ def test_the_search_keeps_within_its_memory(tiny, monkeypatch):
     """An injected limit: what is measured for the chosen size stays below it, and the generators
     stay as they were.
     """
-    monkeypatch.setattr(batch_size, "STEPS", 1)
-    monkeypatch.setattr(batch_size, "TIME_LIMIT_S", {"cpu": 1e6})
+    monkeypatch.setattr(batch_size, "STEPS_PER_SIZE", 1)
+    monkeypatch.setattr(batch_size, "SEARCH_LIMIT_S", {"cpu": 1e6})
     cfg = tiny("batch_size=auto", "channels_last=auto", "precision=bf16", "augment.repeats=2")
     results = []
     monkeypatch.setattr(batch_size, "search", lambda *a: results.append(search(*a)) or results[-1])
@@ -80,7 +80,7 @@ def test_the_search_keeps_within_its_memory(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_with_auto_writes_the_number_down(train, monkeypatch):
-    monkeypatch.setattr(batch_size, "STEPS", 1)
+    monkeypatch.setattr(batch_size, "STEPS_PER_SIZE", 1)
     monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     original, cublas = batch_size.build_model, []
