@@ -62,7 +62,7 @@ class WindowTiming:
 class SubmittedWindow:
     """The steps of a log line whose sums are on the way to the host."""
 
-    timing: WindowTiming  # closed
+    timing: WindowTiming
     rows: torch.Tensor  # of this rank, on the device: see `rows_of`
     totals: torch.Tensor  # of all steps and ranks, on the host after the mark `copied`
     copied: Any
@@ -233,10 +233,9 @@ class ActiveRun:
         if self.first_step_s is not None:
             return
         self.meter.clock.wait(self.meter.clock.mark())
-        seconds = self.records.seconds()
-        self.first_step_s = round(max(0.0, seconds), 1)
+        self.first_step_s = round(self.records.seconds(), 1)
         if self.dist.device.type == "cuda" or self.plan.cfg.compile:
-            log.info("the first step is done after %.0f s", seconds)
+            log.info("the first step is done after %.0f s", self.first_step_s)
 
     def log_submitted(self) -> None:
         """Log the submitted window, if there is one. Raises TrainingFault: the run must end."""

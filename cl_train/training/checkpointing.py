@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
 from cl_train.system.files import check_space
+from cl_train.system.run_folder import read_records
 from cl_train.training.build import TrainState
-from cl_train.training.plan import Progress
+from cl_train.training.evaluation import score_of
+from cl_train.training.plan import Plan, Progress
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,139 @@ def collect(
     }
 
 
+@dataclass
+class Checkpoints:
+    """The checkpoints of one run, each with the steps since the last log line: a resumed run logs
+    the same numbers. Every method is called by all ranks; only rank 0 reads and writes files.
+    """
+
+    store: CheckpointStore
+    state: TrainState
+    facts: dict[str, Any]  # identifies the run: see `check_compatible`
+    dist: Dist
+    saved_step: int = -1
+    saved_at: float = field(default_factory=time.monotonic)
+
+    def is_save_due(self, settings: CheckpointConfig, step: int) -> bool:
+        by_step = settings.every_steps > 0 and step % settings.every_steps == 0
+        return by_step or 0 < settings.every_minutes <= (time.monotonic() - self.saved_at) / 60
+
+    def check(self) -> None:
+        """Raises ConfigError: the disk has no space, or `get_extra_state` cannot be saved."""
+        weights = self.state.parts.weights.state_dict()
+        try:
+            snapshot({name: v for name, v in weights.items() if name.endswith("_extra_state")})
+        except TypeError as error:
+            what = f"the model cannot be saved in a checkpoint: {error}"
+            raise ConfigError(f"{what}; change get_extra_state") from None
+        if self.dist.is_main:
+            tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
+            # Weights, two moments at most, EMA.
+            copies = 3 if self.state.parts.average is None else 4
+            needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
+            check_space(self.store.folder.parent, needed_bytes, self.store.keep)
+
+    def save(
+        self,
+        progress: Progress,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        *,
+        best: bool = False,
+    ) -> None:
+        """Save the state between two steps; `buffers`, such as `model.bn1.running_mean`, replace
+        those of the models. The host waits for the device.
+        """
+        # Of torch's generators (dropout, stochastic depth). Order and augmentation need none.
+        random = {"cpu": torch.get_rng_state()}
+        if self.dist.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
+        saved = dict(vars(progress))
+        steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
+        saved["best_top1"] = saved.pop("best_score")
+        saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
+        self.saved_step, self.saved_at = progress.step, time.monotonic()
+        if self.dist.is_main:
+            collected = collect(self.state, saved, self.facts)
+            for name, value in (buffers or {}).items():
+                entry, _, name_in_model = name.partition(".")
+                if name_in_model in collected[entry]:  # else it is not persistent
+                    collected[entry][name_in_model] = value
+            self.store.write_step(collected, progress.step, best=best)
+
+    def mark_best(self, progress: Progress) -> None:
+        """Make `best.pt` the checkpoint of this step, which is saved now if it was not before."""
+        is_saved = self.saved_step == progress.step
+        if not (is_saved and on_main(lambda: self.store.link_best(progress.step), self.dist)):
+            self.save(progress, best=True)
+
+
+def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:
+    cfg, dist = plan.cfg, checkpoints.dist
+    if not cfg.resume:
+        return Progress()
+    progress = resume(checkpoints, cfg.resume, training=not cfg.evaluate_only)
+    records = on_main(lambda: read_records(folder)[0], dist)
+    if progress is None:
+        if records and dist.is_main:
+            log.warning(f"{folder} has no checkpoint: the run begins anew and replaces its records")
+        return Progress()
+    if cfg.evaluate_only:
+        return progress
+    # The checkpoint was written before the evaluation of its epoch: the records say whether that
+    # took place.
+    evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}
+    is_closed = "val" in evaluated or not plan.is_epoch_due(cfg.evaluate_every, progress)
+    if plan.is_epoch_end(progress) and is_closed:
+        if "val" in evaluated:
+            progress.count_evaluation(score_of(evaluated, cfg.best_by))
+        plan.close_epoch(progress)
+    if plan.is_done(progress):
+        log.info("nothing is left to do: the run ended with step %d", progress.step)
+    return progress
+
+
+def resume(checkpoints: Checkpoints, source: str, *, training: bool = True) -> Progress | None:
+    """Restore the checkpoint that `resume=` names, without `training` only its weights; None:
+    `auto` finds none. Rank 0 reads for all: nodes need no shared folder.
+
+    Raises ConfigError: there is none, or it is of another run.
+    """
+    newest = on_main(lambda: load_for_resume(source, checkpoints.store), checkpoints.dist)
+    if newest is None:
+        return None
+    path, saved, skipped = newest
+    for line in skipped:
+        log.info("skipped a damaged checkpoint: %s", line)
+    changes = check_compatible(saved["facts"], checkpoints.facts, training=training)
+    for change in changes.values():
+        log.info("resume: %s", change)
+
+    restore(saved, checkpoints.state, training=training)
+    values = saved["progress"]
+    ranks = values.pop("ranks")
+    progress = Progress(best_score=values.pop("best_top1"), **values)
+    progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
+    if "best_by" in changes:  # another scale
+        progress.best_score, progress.evaluations_without_gain = -math.inf, 0
+    if training:
+        restore_rank(ranks, progress, checkpoints.dist)
+    log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
+    return progress
+
+
+def restore_rank(ranks: list[dict[str, Any]], progress: Progress, dist: Dist) -> None:
+    """A rank that did not exist before keeps its seed + rank initialisation."""
+    if dist.rank < len(ranks):
+        random = ranks[dist.rank]["random"]
+        torch.set_rng_state(random["cpu"])
+        if dist.device.type == "cuda" and "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"], dist.device)
+    # With another world size the sums of a rank are void: the next log line has fewer steps.
+    for row in ranks[dist.rank]["window"] if len(ranks) == dist.world_size else ():
+        result = StepResult(**{name: value.to(dist.device) for name, value in row.items()})
+        progress.pending_steps.append(result)
+
+
 def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool = True) -> None:
     """Copy a loaded checkpoint, without `training` only its weights, into a run's objects, which
     keep layout, dtype, device and hyperparameters. Raises CheckpointError: it does not fit.
@@ -77,8 +213,8 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
         advice = "resume with the same optim=, or take the weights only with weights=<checkpoint>"
         raise CheckpointError(f"{what}: {advice}")
     if untrained := sorted(saved["state"].keys() - parameters.keys()):
-        what = f"the checkpoint has optimizer state for {untrained[:5]}"
-        raise CheckpointError(f"{what}, which this run does not train")
+        what = f"optimizer state for {untrained[:5]}, which this run does not train"
+        raise CheckpointError(f"the checkpoint has {what}")
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index_of = {id(parameter): index for index, parameter in enumerate(ordered)}
     # torch moves and casts the state. Hyperparameters are this run's own, except the number of
@@ -148,110 +284,3 @@ def check_compatible(
 def has_effect(key: str) -> bool:
     """Whether a change of this setting or fact may change the speed or the loss of a run."""
     return affects(key) != "nothing" and key not in ("weights", "max_steps", "data.root")
-
-
-@dataclass
-class Checkpoints:
-    """The checkpoints of one run, each with the steps since the last log line: a resumed run logs
-    the same numbers. Every method is called by all ranks; only rank 0 reads and writes files.
-    """
-
-    store: CheckpointStore
-    state: TrainState
-    facts: dict[str, Any]  # identifies the run: see `check_compatible`
-    dist: Dist
-    saved_step: int = -1
-    saved_at: float = field(default_factory=time.monotonic)
-
-    def is_due(self, settings: CheckpointConfig, step: int) -> bool:
-        by_step = settings.every_steps > 0 and step % settings.every_steps == 0
-        return by_step or 0 < settings.every_minutes <= (time.monotonic() - self.saved_at) / 60
-
-    def check(self) -> None:
-        """Raises ConfigError: the disk has no space, or `get_extra_state` cannot be saved."""
-        weights = self.state.parts.weights.state_dict()
-        try:
-            snapshot({name: v for name, v in weights.items() if name.endswith("_extra_state")})
-        except TypeError as error:
-            what = f"the model cannot be saved in a checkpoint: {error}"
-            raise ConfigError(f"{what}; change get_extra_state") from None
-        if self.dist.is_main:
-            tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
-            has_average = self.state.parts.average is not None
-            copies = 4 if has_average else 3  # weights, two moments at most, EMA
-            needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
-            check_space(self.store.folder.parent, needed_bytes, self.store.keep)
-
-    def save(
-        self,
-        progress: Progress,
-        buffers: Mapping[str, torch.Tensor] | None = None,
-        *,
-        best: bool = False,
-    ) -> None:
-        """Save the state between two steps; `buffers`, such as `model.bn1.running_mean`, replace
-        those of the models. The host waits for the device.
-        """
-        # Of torch's generators (dropout, stochastic depth). Order and augmentation need none.
-        random = {"cpu": torch.get_rng_state()}
-        if self.dist.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
-        saved = dict(vars(progress))
-        steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
-        saved["best_top1"] = saved.pop("best_score")
-        saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
-        self.saved_step, self.saved_at = progress.step, time.monotonic()
-        if self.dist.is_main:
-            collected = collect(self.state, saved, self.facts)
-            for name, value in (buffers or {}).items():
-                entry, _, name_in_model = name.partition(".")
-                if name_in_model in collected[entry]:  # else it is not persistent
-                    collected[entry][name_in_model] = value
-            self.store.write_step(collected, progress.step, best=best)
-
-    def mark_best(self, progress: Progress) -> None:
-        """Make `best.pt` the checkpoint of this step, which is saved now if it was not before."""
-        is_saved = self.saved_step == progress.step
-        if not (is_saved and on_main(lambda: self.store.link_best(progress.step), self.dist)):
-            self.save(progress, best=True)
-
-    def resume(self, source: str, *, training: bool = True) -> Progress | None:
-        """Restore the checkpoint that `resume=` names, without `training` only its weights; None:
-        `auto` finds none. Rank 0 reads for all: nodes need no shared folder.
-
-        Raises ConfigError: there is none, or it is of another run.
-        """
-        newest = on_main(lambda: load_for_resume(source, self.store), self.dist)
-        if newest is None:
-            return None
-        path, saved, skipped = newest
-        for line in skipped:
-            log.info("skipped a damaged checkpoint: %s", line)
-        changes = check_compatible(saved["facts"], self.facts, training=training)
-        for change in changes.values():
-            log.info("resume: %s", change)
-
-        restore(saved, self.state, training=training)
-        values = saved["progress"]
-        ranks = values.pop("ranks")
-        progress = Progress(best_score=values.pop("best_top1"), **values)
-        progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
-        if "best_by" in changes:  # another scale
-            progress.best_score, progress.evaluations_without_gain = -math.inf, 0
-        if training:
-            self._restore_rank(ranks, progress)
-        log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
-        return progress
-
-    def _restore_rank(self, ranks: list[dict[str, Any]], progress: Progress) -> None:
-        """A rank that did not exist before keeps its seed + rank initialisation."""
-        rank, device = self.dist.rank, self.dist.device
-        if rank < len(ranks):
-            random = ranks[rank]["random"]
-            torch.set_rng_state(random["cpu"])
-            if device.type == "cuda" and "cuda" in random:
-                torch.cuda.set_rng_state(random["cuda"], device)
-        # With another world size the sums of a rank are void: the next log line has fewer steps.
-        for row in ranks[rank]["window"] if len(ranks) == self.dist.world_size else ():
-            result = StepResult(**{name: value.to(device) for name, value in row.items()})
-            progress.pending_steps.append(result)

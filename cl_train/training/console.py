@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,8 +54,8 @@ def progress_bar(
     """A progress bar with the remaining time, on a terminal only."""
     # None: tqdm looks for a terminal, but not in a program without standard streams.
     hidden = None if shown and sys.stdout is not None else True
-    bar = partial(tqdm, unit=unit, smoothing=0, leave=False, disable=hidden, file=sys.stdout)
-    return bar(desc=description, total=total, initial=done)
+    options: dict[str, Any] = {"unit": unit, "disable": hidden, "file": sys.stdout}
+    return tqdm(desc=description, total=total, initial=done, smoothing=0, leave=False, **options)
 
 
 def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan) -> str:
@@ -196,8 +195,9 @@ def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]
         log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
 
     schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
-    tracing = partial(torch.profiler.profile, schedule=schedule, record_shapes=True)
-    with tracing(on_trace_ready=write, acc_events=True) as profiler:  # else torch 2.11 warns
+    options: dict[str, Any] = {"schedule": schedule, "on_trace_ready": write}
+    options["acc_events"] = True  # else torch 2.11 warns
+    with torch.profiler.profile(record_shapes=True, **options) as profiler:
         yield profiler.step
     if not trace.is_file():
         log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")

@@ -11,10 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from cl_train.config.validation import suggest
+from cl_train.config.schema import Config
+from cl_train.config.validation import suggest, user_function
 from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError, TrainingFault
+from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.step.train_step import labels_and_top5, logits_of
 from cl_train.system.distributed import (
@@ -109,7 +111,7 @@ def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) ->
 
 
 def check_evaluation(loss: float | None) -> None:
-    """Raises TrainingFault: the loss is not finite (None in a record), the accuracy arbitrary."""
+    """Raises TrainingFault: the loss is not finite (None in a record)."""
     if loss is None or not math.isfinite(loss):
         what = "the loss of the evaluation is not finite"
         raise TrainingFault(f"{what}: weights or outputs hold NaN or Inf")
@@ -131,31 +133,31 @@ def mean_average_precision(
     return 100 * float(np.mean(of_classes)) if of_classes else math.nan
 
 
-def check_best_by(
-    best_by: str | None,
-    metrics: Callable[..., Any] | None,
-    images: int,
-    classes: int,
-    *,
-    binary: bool,
-) -> None:
-    """Calls `metrics` with noise for as many images as an evaluation has, before hours of training.
+def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
+    """Rank 0 calls `metrics` with noise for as many images as an evaluation has, before hours of
+    training.
 
     Raises ConfigError: it does not return numbers, or there is no number `best_by`.
     """
-    names = ["top1", "top5", "loss", *([MAP] if binary else [])]
-    if metrics is not None:
-        targets = torch.arange(images) % classes
-        if binary:  # every class has positive and negative images, as some metrics require
-            targets = ((torch.arange(images)[:, None] + torch.arange(classes)) % 2).float()
+    images, classes = data.val_images or 2 * data.num_classes, data.num_classes
+    targets = torch.arange(images) % classes
+    names = ["top1", "top5", "loss"]
+    if data.label_shape:  # every class has positive and negative images, as some metrics require
+        targets = ((torch.arange(images)[:, None] + torch.arange(classes)) % 2).float()
+        names.append(MAP)
+
+    if cfg.metrics is not None:
+        metrics = user_function("metrics", cfg.metrics)
         try:
-            names += _numbers(metrics, torch.randn(images, classes), targets)
+            with random_state_restored(dist.device):
+                logits = torch.randn(images, classes)
+                names += on_main(lambda: list(_numbers(metrics, logits, targets)), dist)
         except TrainingFault as error:
             raise ConfigError(f"{error} (called with {images} images of noise)") from error
-    name = (best_by or "top1").removeprefix("average.")
+    name = (cfg.best_by or "top1").removeprefix("average.")
     if name not in names:
         near = f"{suggest(name, names)} (there are {', '.join(names)})"
-        raise ConfigError(f"best_by={best_by}: no such number{near}")
+        raise ConfigError(f"best_by={cfg.best_by}: no such number{near}")
 
 
 def _numbers(

@@ -49,8 +49,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     its own `command`, and gets a KeyboardInterrupt at the second Ctrl-C.
 
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the
-    checkpoint. TrainingFault, CheckpointError, BadImageError, WorkerError, RankFault, OSError: the
-    run cannot continue.
+    checkpoint. Another `Fault`, or OSError: the run cannot continue.
     """
     signals = StopRequest(ends_process=command is None)
     with ExitStack() as last, ExitStack() as stack:
@@ -121,7 +120,7 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
             run.log_steps(lr)
 
         # All ranks must stop or save at the same step: one all-reduce on the host per step.
-        is_due = run.checkpoints.is_due(cfg.checkpoint, progress.step)
+        is_due = run.checkpoints.is_save_due(cfg.checkpoint, progress.step)
         flags = [run.signals.stop or 0, run.signals.save_requested or is_due]
         run.stop_signal, save_flag = max_over_ranks(flags, run.dist)
         save_due = bool(save_flag)
@@ -140,12 +139,11 @@ def step_observers(run: ActiveRun) -> Iterator[Callable[[], object]]:
         steps = run.plan.last_step
         bar = stack.enter_context(progress_bar("training", steps, progress.step, shown=is_main))
         is_profiled = run.plan.cfg.profile and is_main
-        profiled = profile(run.folder, run.dist.device) if is_profiled else nullcontext()
+        profiled = profile(run.folder, run.dist.device) if is_profiled else nullcontext(bool)
         profile_step = stack.enter_context(profiled)
 
         def after_step() -> None:
-            if profile_step is not None:
-                profile_step()
+            profile_step()
             bar.update(progress.step - bar.n)
 
         yield after_step
@@ -173,9 +171,9 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
     """
     cfg, progress, plan = run.plan.cfg, run.progress, run.plan
     run.warn_if_loader_bound()
-    if save_due or plan.is_due(cfg.checkpoint.every_epochs, progress):
+    if save_due or plan.is_epoch_due(cfg.checkpoint.every_epochs, progress):
         run.save()
-    if plan.is_due(cfg.evaluate_every, progress):
+    if plan.is_epoch_due(cfg.evaluate_every, progress):
         evaluated = evaluate_model_and_ema(run)
         if run.stop_signal:
             run.save()

@@ -92,7 +92,7 @@ class Plan:
         patience = self.cfg.patience
         return patience is not None and progress.evaluations_without_gain >= patience
 
-    def is_due(self, every_epochs: int, progress: Progress) -> bool:
+    def is_epoch_due(self, every_epochs: int, progress: Progress) -> bool:
         """At the end of an epoch, before `close_epoch`; 0: at the end of the run, -1: never."""
         at_end = every_epochs >= 0 and progress.step >= self.last_step
         return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)

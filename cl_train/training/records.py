@@ -91,53 +91,20 @@ class Records:
         return [record for record in self._new if record["kind"] == kind]
 
     def finish(
-        self,
-        status: str,
-        utilisation: Callable[..., Any] | None = None,
-        *,
-        others_pct: float | None = None,
-        **results: Any,
+        self, status: str, utilisation: Callable[..., Any] | None = None, **results: Any
     ) -> dict[str, Any]:
         """Write `summary.json`, and return its content. It describes this process, unless that had
-        nothing left to train. `results`: more fields of a `Summary`.
+        nothing left to train. `utilisation`: of a speed. `results`: more fields of a `Summary`.
 
         Raises OSError: the disk is full, and stays so (see `retry`).
         """
-        everything, progress = self._earlier + self._new, self._progress
-        records = self._new if status == "failed" or self.of_kind("train") else everything
-        windows = windows_of(records)
-        measured = speed(windows)
-        if self.description["data"] == "synthetic":  # no loader
-            measured["images_per_s"]["compute"] = measured["images_per_s"]["end_to_end"]
-        last = windows[-1] if windows else None
-        device = torch.device(self.description["device"])
-        peaks_gib = [peak_memory_gib(device), *(window.peak_memory_gib for window in windows)]
-        ended, seconds = datetime.now().astimezone(), self.seconds()
-        scale = last.loss_scale if last else None
-        facts = Summary(
-            status=status,
-            **(self.description | measured),
-            steps=progress.step,
-            images_seen=progress.images_seen,
-            utilisation=utilisation(measured) if utilisation and windows else None,
-            peak_memory_gib=round(max(peaks_gib), 4),
-            train={"loss": last.loss if last else None},
-            val=last_evaluation(records, "val"),
-            val_average=last_evaluation(records, "val_average"),
-            amp={"scale": scale, "skipped_steps": progress.skipped_steps},
-            best=best_evaluation(everything, self._best_by),
-            ended=ended.isoformat(timespec="seconds"),
-            seconds=round(seconds, 1),
-            reserved_memory_gib=reserved_memory_gib(),
-            others_pct=self._of_all_processes(others_pct),
-            **({"skipped_images": 0} | results),
-        )
+        facts = self._summary(status, utilisation, results)
         summary: dict[str, Any] = finite_or_null(asdict(facts))
         if self._folder is None:
             return summary
 
         path = self._folder / SUMMARY
-        self._trackers.send({"kind": "end", "step": progress.step, "summary": summary})
+        self._trackers.send({"kind": "end", "step": self._progress.step, "summary": summary})
 
         def write() -> None:
             self._metrics.flush()
@@ -145,6 +112,38 @@ class Records:
 
         write() if status == "failed" else retry(write)
         return summary
+
+    def _summary(
+        self, status: str, utilisation: Callable[..., Any] | None, results: dict[str, Any]
+    ) -> Summary:
+        everything = self._earlier + self._new
+        records = self._new if status == "failed" or self.of_kind("train") else everything
+        windows = windows_of(records)
+        last = windows[-1] if windows else None
+        measured = speed(windows)
+        if self.description["data"] == "synthetic":  # no loader
+            measured["images_per_s"]["compute"] = measured["images_per_s"]["end_to_end"]
+        peak_gib = peak_memory_gib(torch.device(self.description["device"]))
+        skipped_steps = self._progress.skipped_steps
+        others_pct = self._of_all_processes(results.get("others_pct"))
+        return Summary(
+            status=status,
+            **(self.description | measured),
+            steps=self._progress.step,
+            images_seen=self._progress.images_seen,
+            utilisation=utilisation(measured) if utilisation and windows else None,
+            peak_memory_gib=round(max([peak_gib, *(w.peak_memory_gib for w in windows)]), 4),
+            train={"loss": last.loss if last else None},
+            val=last_evaluation(records, "val"),
+            val_average=last_evaluation(records, "val_average"),
+            amp={"scale": last.loss_scale if last else None, "skipped_steps": skipped_steps},
+            best=best_evaluation(everything, self._best_by),
+            ended=datetime.now().astimezone().isoformat(timespec="seconds"),
+            seconds=round(self.seconds(), 1),
+            # Without a GPU 0.
+            reserved_memory_gib=round(torch.cuda.max_memory_reserved() / 2**30, 4) or None,
+            **({"skipped_images": 0} | results | {"others_pct": others_pct}),
+        )
 
     def _of_all_processes(self, others_pct: float | None) -> float | None:
         """The most that other processes took during any process of this run; None if one of them
@@ -182,13 +181,6 @@ def last_evaluation(records: Sequence[Record], kind: str) -> dict[str, Any] | No
             place = ("kind", "step", "epoch", "time")
             return {name: record[name] for name in record if name not in place}
     return None
-
-
-def reserved_memory_gib() -> float | None:
-    """The most that torch's allocator held of the current GPU; None without one."""
-    if not torch.cuda.is_initialized():
-        return None
-    return round(torch.cuda.max_memory_reserved() / 2**30, 4)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -25,7 +25,6 @@ from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
-from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import check_optimizer
 from cl_train.step.precision import Precision, kernel_selection, resolve_precision
@@ -40,12 +39,11 @@ from cl_train.system.processes import (
     cores_of_process,
     handles_signals,
 )
-from cl_train.system.run_folder import read_records
 from cl_train.training.active_run import ActiveRun
 from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import TrainState, build_train_state, check_ranks_agree, step_settings
-from cl_train.training.checkpointing import Checkpoints
-from cl_train.training.evaluation import check_best_by, score_of
+from cl_train.training.checkpointing import Checkpoints, starting_point
+from cl_train.training.evaluation import check_metrics
 from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
 from cl_train.training.trackers import Trackers, find_tracker, start_record
@@ -166,36 +164,6 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
     return data
 
 
-def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
-    """Raises ConfigError: the user's metrics fail on noise, or `best_by` is no number of them."""
-    metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
-    sizes = data.val_images or 2 * data.num_classes, data.num_classes
-    is_binary = bool(data.label_shape)
-    with random_state_restored(dist.device):  # on rank 0 alone, as in an evaluation
-        on_main(lambda: check_best_by(cfg.best_by, metrics, *sizes, binary=is_binary), dist)
-
-
-def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:
-    cfg, dist = plan.cfg, checkpoints.dist
-    if not cfg.resume:
-        return Progress()
-    progress = checkpoints.resume(cfg.resume, training=not cfg.evaluate_only)
-    records = on_main(lambda: read_records(folder)[0], dist)
-    if progress is None:
-        if records and dist.is_main:
-            log.warning(f"{folder} has no checkpoint: the run begins anew and replaces its records")
-        return Progress()
-    # The checkpoint was written before the evaluation of its epoch: the records say whether that
-    # took place.
-    evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}
-    is_closed = "val" in evaluated or not plan.is_due(cfg.evaluate_every, progress)
-    if plan.is_epoch_end(progress) and is_closed and not cfg.evaluate_only:
-        if "val" in evaluated:
-            progress.count_evaluation(score_of(evaluated, cfg.best_by))
-        plan.close_epoch(progress)
-    return progress
-
-
 def describe_run(state: TrainState, data: Data, plan: Plan, dist: Dist) -> dict[str, Any]:
     """The part of a `Summary` that is known before the first step."""
     cfg = plan.cfg
@@ -275,5 +243,7 @@ def announce_work(data: Data, plan: Plan, state: TrainState) -> None:
     steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
     left_out = data.train_images - steps * images_per_step
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
-    epochs = "1 epoch" if cfg.epochs == 1 else f"{cfg.epochs} epochs"
-    log.info("%s of %d steps, %d images per step%s", epochs, steps, images_per_step, dropped)
+    length = f"{cfg.epochs} epoch{'s' if cfg.epochs > 1 else ''} of {steps} steps"
+    if plan.last_step < steps * cfg.epochs:  # max_steps
+        length = f"the first {plan.last_step} steps of {length}"
+    log.info("%s, %d images per step%s", length, images_per_step, dropped)

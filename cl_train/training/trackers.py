@@ -70,21 +70,18 @@ class Trackers:
             tracker.send(record)
 
     def close(self) -> None:
-        """Wait up to `LAST_RECORDS_S` for all records to arrive; says which trackers lost some."""
+        """Wait up to `LAST_RECORDS_S` for all records to arrive."""
         deadline = time.monotonic() + LAST_RECORDS_S
         for tracker in self._trackers:
             tracker.close(max(0.0, deadline - time.monotonic()))
 
 
 class _Running:
-    """A tracker in its thread."""
-
     def __init__(self, tracker: str) -> None:
         self.name = f"log_to={tracker}"
         self.is_known = tracker in _TRACKERS
         self.failure: str | None = None
         self.has_begun = threading.Event()  # or failed
-        self._sent = self._done = 0
         self._records: SimpleQueue[Record | None] = SimpleQueue()
         # A daemon: a tracker that hangs does not keep the process alive.
         arguments = (find_tracker(tracker),)
@@ -92,7 +89,6 @@ class _Running:
         self._thread.start()
 
     def send(self, record: Record) -> None:
-        self._sent += 1
         self._records.put(copy.deepcopy(record))  # what one changes, the others must not see
 
     def _run(self, tracker: Tracker) -> None:
@@ -109,17 +105,14 @@ class _Running:
         """The records for the tracker, which has dealt with one when it asks for the next."""
         for record in iter(self._records.get, None):
             yield record
-            self._done += 1
             self.has_begun.set()
 
     def close(self, seconds: float) -> None:
         self._records.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive() or self.failure:
-            lost = self._sent - self._done
-            count = "all" if self._done == 0 else f"the last {lost} of {self._sent}"
             why = self.failure or f"still sending after {LAST_RECORDS_S:g} s"
-            log.error("WARNING: %s HAS LOST %s RECORDS OF THIS RUN (%s)", self.name, count, why)
+            log.error("WARNING: %s HAS LOST RECORDS OF THIS RUN (%s)", self.name, why)
 
 
 def find_tracker(name: str) -> Tracker:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cl_train.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, ScheduleConfig
+from cl_train.config.schema import Config, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.system.machine import DeviceClock
 from cl_train.system.run_folder import Window, speed, spread
 from cl_train.training.active_run import ThroughputMeter
@@ -36,15 +36,13 @@ def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end():
     for epochs, max_steps, every, evaluations in (
         (5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, []),
     ):  # fmt: skip
-        settings = {"epochs": epochs, "max_steps": max_steps, "evaluate_every": every}
-        checkpoint = CheckpointConfig(every_epochs=3)
-        plan = Plan.of(Config(batch_size=10, checkpoint=checkpoint, **settings), 40, 1)
+        plan = Plan.of(Config(batch_size=10, epochs=epochs, max_steps=max_steps), 40, 1)
         progress, evaluated, saved = Progress(), [], []
         while not plan.is_done(progress):
             progress.advance(plan.global_batch_size)
             if plan.is_epoch_end(progress):
-                evaluated += [progress.step] * plan.is_due(plan.cfg.evaluate_every, progress)
-                saved += [progress.step] * plan.is_due(plan.cfg.checkpoint.every_epochs, progress)
+                evaluated += [progress.step] * plan.is_epoch_due(every, progress)
+                saved += [progress.step] * plan.is_epoch_due(3, progress)
                 assert not plan.is_done(progress)
                 plan.close_epoch(progress)
         assert evaluated == evaluations and saved == ([12, 20] if plan.last_step == 20 else [2])
