@@ -226,7 +226,6 @@ class HostLoader:
         self._slots: Slots | None = None
         self._pool: Workers | None = None
         self._iteration: tuple[threading.Thread, object] | None = None  # that has not ended
-        self._beginning = threading.Lock()
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
@@ -246,14 +245,13 @@ class HostLoader:
         """
         thread = threading.current_thread()
         iteration = thread, object()
-        with self._beginning:
-            other = self._iteration[0] if self._iteration else thread
-            if other is not thread and other.is_alive():
-                raise RuntimeError(
-                    f"{other.name} iterates over this loader: end that iteration, or use a loader"
-                    " per thread"
-                )
-            self._iteration = iteration
+        other = self._iteration[0] if self._iteration else thread
+        if other is not thread and other.is_alive():
+            raise RuntimeError(
+                f"{other.name} iterates over this loader: end that iteration, or use a loader per"
+                " thread"
+            )
+        self._iteration = iteration
         try:
             for batch in self._batches(epoch, first_batch):
                 yield batch

@@ -131,7 +131,10 @@ class StreamLoader(IterableDataset[Any]):
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        timeout_s = self._settings.data.worker_timeout_s if self.workers else None
+        if self.workers == 0:
+            yield from self._torch_loader()
+            return
+        timeout_s = self._settings.data.worker_timeout_s
         before = multiprocessing.active_children()
         # In the main thread torch would raise for a dead worker anywhere, such as within a step.
         with ThreadPoolExecutor(1) as thread:
