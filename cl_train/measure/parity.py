@@ -176,7 +176,7 @@ def check_parity(
     with failure_explained(f"the model does not run on a batch {shape}", remedy):
         plain = step(CONTIGUOUS)
     layout = Layout(conversion=conversion)
-    return report(**_compare_layouts(model, step, plain, layout, workload.precision))
+    return _compare_layouts(report, model, step, plain, layout, workload.precision)
 
 
 def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -193,9 +193,14 @@ def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _compare_layouts(
-    model: nn.Module, step: Step, plain: Record, layout: Layout, precision: Precision
-) -> dict[str, Any]:
-    """The fields of the report; `plain` is the contiguous step in the precision under test."""
+    report: Callable[..., ParityReport],
+    model: nn.Module,
+    step: Step,
+    plain: Record,
+    layout: Layout,
+    precision: Precision,
+) -> ParityReport:
+    """`plain` is the contiguous step in the precision under test."""
     dtype, exact_limit, notes = torch.float64, FLOAT64_LIMIT, []
     try:
         reference = step(CONTIGUOUS, dtype)
@@ -206,13 +211,12 @@ def _compare_layouts(
         reference = step(CONTIGUOUS, dtype)
     results = [*reference.get("eval results", []), *reference.get("results", [])]
     if not any(tensor.isfinite().any() for _, tensor in results):
-        return {"passed": None, "note": "the contiguous model returns nothing that is finite"}
+        return report(None, note="the contiguous model returns nothing that is finite")
 
     try:
         converted, rounded = step(layout, dtype), step(layout)
     except Exception as error:
-        divergence = explain_failure(error)
-        return {"passed": False, "first_divergence": divergence, "note": "; ".join(notes)}
+        return report(False, first_divergence=explain_failure(error), note="; ".join(notes))
 
     def compared_exactly(record: Record) -> list[Check]:
         return _compare(reference, reference, record, str(dtype), lambda *_: exact_limit)
@@ -223,7 +227,7 @@ def _compare_layouts(
         again = compared_exactly(step(CONTIGUOUS, dtype))
         if any(check.failed for check in again):
             why = "the model draws random numbers that torch.manual_seed does not control"
-            return {"passed": None, "note": f"two contiguous runs differ: {why}"}
+            return report(None, note=f"two contiguous runs differ: {why}")
 
     limit = partial(_limit, precision=precision)
     rounded_checks = _compare(reference, plain, rounded, precision.name, limit)
@@ -242,14 +246,14 @@ def _compare_layouts(
 
     checks += visible
     failed = [check for check in checks if check.failed]
-    return {
-        "passed": not failed,
-        "first_divergence": _first_divergence(failed[0], model) if failed else None,
-        "worst": max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0)),
-        "failed": failed,
-        "note": "; ".join(notes),
-        "times_less_exact": _times_less_exact(visible),
-    }
+    return report(
+        not failed,
+        first_divergence=_first_divergence(failed[0], model) if failed else None,
+        worst=max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0)),
+        failed=failed,
+        note="; ".join(notes),
+        times_less_exact=_times_less_exact(visible),
+    )
 
 
 def _times_less_exact(checks: list[Check]) -> float | None:
