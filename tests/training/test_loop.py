@@ -62,7 +62,9 @@ def test_a_run_trains_and_leaves_its_records_and_the_same_command_changes_nothin
     assert f"{said}/checkpoints/best.pt" in text
     with pytest.raises(ConfigError, match="leave out one"):
         train(f"resume={done.folder}/checkpoints/best.pt", "overwrite=true", folder=done.folder)
-    again = train("channels_last=true", "resume=auto", folder=done.folder).summary
+    repeated = train("channels_last=true", "resume=auto", folder=done.folder)
+    assert "nothing is left to do: the run ended with step 6\n" in repeated.log
+    again = repeated.summary
     same = RESULTS.split()
     assert {name: again[name] for name in same} == {name: summary[name] for name in same}
     assert again["utilisation"]["gflop_per_image"] == summary["utilisation"]["gflop_per_image"]
@@ -128,7 +130,8 @@ def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train, tmp_path,
     words += ("model=tests.networks:dropout", "optim=adamw", "optim.lr=0.01", "channels_last=true")
     folder = tmp_path / "parts"
     whole = train(*words)
-    train(*words, "max_steps=4", folder=folder)
+    part = train(*words, "max_steps=4", folder=folder)
+    assert "the first 4 steps of 2 epochs of 3 steps" in part.log
     done = train(*words, "resume=auto", folder=folder)
     assert done.steps == [1, 2, 3, 4, 5, 6]
     assert done.losses == whole.losses and done.summary["amp"] == whole.summary["amp"]
