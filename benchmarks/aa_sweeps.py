@@ -22,7 +22,7 @@ from cl_train.cli import exit_code
 from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.schema import setting
 from cl_train.system.files import read_json, write_json
-from cl_train.system.machine import measured
+from cl_train.system.machine import document_of
 
 TRAIN = """-m cl_train train -m seed=0,1 compare_by=seed repeats=auto max_repeats=6 max_reruns=1
     wait_for_quiet_s=0 experiment=smoke data.workers=1 checkpoint.every_epochs=0"""
@@ -77,7 +77,9 @@ def main(words: list[str]) -> int:
             sweeps.append({"beside": beside, **sweep(work / str(number))})
         print(f"{number}: {sweeps[-1]}", flush=True)
         if settings.out:
-            write_json(Path(settings.out), measured(settings, torch.device("cpu"), sweeps=sweeps))
+            write_json(
+                Path(settings.out), document_of(settings, torch.device("cpu"), sweeps=sweeps)
+            )
     return 0
 
 

@@ -39,7 +39,7 @@ from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer, in_memory_order
 from cl_train.step.precision import EMA, autocast, resolve_precision
 from cl_train.system.distributed import choose_device
-from cl_train.system.machine import measured, timed_s
+from cl_train.system.machine import document_of, timed_s
 from cl_train.system.run_folder import read_records, windows_of, windows_that_count
 from cl_train.training.loop import train
 
@@ -70,7 +70,7 @@ def overhead(settings: OverheadSettings) -> Result:
     times = {"bare_step_ms": bare_ms, "cl_train_step_ms": cl_train_ms}
     spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
     text = f"cl_train / bare loop, images per second: {ratio:.3f} ({spread})"
-    return measured(settings, device, **times, ratio=ratio, ratios=ratios), text
+    return document_of(settings, device, **times, ratio=ratio, ratios=ratios), text
 
 
 def bare_step_s(settings: OverheadSettings, device: torch.device) -> float:
@@ -156,7 +156,7 @@ def updates(settings: UpdateSettings) -> Result:
     torch.set_num_threads(before)
     worst = max(row["ratio"] for row in rows)
     text = f"channels_last / contiguous, milliseconds: at most {worst:.2f}"
-    return measured(settings, CPU, rows=rows), text
+    return document_of(settings, CPU, rows=rows), text
 
 
 def update_of(name: str, update: str, side: str) -> Callable[[], object]:

@@ -33,7 +33,7 @@ from cl_train.data.sample import ensure_sample
 from cl_train.errors import ConfigError
 from cl_train.step.precision import bf16_is_faster_on_cpu
 from cl_train.system.files import read_json, write_json
-from cl_train.system.machine import measured
+from cl_train.system.machine import document_of
 from cl_train.system.processes import MachineLoad
 
 Record = dict[str, Any]
@@ -212,7 +212,7 @@ def measure(settings: Settings) -> Iterator[Record]:
                     print(f"{data} seed {seed} {name}: {took} {run.get('why', '')}", flush=True)
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         summary = {data: summarize(found) for data, found in by_data.items()}
-        yield measured(settings, torch.device("cpu"), **facts, summary=summary, runs=runs)
+        yield document_of(settings, torch.device("cpu"), **facts, summary=summary, runs=runs)
 
 
 def seconds_to(run: Record) -> float:

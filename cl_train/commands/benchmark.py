@@ -59,7 +59,7 @@ def measure_against(settings: BenchmarkSettings) -> Result:
     from cl_train.models.sources import check_model
     from cl_train.system.distributed import choose_device
     from cl_train.system.files import write_json
-    from cl_train.system.machine import measured
+    from cl_train.system.machine import document_of
 
     several = ("mode", "precision", "batch_size", "compile")
     if many := [name for name in several if len(getattr(settings, name)) != 1]:
@@ -70,7 +70,7 @@ def measure_against(settings: BenchmarkSettings) -> Result:
         check_model(model)
     pairs: list[dict[str, Any]] = []
     device = choose_device(settings.device)
-    document = measured(settings, device, complete=False, results=[{"pairs": pairs}])
+    document = document_of(settings, device, complete=False, results=[{"pairs": pairs}])
     for model in settings.model:
         for layout in settings.layouts:
             pair = environments.compare_environments(settings, model, layout)

@@ -19,7 +19,7 @@ from cl_train.data.loader import DataSettings
 from cl_train.data.sample import ensure_sample
 from cl_train.measure.statistics import alternate
 from cl_train.system.distributed import Dist
-from cl_train.system.machine import measured
+from cl_train.system.machine import document_of
 from cl_train.system.tables import markdown_table
 
 
@@ -87,7 +87,7 @@ def benchmark_loaders(
         row["block_s_per_image"] = [round(seconds, 8) for seconds in times_s]
     results = {"rows": rows, "cores": cores, "cores_needed": needed}
     results["images_per_s_needed"] = settings.gpu_images_per_s
-    return measured(settings, torch.device("cpu"), schema_version=3, **results), text
+    return document_of(settings, torch.device("cpu"), schema_version=3, **results), text
 
 
 def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:

@@ -23,7 +23,7 @@ from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import choose_device
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import write_json
-from cl_train.system.machine import measured
+from cl_train.system.machine import document_of
 from cl_train.system.processes import with_threads
 
 LONGEST_ADVISED_S = 3600.0
@@ -137,7 +137,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     left goes to the undecided ones. Raises ConfigError: unknown models, or fewer than two layouts.
     """
     combinations = combinations_of(settings)
-    document = measured(settings, choose_device(settings.device), complete=False, results=[])
+    document = document_of(settings, choose_device(settings.device), complete=False, results=[])
 
     def report(one: Combination) -> None:
         described = ", ".join(f"{key} {value}" for key, value in one.described.items())

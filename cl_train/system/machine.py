@@ -49,7 +49,7 @@ def describe_environment(device: torch.device) -> dict[str, str | None]:
     }
 
 
-def measured(settings: Any, device: torch.device, **results: Any) -> dict[str, Any]:
+def document_of(settings: Any, device: torch.device, **results: Any) -> dict[str, Any]:
     """The content of a file of measurements: the results, and where they come from."""
     return {
         "schema_version": 1,
