@@ -18,6 +18,7 @@ import cl_train
 from cl_train.errors import ConfigError, LayoutLost
 from cl_train.measure import audit as audit_module
 from cl_train.measure.audit import audit
+from cl_train.memory_format.layout_recorder import traits_of
 from cl_train.step.precision import Precision
 from tests.ranks import group_of_one
 
@@ -67,14 +68,11 @@ def windows(x):
 
 LOSSES = {
     "contiguous": lambda x: x.contiguous(),
-    "clone": lambda x: x.clone(memory_format=torch.contiguous_format),
     "to": lambda x: x.to(memory_format=torch.contiguous_format),
     "reshape": lambda x: x.reshape(len(x), -1).view(x.shape),
-    "shuffle": lambda x: x.view(len(x), 2, 4, *x.shape[2:]).transpose(1, 2).reshape(x.shape),
     "mixed windows": windows,
     "cat with contiguous": lambda x: torch.cat([x[:, :4].contiguous(), x[:, 4:]], 1),
     "written into contiguous": lambda x: torch.zeros(x.shape).copy_(x),
-    "instance norm": lambda x: F.instance_norm(x),
     "contiguous gradient": with_gradient(lambda gradient: gradient.contiguous()),
     "reshaped gradient": with_gradient(lambda gradient: gradient.reshape(-1).view(gradient.shape)),
     "gradient written into contiguous": with_gradient(
@@ -101,7 +99,7 @@ def train(model):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_planted_loss_is_found_at_its_line(name):
     direction = "backward" if "gradient" in name else "forward"
-    words = {"contiguous gradient": "gradient.contiguous()", "instance norm": "F.instance_norm"}
+    words = {"contiguous gradient": "gradient.contiguous()"}
     advice = {"mixed windows": "permute(0, 2, 3, 1)", "written into contiguous": "empty_like"}
     report = audit(model_with(name), images(2, 3, 16, 16))
     call = next(call for call in report.of("lost", direction) if call.module == "1.1")
@@ -268,6 +266,11 @@ def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward():
         audit(classes, images())
     with pytest.raises(ConfigError, match="4 or 5 dim"):
         audit(nn.Linear(3, 2), torch.ones(2, 3))
+
+
+def test_an_operator_whose_arguments_python_cannot_write_has_traits():
+    traits = traits_of(torch.ops.aten.record_stream.default)
+    assert traits.name == "record_stream" and traits.arguments == () and not traits.is_view
 
 
 # --- the guard ------------------------------------------------------------------------------------
