@@ -38,7 +38,7 @@ class SavedModel:
     """The content of a file."""
 
     kind: Kind
-    # Parameters, buffers and the modules' extra state by name; with the modules' versions, if known
+    # Parameters, buffers and extra state by name, with the versions of the modules if known
     state: dict[str, Any]
     card: ModelCard = ModelCard()
     origin: str = ""  # the entry and the prefix that were removed, for messages
@@ -253,11 +253,10 @@ def with_versions(
     state: Mapping[str, Any], versions: Mapping[str, int], card: ModelCard | None = None
 ) -> dict[str, Any]:
     """`state` as `torch.nn.Module.state_dict` returns it, with versions, and with the card."""
-    metadata: OrderedDict[str, Any] = OrderedDict({"": {}})
-    metadata.update({path: {"version": version} for path, version in versions.items()})
-    metadata[""].update(card.to_dict() if card else {})
+    metadata = {path: {"version": version} for path, version in versions.items()}
+    metadata[""] = metadata.get("", {}) | (card.to_dict() if card else {})
     versioned = OrderedDict(state)
-    versioned._metadata = metadata  # type: ignore[attr-defined]
+    versioned._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
     return versioned
 
 
