@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -89,32 +90,32 @@ def undecided_groups(sweep: Sweep) -> set[int]:
     }
 
 
+@dataclass
 class Launcher:
     """Runs the jobs of a sweep in its slots."""
 
-    def __init__(self, sweep: Sweep, slots: Sequence[Slot], request: StopRequest) -> None:
-        self._sweep = sweep
-        self._slots = slots
-        self._request = request
-        self._began_s = time.monotonic()
-        self._seconds: list[float] = []  # that jobs took
-        self._waited_in_vain = False
-        self._console = threading.Lock()
-        self._left = 0  # jobs that have not ended, of those that are being run
+    sweep: Sweep
+    slots: Sequence[Slot]
+    request: StopRequest
+    seconds: list[float] = field(default_factory=list)  # that jobs took
+    left: int = 0  # jobs that are being run and have not ended
+    waited_in_vain: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+    console: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, jobs: Sequence[Job]) -> Sweep:
         """Run `jobs`; with repeats=auto, then more repeats of what is undecided."""
         disturbed = self._run_until_quiet(jobs)
-        while self._sweep.options.is_auto and not self._request.stop:
-            if not (undecided := undecided_groups(self._sweep)):
+        while self.sweep.options.is_auto and not self.request.stop:
+            if not (undecided := undecided_groups(self.sweep)):
                 break
-            grown = self._sweep.with_more_repeats(undecided)
-            more = grown.jobs[len(self._sweep.jobs) :]
+            grown = self.sweep.with_more_repeats(undecided)
+            more = grown.jobs[len(self.sweep.jobs) :]
             why = None
             if jobs and len(disturbed) == len(jobs):
                 why = "other processes disturbed every new run"
             elif not more:
-                why = f"max_repeats={self._sweep.options.max_repeats} is reached"
+                why = f"max_repeats={self.sweep.options.max_repeats} is reached"
             elif self._is_too_late(len(more)):
                 why = "more repeats would end after time_limit_s"
             if why:
@@ -122,71 +123,71 @@ class Launcher:
                 print(f"repeats=auto gives up with {groups} undecided: {why}", flush=True)
                 break
             print(f"{len(undecided)} groups are not decided: {more[-1].repeat} repeats", flush=True)
-            self._sweep, jobs = grown, more
-            self._sweep.save()
+            self.sweep, jobs = grown, more
+            self.sweep.save()
             disturbed = self._run_until_quiet(jobs)
-        return self._sweep
+        return self.sweep
 
     def _run_until_quiet(self, jobs: Sequence[Job]) -> list[Job]:
         """Run `jobs`, then again those that other processes disturbed, as long as that helps.
         Returns those that are still disturbed.
         """
         self._run_groups(jobs)
-        disturbed = disturbed_jobs(self._sweep, jobs)
-        for _ in range(self._sweep.options.max_reruns):
+        disturbed = disturbed_jobs(self.sweep, jobs)
+        for _ in range(self.sweep.options.max_reruns):
             count = len(disturbed)
-            if not disturbed or self._request.stop or self._is_too_late(count):
+            if not disturbed or self.request.stop or self._is_too_late(count):
                 break
             why = f"other processes used {TOO_BUSY_PCT:.0f} % or more of the CPU cores"
             print(f"{count} jobs run again, because {why}", flush=True)
             self._run_groups(disturbed)
-            disturbed = disturbed_jobs(self._sweep, disturbed)
+            disturbed = disturbed_jobs(self.sweep, disturbed)
             if len(disturbed) == count:
                 break
         return disturbed
 
     def _seconds_for(self, jobs: int) -> float:
-        return jobs * fmean(self._seconds or [0]) / len(self._slots)
+        return jobs * fmean(self.seconds or [0]) / len(self.slots)
 
     def _is_too_late(self, jobs: int) -> bool:
         """Whether `jobs` more would end after time_limit_s."""
-        limit_s = self._sweep.options.time_limit_s or math.inf
-        return time.monotonic() - self._began_s + self._seconds_for(jobs) > limit_s
+        limit_s = self.sweep.options.time_limit_s or math.inf
+        return time.monotonic() - self.began_s + self._seconds_for(jobs) > limit_s
 
     def _run_groups(self, jobs: Sequence[Job]) -> None:
-        groups = iter(self._sweep.groups(jobs))  # each is taken by one of the threads
-        self._left = len(jobs)
+        groups = iter(self.sweep.groups(jobs))  # each is taken by one of the threads
+        self.left = len(jobs)
 
         def work(slot: Slot) -> None:
             for group in groups:
                 for job in group:
                     self._wait_for_quiet()
-                    if not self._request.stop:
+                    if not self.request.stop:
                         self._run_job(job, slot)
 
-        with ThreadPoolExecutor(len(self._slots)) as pool:
-            list(pool.map(work, self._slots))
+        with ThreadPoolExecutor(len(self.slots)) as pool:
+            list(pool.map(work, self.slots))
 
     def _wait_for_quiet(self) -> None:
         """Wait for other processes to end, as long as `wait_for_quiet_s` says. By default a wait in
         vain is not repeated until a job was undisturbed.
         """
-        limit_s = self._sweep.options.wait_for_quiet_s
+        limit_s = self.sweep.options.wait_for_quiet_s
         if limit_s is None:
             limit_s = (
                 0.0
-                if self._waited_in_vain
-                else min(LONGEST_DEFAULT_WAIT_S, fmean(self._seconds or [0]))
+                if self.waited_in_vain
+                else min(LONGEST_DEFAULT_WAIT_S, fmean(self.seconds or [0]))
             )
         until_s = time.monotonic() + limit_s
-        while limit_s and not self._request.stop:
+        while limit_s and not self.request.stop:
             load = MachineLoad()
             time.sleep(_SAMPLE_S)
             others_pct = load.others_pct()
             if others_pct is None or others_pct < TOO_BUSY_PCT:
                 return
             if time.monotonic() > until_s:
-                self._waited_in_vain = True
+                self.waited_in_vain = True
                 return
             self._show(f"waits: other processes use {others_pct:.0f} % of the CPU cores")
 
@@ -194,23 +195,23 @@ class Launcher:
         started_s = time.monotonic()
         outcome = self._outcome(job, slot)
         seconds = time.monotonic() - started_s
-        with self._console:
-            self._seconds.append(seconds)
-            self._left -= 1
+        with self.console:
+            self.seconds.append(seconds)
+            self.left -= 1
             place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
             took = f"in {timedelta(seconds=round(seconds))}{place}"
-            remaining = timedelta(seconds=round(self._seconds_for(self._left)))
-            left = f"; {self._left} jobs, about {remaining} left" if self._left else ""
+            remaining = timedelta(seconds=round(self._seconds_for(self.left)))
+            left = f"; {self.left} jobs, about {remaining} left" if self.left else ""
             start = "\r\x1b[K" if sys.stdout.isatty() else ""
             print(f"{start}{job.name}: {outcome} {took}{left}", flush=True)
 
     def _outcome(self, job: Job, slot: Slot) -> str:
         """Runs a job, and says in words how it ended."""
-        folder = self._sweep.folder / job.name
+        folder = self.sweep.folder / job.name
         try:
-            process = start_job(job, folder, slot, lambda: self._request.stop is not None)
+            process = start_job(job, folder, slot, lambda: self.request.stop is not None)
             exit_code = self._wait(job, process)
-            signum = self._request.stop or -exit_code
+            signum = self.request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
             write_json(folder / JOB_NAME, {"exit_code": exit_code, "signal": name})
             run = outcome_of(folder)
@@ -221,7 +222,7 @@ class Launcher:
         speed = f"completed, {run.results['images_per_s']:.1f} images/s"
         if run.is_disturbed:
             return f"{speed}, disturbed: others used {run.others_pct:.0f} % of the CPU cores"
-        self._waited_in_vain = False
+        self.waited_in_vain = False
         return speed
 
     def _wait(self, job: Job, process: "subprocess.Popen[bytes]") -> int:
@@ -232,19 +233,19 @@ class Launcher:
             # after the first one would end it without saving.
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.2)
-            if self._request.stop and kill_at_s == math.inf:
+            if self.request.stop and kill_at_s == math.inf:
                 kill_at_s = time.monotonic() + GRACE_S
-                is_ctrl_c = self._request.stop == signal.SIGINT
+                is_ctrl_c = self.request.stop == signal.SIGINT
                 process.send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
             if time.monotonic() > kill_at_s:
                 process.kill()  # its ranks and workers end with it
-            self._show(f"{job.name}: {place_of(self._sweep.folder / job.name)}")
+            self._show(f"{job.name}: {place_of(self.sweep.folder / job.name)}")
 
     def _show(self, text: str) -> None:
         """On a terminal: a line that the next one replaces."""
         if sys.stdout.isatty():
             columns = os.get_terminal_size().columns
-            with self._console:
+            with self.console:
                 print(f"\r\x1b[K{text[: columns - 1]}", end="", flush=True)
 
 

@@ -8,7 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
@@ -142,10 +142,9 @@ class Sweep:
 def _free_name(text: str, jobs: Sequence[Job]) -> str:
     """A name of a folder that no other job has: a/b and a_b make the same one."""
     used = {job.name for job in jobs}
-    name, number = safe_name(text), 1
-    while (free := name if number == 1 else f"{name}-{number}") in used:
-        number += 1
-    return free
+    name = safe_name(text)
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(name for name in names if name not in used)
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -227,8 +226,8 @@ def _problems(
     """What is wrong with the words of a sweep, apart from their values."""
     for key in sorted(key for key in varied if _is_own(key) and key not in _OF_JOBS):
         yield f"{key} belongs to the whole sweep and takes one value"
-    [(words, count)] = Counter(run.words for run in runs).most_common(1)
-    if count > 1:
+    [(words, times)] = Counter(run.words for run in runs).most_common(1)
+    if times > 1:
         yield f"a value is listed twice ({' '.join(words)}); repeats=2 runs every job twice"
     if "hydra.run.dir" in map(_key, fixed):
         each = "each job of a sweep has its own folder"

@@ -23,10 +23,11 @@ from cl_train.system.processes import with_threads
 from cl_train.system.run_folder import Run, read_run
 from cl_train.system.tables import markdown_table, write_csv
 
+START_S = 5.0  # of a process, before the clock of its run begins
 EXPLANATION = (
-    "images/s: the median of a run's windows after warm-up, and of the runs. Ratio: speed of the"
-    " second side / that of the first. n: runs per side. Loss gap: training loss of the second side"
-    " - that of the first, over the last quarter of the common steps. See docs/comparison.md."
+    "images/s: median of a run's windows after warm-up, and of the runs. Ratio: second side / first"
+    " side. n: runs per side. Loss gap: second - first, training loss over the last quarter of the"
+    " common steps. See docs/comparison.md."
 )
 
 
@@ -208,9 +209,9 @@ def _benchmark(pair: Pair) -> str:
 
 
 def _duration(runs: Sequence[Run], count: int) -> str:
-    """The time of `count` runs like these."""
-    seconds = count * statistics.fmean(run.summary.get("seconds", 0.0) for run in runs)
-    return f"about {timedelta(seconds=round(seconds))}"
+    """The time of `count` jobs like these."""
+    seconds = START_S + statistics.fmean(run.summary.get("seconds", 0.0) for run in runs)
+    return f"about {timedelta(seconds=round(count * seconds))}"
 
 
 # --- written and printed ---
