@@ -18,7 +18,7 @@ from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
-from cl_train.training.build import build_model, step_settings, try_shapes
+from cl_train.training.build import model_of, step_settings, try_shapes
 from cl_train.training.layout_choice import layout_of
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
         layout = CONTIGUOUS if device.type == "cpu" else CHANNELS_LAST
     smallest = replace(cfg, batch_size=SMALLEST, weights=None)
     with measurement_state(workload.settings, workload.device):
-        model = build_model(smallest, classes)
+        model = model_of(smallest, classes)
         try_shapes(smallest, model)
 
         def measure(batch_size: int) -> BatchSpeed:

@@ -70,7 +70,7 @@ def build_train_state(
     cfg: Config, settings: StepSettings, num_classes: int, dist: Dist, lr: float
 ) -> TrainState:
     """Raises ConfigError or TrainingFault: the model cannot train."""
-    model = build_model(cfg, num_classes)
+    model = model_of(cfg, num_classes)
     if cfg.weights and not cfg.evaluate_only:
         refuse_nonfinite(model, f"weights={cfg.weights}")
     head = models.head_parameters(model)
@@ -141,7 +141,7 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) 
     )
 
 
-def build_model(cfg: Config, num_classes: int) -> nn.Module:
+def model_of(cfg: Config, num_classes: int) -> nn.Module:
     """The model on the CPU with its weights. Raises ConfigError."""
     model = models.build_model(
         cfg.model,

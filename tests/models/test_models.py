@@ -76,7 +76,7 @@ def test_a_pretrained_head_is_replaced(name):
 def test_images_that_a_model_cannot_take_are_refused_at_once():
     def built(model, batch_size, size, **more):
         cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size), **more)
-        model = build.build_model(cfg, 3)
+        model = build.model_of(cfg, 3)
         build.try_shapes(cfg, model)
         return model
 

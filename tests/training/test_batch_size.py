@@ -83,9 +83,9 @@ def test_a_run_with_auto_writes_the_number_down(train, monkeypatch):
     monkeypatch.setattr(batch_size, "STEPS_PER_SIZE", 1)
     monkeypatch.setattr(batch_size, "LARGEST", {"cpu": 16})
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    original, cublas = batch_size.build_model, []
+    original, cublas = batch_size.model_of, []
     read = partial(os.environ.get, "CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setattr(batch_size, "build_model", lambda *a: cublas.append(read()) or original(*a))
+    monkeypatch.setattr(batch_size, "model_of", lambda *a: cublas.append(read()) or original(*a))
     words = "batch_size=auto epochs=1 optim.reference_batch_size=32 deterministic=true"
     done = train(*words.split())
     # cuBLAS reads it at its first product, which the measurement calls.
