@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -137,16 +137,16 @@ class StreamLoader(IterableDataset[Any]):
         timeout_s = self._settings.data.worker_timeout_s
         before = multiprocessing.active_children()
         # In the main thread torch would raise for a dead worker anywhere, such as within a step.
-        with ThreadPoolExecutor(1) as thread:
+        with ThreadPool(1) as thread:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of more workers than cores, and of their fork
-                loaded = thread.submit(lambda: iter(self._torch_loader())).result()
+                loaded = thread.apply(lambda: iter(self._torch_loader()))
             workers = [child for child in multiprocessing.active_children() if child not in before]
             kill = killing_at_exit(None, workers)
             try:
-                while item := thread.submit(next, loaded, None).result(timeout_s):
+                while item := thread.apply_async(next, (loaded, None)).get(timeout_s):
                     yield item
-            except TimeoutError:
+            except multiprocessing.TimeoutError:
                 raise WorkerError(
                     f"data.dataset: the workers sent no batch for {timeout_s:g} s. If the storage"
                     " is slow, raise data.worker_timeout_s."

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -220,6 +221,25 @@ def test_a_stream_that_ends_or_stops_its_worker_ends_the_run(monkeypatch, end, l
 
 
 @SLOW
+def test_workers_of_a_stream_exit_with_0():
+    """Else a loader of the program in the main thread makes torch raise for them."""
+    before = multiprocessing.active_children()
+    batches = own_data("Numbers", workers=2).train_loader.batches()
+    next(batches)
+    workers = [child for child in multiprocessing.active_children() if child not in before]
+    list(batches)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+@pytest.fixture
+def no_handler_of_other_loaders():
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, handler)
+
+
+@SLOW
+@pytest.mark.usefixtures("no_handler_of_other_loaders")
 def test_a_worker_that_dies_during_a_step_does_not_interrupt_it(monkeypatch):
     """torch would raise within the step; the next batch reports it."""
     is_step = multiprocessing.Event()

@@ -331,7 +331,8 @@ def test_records_name_the_size_and_the_speed_is_that_of_the_last_one(train):
     assert speeds["end_to_end"]["windows"] == 3
     assert speeds["by_image_size"].keys() == {"16", "24", "32"}
     read = read_run(run.folder)
-    assert read.steps == [10, 11, 12] and read.problems == []
+    assert [window.step for window in read.windows] == [10, 11, 12]
+    assert read.problems == []
     pair = compare_pair([read], [read_run(shorter.folder)])
     assert any("data.image_size differs: 32" in note for note in pair.notes)
 
