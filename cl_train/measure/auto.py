@@ -26,7 +26,7 @@ from cl_train.measure.timed_step import (
     measurement_state,
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
-from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES, MEMORY_FORMATS
+from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import LEARNING_RATE, StepSettings
 from cl_train.system.failures import failure_explained
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
 SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for finding the batch size and warm-up
 PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
-LEAST_IMAGES = 8  # per step, also where they take longer
+LEAST_IMAGES = 8  # of a batch, also where they take longer
 LEAST_STEPS = 32  # eight rounds of four blocks: what an interval needs
 SHARE_OF_MEMORY = 0.8  # of what is free
-# Of a ratio's interval: without a significant difference, a wider one is inconclusive.
+# Of a ratio's interval: a wider one is not cached unless it decides.
 NOISY_WIDTH = 0.2
 
 
@@ -59,7 +59,7 @@ class Choice:
     reason: str
     seconds: float
     cached: bool = False
-    conclusive: bool = True  # False: the measurement was too noisy, and the next run measures again
+    conclusive: bool = True  # False: too noisy or disturbed; the next run measures again
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -128,16 +128,20 @@ def choose_memory_format(
 
 
 def choose_layout(
-    model: nn.Module, workload: Workload, time_limit_s: float = TIME_LIMIT_S
+    model: nn.Module,
+    workload: Workload,
+    time_limit_s: float = TIME_LIMIT_S,
+    candidate: Layout = CHANNELS_LAST,
 ) -> Choice:
     """As `choose_memory_format`, for the step of `workload`: that of the run that asks.
 
-    Undecided means contiguous. A choice that was measured undisturbed is cached.
+    The choice is `candidate` if it is faster, else contiguous. It is cached if it was measured
+    undisturbed, and its interval decides or is narrow.
     """
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(CONTIGUOUS, "contiguous: the model has no convolutions", 0.0)
-    path = _cache_file(model, workload)
-    cached = _read(path)
+    path = _cache_file(model, workload, candidate)
+    cached = _read(path, candidate)
     if cached is not None:
         return cached
     log.info(
@@ -145,7 +149,7 @@ def choose_layout(
         time_limit_s,
     )
     try:
-        choice = _measured_choice(model, workload, time_limit_s)
+        choice = _measured_choice(model, workload, time_limit_s, candidate)
     except ConfigError as error:
         return Choice(CONTIGUOUS, f"contiguous: the layouts cannot be measured: {error}", 0.0)
     finally:
@@ -155,13 +159,16 @@ def choose_layout(
     return choice
 
 
-def _measured_choice(model: nn.Module, workload: Workload, time_limit_s: float) -> Choice:
+def _measured_choice(
+    model: nn.Module, workload: Workload, time_limit_s: float, candidate: Layout
+) -> Choice:
     started_at = time.perf_counter()
     measured = affordable(model, workload, time_limit_s)
-    done = benchmark_layouts(model, measured, time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
+    rounds_s = SHARE_OF_ROUNDS * time_limit_s
+    done = benchmark_layouts(model, measured, (CONTIGUOUS, candidate), time_limit_s=rounds_s)
 
-    verdict = verdict_of(done.ratio)  # also if disturbed, which both layouts are alike
-    layout = CHANNELS_LAST if verdict == "faster" else CONTIGUOUS
+    verdict = verdict_of(done.ratio)  # even if disturbed: that slows both layouts alike
+    layout = candidate if verdict == "faster" else CONTIGUOUS
     disturbed = None
     if done.verdict == "not_comparable":
         disturbed = problem_of_gpu(done.gpu) or "other processes used the cores"
@@ -227,7 +234,7 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def _cache_file(model: nn.Module, workload: Workload) -> Path:
+def _cache_file(model: nn.Module, workload: Workload, candidate: Layout) -> Path:
     """Returns a file named by what could change which layout is faster. Of the model that is its
     text and its parameters: another `forward` of the same modules is not noticed.
     """
@@ -237,17 +244,23 @@ def _cache_file(model: nn.Module, workload: Workload) -> Path:
     machine = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
     machine.append(device_name(workload.device))
     settings = workload.settings
-    same_speed = replace(settings, optim=replace(settings.optim, lr=LEARNING_RATE))
+    same_speed = replace(
+        settings,
+        optim=replace(settings.optim, lr=LEARNING_RATE),
+        precision=replace(settings.precision, reason=""),
+    )
     work = replace(workload, settings=same_speed)
     is_deterministic = torch.are_deterministic_algorithms_enabled()  # it selects kernels
-    described = repr((7, type(model), model, parameters, work, is_deterministic, machine))
+    step = (work, candidate, is_deterministic)
+    described = repr((8, type(model), model, parameters, step, machine))
     return cache_folder() / f"layout-{hashlib.sha256(described.encode()).hexdigest()[:20]}.json"
 
 
-def _read(path: Path) -> Choice | None:
+def _read(path: Path, candidate: Layout) -> Choice | None:
     try:
         plain = read_json(path)
-        layout = Layout(MEMORY_FORMATS[plain["memory_format"]], plain["conversion"])
+        is_candidate = plain["memory_format"] == MEMORY_FORMAT_NAMES[candidate.memory_format]
+        layout = candidate if is_candidate else CONTIGUOUS
         reason = f"{plain['reason']} (measured before: {path})"
         return Choice(layout, reason, float(plain["seconds"]), cached=True)
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or one that cannot be read

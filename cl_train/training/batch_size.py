@@ -14,7 +14,7 @@ from cl_train.data.build import build_data, size_schedule
 from cl_train.data.loader import DataSettings
 from cl_train.errors import ConfigError
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
-from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
+from cl_train.memory_format.convert import CONTIGUOUS
 from cl_train.step.precision import resolve_precision
 from cl_train.system.distributed import Dist, on_main
 from cl_train.system.machine import available_bytes, is_out_of_memory, release_memory
@@ -77,8 +77,8 @@ def _fastest_batch_size(cfg: Config, dist: Dist) -> int:
     size = size_schedule(cfg.data).largest
     workload = Workload(SMALLEST, (3, size, size), settings, device)
     layout = layout_of(cfg)
-    if layout is None:  # the choice comes later: the likely one
-        layout = CONTIGUOUS if device.type == "cpu" else CHANNELS_LAST
+    if cfg.channels_last == "auto" and device.type == "cpu":
+        layout = CONTIGUOUS  # the choice comes later: the likely one
     smallest = replace(cfg, batch_size=SMALLEST, weights=None)
     with measurement_state(workload.settings, workload.device):
         model = model_of(smallest, classes)

@@ -1,6 +1,7 @@
 """The layout that a run trains in: the settings name it, or `channels_last=auto` measures it."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,7 +31,7 @@ def convert_layout(
     Raises ConfigError: channels_last=true, and torch is known to crash on the model.
     """
     layout = layout_of(cfg)
-    if layout is None:
+    if cfg.channels_last == "auto":
         layout = measured_layout(cfg, model, settings, dist)
     elif layout.is_channels_last:
         refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
@@ -40,10 +41,8 @@ def convert_layout(
     return DeviceFormat(dist.device, settings.precision.input_dtype, layout.memory_format)
 
 
-def layout_of(cfg: Config) -> Layout | None:
-    """The layout that the settings name; None: they leave the choice to a measurement."""
-    if cfg.channels_last == "auto":
-        return None
+def layout_of(cfg: Config) -> Layout:
+    """The layout that the settings name; for `auto` the one that is measured against contiguous."""
     if cfg.channels_last == "false":
         return CONTIGUOUS
     return Layout(torch.channels_last, cfg.conversion, tuple(cfg.select))
@@ -61,8 +60,9 @@ def measured_layout(cfg: Config, model: nn.Module, settings: StepSettings, dist:
     mode, size = "train", size_schedule(cfg.data).largest
     if cfg.evaluate_only:
         mode, size = "infer", cfg.data.eval_size
+        settings = replace(settings, compile=False, cuda_graph=False, accumulate_steps=1)
     workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
-    choice = on_main(lambda: choose_layout(model, workload), dist)
+    choice = on_main(lambda: choose_layout(model, workload, candidate=layout_of(cfg)), dist)
     log.info("channels_last=auto: %s", choice.reason)
     return choice.layout
 

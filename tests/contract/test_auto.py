@@ -1,10 +1,11 @@
 """`channels_last=auto` trains in the layout that it finds faster, timed with the run's own step."""
 
 import pytest
+import torch
 from torch import nn
 
 from cl_train.measure import auto, paired, timed_step
-from cl_train.memory_format.convert import CHANNELS_LAST
+from cl_train.memory_format.convert import Layout
 from cl_train.memory_format.layout import classify
 from cl_train.step.train_step import make_step
 from cl_train.training import build, layout_choice
@@ -89,15 +90,16 @@ def test_the_step_that_is_timed_is_the_step_that_trains(train, quick_auto, monke
     assert groups > 1 and settings.precision.name == "bf16"
 
 
-def test_an_evaluation_alone_is_timed_as_one(train, monkeypatch):
+def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkeypatch):
     timed = []
 
-    def chosen(model, workload):
-        timed.append((workload.mode, workload.input_shape))
-        return auto.Choice(CHANNELS_LAST, "planted", 0.0)
+    def chosen(model, workload, candidate):
+        timed.append((workload.mode, workload.input_shape, workload.settings.compile, candidate))
+        return auto.Choice(candidate, "planted", 0.0)
 
     monkeypatch.setattr(layout_choice, "choose_layout", chosen)
     run = train(WORDS[0], "max_steps=1")
     words = [*WORDS[:2], "evaluate_only=true", f"weights={run.folder}", "data.val_size=48"]
-    summary = train(*words).summary
-    assert timed == [("infer", (3, 48, 48))] and summary["memory_format"] == "channels_last"
+    summary = train(*words, "compile=true", "conversion=conv").summary
+    assert timed == [("infer", (3, 48, 48), False, Layout(torch.channels_last, "conv"))]
+    assert summary["memory_format"] == "channels_last"
