@@ -133,7 +133,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _prepared(
     batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int
 ) -> Iterator[Any]:
-    """Yields `prepare` of each batch; on CUDA on a side stream, `ahead` of them in advance."""
+    """Yields each batch on the device and through `prepare`; on CUDA on a side stream, `ahead` of
+    them in advance.
+    """
     if device.type != "cuda":
         for host in batches:
             yield prepare(map_tensors(lambda tensor: tensor.to(device), host))
@@ -174,8 +176,8 @@ def _prepared(
 
 
 class DevicePrefetcher:
-    """Iterates over a DataLoader's batches on the device, copied and normalised in advance:
-    `for images, targets in DevicePrefetcher(loader, "cuda"): ...`.
+    """For a training loop of your own: iterates over a DataLoader's batches on the device, copied
+    and normalised in advance: `for images, targets in DevicePrefetcher(loader, "cuda"): ...`.
 
     On CUDA, copies and kernels run on a side stream; copies overlap with the computation if the
     loader pins its memory. On a CPU, nothing is prepared in advance.

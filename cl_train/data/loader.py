@@ -168,7 +168,8 @@ def fill(
     """Reads the samples of a task into their rows; the next good sample replaces a bad one. None:
     the task is no longer wanted.
 
-    `attempts`: samples that are tried for a row. `times`: [workers, parts of `WorkerTimes`].
+    `attempts`: samples that are tried for a row; 1: a bad one is left out. `times`: [workers, parts
+    of `WorkerTimes`].
     """
     images, labels = slots.batch(task.number, task.image_size)
     targets = labels.numpy()  # writing a number into a tensor takes ten times as long
@@ -219,7 +220,7 @@ class HostLoader:
         copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
         busy = -(-self.workers // self._tasks_per_batch)  # batches that give each worker a task
         prepared = max(settings.data.prefetch + COPIES_UNDER_WAY - copied, busy)
-        self._ahead = prepared if self.workers else 0  # batches, of the one that is requested
+        self._ahead = prepared if self.workers else 0  # batches beyond the one that is requested
         self._slot_count = self._ahead + 1 + copied
         self._check_memory()
 

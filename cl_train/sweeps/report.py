@@ -26,8 +26,8 @@ from cl_train.system.tables import markdown_table, write_csv
 START_S = 5.0  # of a process, before the clock of its run begins
 EXPLANATION = (
     "images/s: median of a run's windows after warm-up, and of the runs. Ratio: second side / first"
-    " side. n: runs per side. Loss gap: second - first, training loss over the last quarter of the"
-    " common steps. See docs/comparison.md."
+    " side, geometric means. n: runs per side. Loss gap: second - first, training loss over the"
+    " last quarter of the common steps. See docs/comparison.md."
 )
 
 

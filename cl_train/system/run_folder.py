@@ -1,7 +1,8 @@
 """What a run leaves in its folder, written and read back, without torch: `metrics.jsonl` and
 `summary.json`.
 
-Which windows count, and the speed of a run, are decided here and nowhere else.
+Which windows count is decided here and nowhere else: `summary.json` has the speed of its process,
+a comparison that of the whole run, all its processes.
 """
 
 import json
