@@ -5,8 +5,10 @@ order, and a resumed epoch begins anew.
 import itertools
 import logging
 import multiprocessing
+import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -20,6 +22,7 @@ from cl_train.data.transforms import seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
 from cl_train.data.workers import ignore_parents_signals, killing_at_exit
 from cl_train.errors import ConfigError, WorkerError
+from cl_train.system.processes import handles_signals
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,6 @@ class StreamLoader(IterableDataset[Any]):
         self._settings, self._bad_images = settings, bad_images
         self._is_training = form.transform.training
         self._has_ended_early = False
-        self._epoch = 0
         if self._is_training and settings.augment.repeats > 1:
             raise ConfigError(
                 "augment.repeats does not work with an IterableDataset: it controls its own order"
@@ -55,7 +57,7 @@ class StreamLoader(IterableDataset[Any]):
         return self._settings.batch_count(self.sample_count, training=self._is_training)
 
     def start(self) -> None:
-        """Does nothing: the workers live for an epoch."""
+        """Does nothing: workers live for an epoch."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -127,7 +129,7 @@ class StreamLoader(IterableDataset[Any]):
                 rest = rest[full:]
 
     def _collated(self, epoch: int) -> Iterator[Any]:
-        """Yields what the workers collate, which live meanwhile."""
+        """Yields what the workers collate."""
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
@@ -135,14 +137,17 @@ class StreamLoader(IterableDataset[Any]):
             yield from self._torch_loader()
             return
         timeout_s = self._settings.data.worker_timeout_s
-        before = multiprocessing.active_children()
-        # In the main thread torch would raise for a dead worker anywhere, such as within a step.
-        with ThreadPool(1) as thread:
+        before = set(multiprocessing.active_children())
+        # In the main thread torch raises for a dead worker anywhere, such as within a step.
+        with ExitStack() as stack:
+            thread = stack.enter_context(ThreadPool(1))
+            if handles_signals():  # and for another loader, too
+                handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
+                stack.callback(signal.signal, signal.SIGCHLD, handler)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of more workers than cores, and of their fork
+                warnings.simplefilter("ignore")  # of many workers, and of their fork
                 loaded = thread.apply(lambda: iter(self._torch_loader()))
-            workers = [child for child in multiprocessing.active_children() if child not in before]
-            kill = killing_at_exit(None, workers)
+            kill = killing_at_exit(None, list(set(multiprocessing.active_children()) - before))
             try:
                 while item := thread.apply_async(next, (loaded, None)).get(timeout_s):
                     yield item
@@ -155,7 +160,7 @@ class StreamLoader(IterableDataset[Any]):
                 raise WorkerError(f"data.dataset: {' '.join(str(error).split())}") from None
             finally:
                 del loaded  # torch ends its workers
-                kill()  # one that hangs: it ignores SIGTERM
+                kill()  # one that hangs ignores SIGTERM
 
     def _torch_loader(self) -> DataLoader[Any]:
         count = self.workers

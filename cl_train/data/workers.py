@@ -205,3 +205,4 @@ def killing_at_exit(owner: object, processes: list[BaseProcess]) -> multiprocess
 def _kill(processes: list[BaseProcess]) -> None:
     for process in filter(BaseProcess.is_alive, processes):
         process.kill()
+        process.join(_CLOSE_S)

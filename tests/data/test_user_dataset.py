@@ -232,17 +232,11 @@ def test_workers_of_a_stream_exit_with_0():
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
-@pytest.fixture
-def no_handler_of_other_loaders():
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, handler)
-
-
 @SLOW
-@pytest.mark.usefixtures("no_handler_of_other_loaders")
 def test_a_worker_that_dies_during_a_step_does_not_interrupt_it(monkeypatch):
-    """The next batch reports it."""
+    """The next batch reports it, also if the program has another loader."""
+    list(torch.utils.data.DataLoader(range(2), num_workers=1))
+    handler = signal.getsignal(signal.SIGCHLD)
     is_step = multiprocessing.Event()
     samples = {6: lambda: is_step.wait(LIMIT_S) and os._exit(7)}
     data = wrong_data(monkeypatch, lambda: wrong.Stream(samples), workers=1)
@@ -254,6 +248,7 @@ def test_a_worker_that_dies_during_a_step_does_not_interrupt_it(monkeypatch):
     worker.join(LIMIT_S)
     with pytest.raises(WorkerError, match=r"data\.dataset: .*exited"):
         list(batches)
+    assert signal.getsignal(signal.SIGCHLD) is handler is not signal.SIG_DFL
 
 
 class EndlessStream(wrong.Stream):
