@@ -133,5 +133,5 @@ FATAL = {"exit": partial(os._exit, 7), "aborts": os.abort}
 HANGS = {
     "sleep": partial(time.sleep, 10_000),
     "busy": partial(any, iter(int, 1)),
-    "child": partial(subprocess.run, ["sleep", "10000"]),
+    "child": partial(subprocess.run, ["sleep", "99"]),
 }
