@@ -312,11 +312,3 @@ def test_every_exception_of_a_decoder_is_a_bad_image(monkeypatch):
     monkeypatch.setattr("cl_train.data.decode._rgb", lambda image: {}["missing"])
     with pytest.raises(BadImage, match="missing"):
         EncodedImage(GOOD["PNG P"]).decode()
-
-
-def test_other_formats_are_read_only_if_they_are_asked_for():
-    for kind in ("WEBP", "BMP", "TIFF"):
-        data = encoded(PICTURE, kind)
-        assert EncodedImage(data, formats=("JPEG", kind)).decode().shape == (40, 60, 3)
-        with pytest.raises(BadImage, match="JPEG or PNG"):
-            EncodedImage(data)

@@ -5,7 +5,6 @@ numbers, or each breaks a promise, in the sample, the target, the length or the 
 import os
 import random
 import re
-import subprocess
 import time
 from functools import partial
 
@@ -129,9 +128,4 @@ BAD_SAMPLES = [
     (failing, r"KeyError: 'two.*lines' \(user_datasets\.py, line \d+\)"),
 ]
 # What ends or stops the process that reads it, where that is a worker.
-FATAL = {"exit": partial(os._exit, 7), "aborts": os.abort}
-HANGS = {
-    "sleep": partial(time.sleep, 10_000),
-    "busy": partial(any, iter(int, 1)),
-    "child": partial(subprocess.run, ["sleep", "99"]),
-}
+END, HANG = partial(os._exit, 7), partial(time.sleep, 10_000)

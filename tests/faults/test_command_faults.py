@@ -1,13 +1,5 @@
-"""Wrong settings and words, odd folders and environments, and sweeps whose jobs fail or whose
-launcher is killed.
-"""
+"""Wrong settings and words, odd folders and environments."""
 
-import contextlib
-import os
-import shlex
-import signal
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +9,8 @@ from cl_train.config.fields import setting_fields
 from cl_train.config.schema import CHOSEN_BY_GROUP, Config
 from cl_train.config.validation import show
 from cl_train.errors import ConfigError
-from cl_train.sweeps.launch import missing_jobs
-from cl_train.sweeps.plan import read_sweep
-from tests.faults import plants, tiny
-from tests.faults.bench import MAX_ORPHAN_S, check_ended, mounted
-from tests.faults.forkserver import train_script
-from tests.processes import running_processes, wait_until
+from tests.faults import plants
+from tests.faults.bench import mounted
 
 pytestmark = pytest.mark.slow
 WORDS = (
@@ -105,80 +93,3 @@ def test_odd_folders_and_environments(bench):
                 with bench.attempt():
                     code, output = running.wait(), running.output()
                     assert code in codes and "Traceback" not in output, (name, output)
-
-
-# --- sweeps ---------------------------------------------------------------------------------------
-
-BROKEN = [f"tests.faults.plants:{name}" for name in ("raising", "killed", "out_of_memory")]
-MODELS = ["tests.networks:dropout", *BROKEN]
-
-
-def start_sweep(bench, folder, *words, environment, **settings):
-    """`train.py -m ...`, whose jobs are programs of their own."""
-    shared = bench.words(folder, resume=None, hydra__run__dir=None, **settings)
-    once = ("max_reruns=0", "wait_for_quiet_s=0")
-    words = ("-m", f"hydra.sweep.dir={folder}", *words, *once, *shared)
-    return bench.fork(partial(train_script, words), environment)
-
-
-def check_sweep_resumed(bench, folder):
-    words = shlex.split(read_sweep(folder).resume_command())  # with the code that the jobs name
-    again = bench.fork(partial(train_script, words[words.index("-m") :]))
-    assert again.wait() == 0, f"resume_sweep: exit code {again.wait()}: {again.output()[-500:]}"
-
-
-def test_failing_sweep_jobs(bench):
-    """Jobs that raise, are killed, run out of memory: the others run, exit code 1, `resume_sweep`
-    runs only them.
-    """
-    for number in range(bench.count(None, 3)):
-        folder, broken = bench.folder / f"sweep-{number}", bench.folder / "broken"
-        broken.touch()
-        words = [f"model={','.join(MODELS)}", "compare_by=model"]
-        environment = {"PLANT_BROKEN": str(broken)}
-        with bench.attempt():
-            sweep = start_sweep(bench, folder, *words, environment=environment, model=None)
-            assert sweep.wait() == 1, f"exit code {sweep.wait()}: {sweep.output()[-500:]}"
-            jobs = read_sweep(folder).jobs
-            assert len(jobs) == len(MODELS) and missing_jobs(read_sweep(folder)) == jobs[1:]
-            summary = folder / jobs[0].name / "summary.json"
-            stamp = summary.stat().st_mtime_ns
-            broken.unlink()
-            check_sweep_resumed(bench, folder)
-            assert missing_jobs(read_sweep(folder)) == []
-            assert summary.stat().st_mtime_ns == stamp, "it ran again"
-
-
-def test_kill_sweep_launcher(bench):
-    """The launcher of a sweep killed: its job ends, and `resume_sweep` completes the sweep with
-    every step once.
-    """
-    for number in range(bench.count(None, 10)):
-        folder = bench.folder / f"launcher-{number}"
-        settings = {"model": "tests.faults.plants:Slow", "checkpoint__every_steps": 0}
-        settings |= {"nproc": 2, "batch_size": 4} if number % 5 == 4 else {}  # the job is torchrun
-        launcher = start_sweep(
-            bench, folder, "channels_last=false,true", environment={"PLANT_MS": "60"}, **settings
-        )
-        wait_until(lambda: any(folder.glob("*/job.log")))  # noqa: B023
-        if number % 3:  # else at the job's start
-            metrics = partial(folder.glob, "*/metrics.jsonl")
-            wait_until(lambda: any("train" in path.read_text() for path in metrics()))  # noqa: B023
-            time.sleep(bench.random.uniform(0, 0.4))
-        launcher.send(signal.SIGKILL)
-        launcher.wait()
-        with bench.attempt():
-            check_ended(partial(running_in_folder, folder), bench.patience * MAX_ORPHAN_S)
-            check_sweep_resumed(bench, folder)
-            losses = [list(tiny.losses(path.parent)) for path in folder.glob("*/metrics.jsonl")]
-            assert losses == 2 * [list(range(2, tiny.STEPS + 1, 2))], losses  # each window once
-
-
-def running_in_folder(folder):
-    """Processes whose command line names the folder, in any session."""
-    found = []
-    for pid in running_processes():
-        with contextlib.suppress(OSError):
-            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found

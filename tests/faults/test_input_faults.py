@@ -1,5 +1,5 @@
-"""What a run reads: fuzzed images, hostile archives, damaged shards, preparation that is killed,
-the order.
+"""What a run reads: fuzzed images, hostile archives, damaged shards, preparation that is
+killed.
 """
 
 import os
@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 from cl_train.data.decode import BadImage, EncodedImage, read_file
-from cl_train.data.order import order_of_rank, permutation
-from cl_train.data.sample import SampleSpec, ensure_sample
 from cl_train.errors import ConfigError
 from cl_train.imagenet.archives import unpack
 from cl_train.imagenet.folders import resize_folder, verify
@@ -176,14 +174,6 @@ def test_kill_while_unpacking_imagenet(bench):
 
 
 @pytest.mark.slow
-def test_kill_while_generating_sample(bench):
-    """The first thing that a newcomer interrupts: the next command generates the same sample."""
-    spec = SampleSpec(train_per_class=20, val_per_class=4, scale=0.5)
-    generate = partial(ensure_sample, spec=spec)
-    kill_preparation(bench, bench.count(1, 30), bench.new_folder(), generate)
-
-
-@pytest.mark.slow
 def test_kill_while_resizing_images(bench):
     """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same
     folder.
@@ -216,29 +206,3 @@ def kill_preparation(bench, kills, folder, prepare):
             again.kill_group()
             assert code == 0, f"the next command: {code}: {again.output()[-400:]}"
             assert contents(out) == contents(folder / "out-0"), "another folder than without kills"
-
-
-def test_images_seen_per_epoch(bench):
-    """An epoch is floor(N / global batch) full batches of distinct images in its order, also if a
-    resume changes the number of ranks.
-    """
-    for _ in range(bench.count(20, 500)):
-        with bench.attempt():
-            check_epoch(bench.random)
-
-
-def check_epoch(rng):
-    ranks, images = rng.choice((2, 4)), rng.choice((97, 100, 101))
-    batch = ranks * rng.choice((1, 8, 16))  # global
-    seed, epoch = rng.randrange(2**32), rng.randrange(90)
-    order, steps = permutation(seed, epoch, images), images // batch
-    resumed_at = rng.randrange(steps + 1)
-    seen = []
-    for step in range(steps):
-        world = ranks if step < resumed_at else ranks // 2
-        share = batch // world
-        for rank in range(world):
-            seen += order_of_rank(order[step * batch :], share, rank, world)[:share].tolist()
-    assert seen == order[: steps * batch].tolist()
-    assert sorted(order.tolist()) == list(range(images)), "not a permutation"
-    assert (order != permutation(seed, epoch + 1, images)).any(), "two epochs have the same order"

@@ -3,11 +3,9 @@
 import signal
 import time
 from functools import partial
-from itertools import pairwise, product
-from pathlib import Path
+from itertools import product
 
 import pytest
-import torch
 
 from tests.faults import plants, tiny
 from tests.faults.bench import wait_for
@@ -125,79 +123,3 @@ def test_resume_at_every_step(bench):
             assert code == expected or (is_last and code == 0), f"{run.name}: exit code {code}"
             assert step <= tiny.newest_step(run) <= step + 1, run.name
             bench.check_resumed(run, reference, data__workers=count)
-
-
-def test_resume_with_other_layout_or_precision(bench):
-    """Layout, precision or workers change at each resume after a kill, against the first form."""
-    changes = [
-        ("channels_last", 1e-4, ("false", "true", "false")),
-        ("precision", 0.1, ("fp32", "bf16", "fp32")),
-        ("data__workers", 0.0, (0, 3, 1)),
-        ("channels_last", 1e-4, ("true", "false", "true")),
-        ("precision", 0.1, ("bf16", "fp32", "bf16")),
-        ("precision", 0.1, ("fp32", "fp16_o2", "fp32")),
-        ("precision", 0.1, ("fp16", "fp32", "fp16")),
-    ]
-    for key, tolerance, forms in changes if bench.is_full else changes[:3]:
-        values = forms if bench.is_full else forms[:2]
-        run = bench.folder / f"changed-{'-'.join(map(str, values))}"
-        reference = bench.reference(**{key: values[0]})
-        with bench.attempt():
-            for number, value in enumerate(values, start=1):
-                is_channels_last = (key, value) == ("channels_last", "true")
-                layout = torch.channels_last if is_channels_last else torch.contiguous_format
-                hooks = [partial(plants.check_layout, layout)]
-                is_last = number == len(values)
-                if not is_last:
-                    kill = partial(plants.signal_after_save, 3 * number, signal.SIGKILL)
-                    hooks.insert(0, kill)
-                bench.run(run, *hooks, code=0 if is_last else -signal.SIGKILL, **{key: value})
-            if tolerance == 0:
-                changes_told = [f"workers: {old} -> {new}" for old, new in pairwise(values)]
-                tiny.check_equal(run, reference, resumed_with=changes_told)
-            else:
-                expected = pytest.approx(tiny.losses(reference), rel=tolerance, abs=0)
-                assert tiny.losses(run) == expected, run.name
-
-
-# --- in evaluation --------------------------------------------------------------------------------
-
-EVAL_MS = 200  # per validation batch
-STOP_S = 2.0  # from a signal in an evaluation to the end, beside one validation batch
-EVALUATED = {"model": "tests.faults.plants:Slow", **UNSAVED}
-
-
-def test_end_in_evaluation(bench):
-    """SIGKILL, SIGTERM or SIGINT in the evaluation of the model or of its moving average, with 1
-    and 2 ranks: ends soon, the epoch is saved, the run resumes exactly.
-    """
-    environment = {"PLANT_EVAL_MS": str(EVAL_MS)}
-    for world, signum in product((1, 2), (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)):
-        if (world, signum) == (2, signal.SIGKILL):
-            continue  # test_rank_faults.py
-        for number in bench.numbers_until(bench.count(1, 5)):
-            run = bench.folder / f"evaluation-{world}-{signum}-{number}"
-            environment["PLANT_MARKER"] = marker = f"{run}.marker"
-            ranks = bench.start_ranks(run, world, environment=environment, **EVALUATED)
-            wait_for(Path(f"{marker}.ema" if number % 2 else marker))
-            time.sleep(bench.random.uniform(0.0, 0.001 * EVAL_MS))
-            sent = time.monotonic()
-            for rank in ranks:  # torchrun passes a signal on to all ranks
-                rank.send(signum)
-            codes, seconds = [rank.wait() for rank in ranks], time.monotonic() - sent
-            if tiny.summary(run).get("status") == "completed":
-                continue
-            with bench.attempt():
-                told = f"{run.name}: {codes} after {seconds:.1f} s: {ranks[0].output()[-400:]}"
-                expected = -signum if signum == signal.SIGKILL else 128 + signum
-                assert codes == [expected] * world, told
-                assert seconds <= bench.patience * (STOP_S + EVAL_MS / 1000), told
-                check_epoch_resumed(bench, run, world)
-
-
-def check_epoch_resumed(bench, run, world):
-    """The first epoch's checkpoint is there, and the run completes as if nothing had happened."""
-    epoch_end = run / f"checkpoints/step-{tiny.STEPS_PER_EPOCH:08d}.pt"
-    assert epoch_end.is_file(), f"{run.name}: the epoch was not saved before its evaluation"
-    bench.check_resumed(run, bench.reference(world, **EVALUATED), world=world, **EVALUATED)
-    tiny.check_loadable(run)

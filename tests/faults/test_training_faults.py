@@ -1,9 +1,6 @@
-"""NaN and Inf, a collapsing loss scale, failing loader workers, full disks, shared folders, a long
-run.
-"""
+"""NaN and Inf, failing loader workers, a folder that moves, a long run."""
 
 import contextlib
-import math
 import os
 import shutil
 import signal
@@ -39,7 +36,9 @@ def test_nan_in_loss_or_gradient(bench):
             run = bench.folder / f"{name}-skip"
             bench.run(run, hook, on_nonfinite="skip", max_nonfinite=2)
             assert tiny.final_state(run)["progress"]["skipped_steps"] == 1
-            check_finite(run)
+            state = tiny.final_state(run)
+            for key, tensor in [*state["model"].items(), *state["average"].items()]:
+                assert tensor.isfinite().all(), f"{run.name}: {key} is not finite"
         with bench.attempt():  # all ranks stop together
             run = bench.folder / f"{name}-rank1"
             ranks = bench.start_ranks(run, 2, partial(plants.on_rank, 1, hook), on_nonfinite="stop")
@@ -48,38 +47,10 @@ def test_nan_in_loss_or_gradient(bench):
             # The gradients of both ranks are bad after their exchange.
             named = "at step 5 on rank 1" if plant == plants.bad_loss else "at step 5 on rank"
             assert all(named in output for output in outputs), f"{run.name}: {outputs[0][-400:]}"
-    with bench.attempt():
-        hook = partial(plants.bad_loss, float("nan"), range(3, 8))
-        skip = {"on_nonfinite": "skip", "max_nonfinite": 2}
-        bench.run(bench.folder / "bad-too-many", hook, code=1, said="max_nonfinite=2", **skip)
-    with bench.attempt():  # NaN images pass BatchNorm before the loss is known
-        run = bench.folder / "bad-images"
-        bench.run(run, partial(plants.bad_images, range(5, 6)), on_nonfinite="skip")
-        check_finite(run)
-
-
-def check_finite(run):
-    state = tiny.final_state(run)
-    for name, tensor in [*state["model"].items(), *state["average"].items()]:
-        assert tensor.isfinite().all(), f"{run.name}: {name} is not finite"
-
-
-def test_loss_scale_collapse(bench):
-    """Gradients that overflow at every scale: stops within 20 steps, with advice."""
-    hook = partial(plants.bad_gradient, math.inf, range(1, 10_001))
-    for scale in bench.count((4.0,), (4.0, 1.0, 1024.0)):
-        with bench.attempt():
-            run = bench.folder / f"scale-{scale:g}"
-            settings = {"precision": "fp16", "amp__init_scale": scale, "epochs": 20}
-            output = bench.run(run, hook, code=1, said="loss scale fell", **settings)
-            assert output.count("Epoch:") <= 10, f"{run.name}: stopped after more than 20 steps"
-            assert "precision=bf16" in output, f"{run.name}: no advice"
 
 
 def test_failing_loader_worker(bench):
-    """A loader worker is killed, hangs, raises, or leaves: the run ends in bounded time and names
-    it.
-    """
+    """A loader worker is killed or hangs: the run ends in bounded time and names it."""
     for number in range(bench.count(1, 5)):
         for signum, said, timeout_s in (
             (signal.SIGKILL, "signal 9", 300),
@@ -103,49 +74,12 @@ def test_failing_loader_worker(bench):
                 assert code == 1 and is_told, f"{run.name}: exit code {code}, says {output[-500:]}"
                 tiny.check_loadable(run)
             running.kill_group()
-        for leaves, said in (
-            (False, "the run failed.*planted"),
-            (True, r"the run failed.*exited with 3(.|\n)*\.JPEG"),
-        ):
-            run = bench.folder / f"worker-{leaves}-{number}"
-            hook = partial(plants.bad_worker, bench.random.randrange(5, 40), leaves=leaves)
-            with bench.attempt():
-                bench.run(run, hook, code=1, said=said, data__workers=2)
-                tiny.check_loadable(run)
 
 
-def test_disk_full_in_training_run(bench):
-    """The disk is full: failed saves cost nothing, failures for too long end the run; then it
-    resumes exactly.
-    """
-    reference = bench.reference()
-    for background in bench.count(("true",), ("true", "false")):
-        settings = {"checkpoint__background": background}
-        with bench.attempt():
-            run = bench.folder / f"full-disk-briefly-{background}"
-            output = bench.run(run, partial(plants.full_disk, range(4, 6)), **settings)
-            assert output.count("No space left on device") == 2, f"{run.name}: {output[-300:]}"
-            tiny.check_equal(run, reference)
-        with bench.attempt():
-            run = bench.folder / f"full-disk-long-{background}"
-            said = "no checkpoint could be written"
-            hook = partial(plants.full_disk, range(4, 103), minutes=0)
-            bench.run(run, hook, code=1, said=said, **settings)
-            assert tiny.newest_step(run) == 3, f"{run.name}: the newest is {tiny.newest_step(run)}"
-            bench.check_resumed(run, reference)
-
-
-def test_shared_or_moved_run_folder(bench):
-    """A second run in the same folder, and a folder that moves between kill and resume."""
+def test_moved_run_folder(bench):
+    """A folder that moves between kill and resume."""
     with bench.attempt():
-        run = bench.folder / "shared-shared"
-        first, hold = bench.hold(run)
-        bench.run(run, code=2, said=f"process {first.pid}")
-        hold.unlink()
-        assert first.wait() == 0, "the first run did not end well"
-        tiny.check_equal(run, bench.reference())
-    with bench.attempt():
-        run, elsewhere = bench.folder / "shared-here", bench.folder / "shared-moved"
+        run, elsewhere = bench.folder / "here", bench.folder / "moved"
         bench.start(run, partial(plants.signal_after_save, 5, signal.SIGKILL)).wait()
         shutil.move(run, elsewhere)
         bench.check_resumed(elsewhere, bench.reference())

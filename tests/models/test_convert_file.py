@@ -24,7 +24,6 @@ from cl_train.memory_format.layout import (
 from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import read_weights
 from cl_train.system import checkpoints
-from tests.memory_format.test_audit import train_with_lightning
 from tests.networks import Fault, small
 
 IMAGES, SMALL = (2, 3, 32, 32), "tests.networks:small"
@@ -155,16 +154,6 @@ def test_the_command(files, tmp_path, capsys):
     assert main([str(files["state dict"]), f"out={tmp_path / 'w.pth'}"]) == 1
     assert "model=NAME" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "w.pth"}
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_lightning(tmp_path):
-    model = small(3)
-    convert(model)
-    trainer = train_with_lightning(model, tmp_path)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    words = {"model": SMALL, "input": IMAGES, "prefix": "model."}
-    assert convert_file(tmp_path / "last.ckpt", tmp_path / "w.pth", **words)[1]
 
 
 class WithExtraState(nn.Conv2d):

@@ -172,28 +172,6 @@ def test_an_unreadable_folder_is_not_an_empty_one(tmp_path, monkeypatch):
         CheckpointStore(tmp_path).newest()
 
 
-def test_what_a_full_disk_refuses_is_written_later_and_ends_the_run_after_minutes(
-    tmp_path, monkeypatch, caplog
-):
-    store = store_of(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refusing(errno.ENOSPC))
-        store.write_step(small_state(1), 1, best=True)
-        store.write_step(small_state(2), 2)
-        store.link_best(2)
-        store.write_step(small_state(3), 3)
-        assert os.listdir(tmp_path) == []
-        assert len(caplog.messages) == 3 and "No space left" in caplog.messages[0]
-    store.write_step(small_state(5), 5)  # space came back: the time starts anew
-    assert set(os.listdir(tmp_path)) == {"best.pt", "step-00000005.pt"}
-    assert value_of(tmp_path / "best.pt") == 2
-    monkeypatch.setattr(os, "fsync", refusing(errno.ENOSPC))
-    store.write_step(small_state(10), 10)
-    monkeypatch.setattr(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0)
-    with pytest.raises(CheckpointError, match=r"No space left.*resume=auto"):
-        store.write_step(small_state(11), 11)
-
-
 def test_resume_targets(tmp_path):
     store, elsewhere = store_of(tmp_path / "run/checkpoints"), store_of(tmp_path / "other")
     load_for_resume = checkpoints.load_for_resume

@@ -152,14 +152,6 @@ def test_the_holder_is_named_and_a_killed_one_frees_the_lock(tmp_path, capsys, m
     assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("obstacle", ["run", "run/.lock/folder", "run/checkpoints"])
-def test_a_folder_that_cannot_be_written_is_named(obstacle, tmp_path):
-    (tmp_path / obstacle).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / obstacle).touch()
-    with pytest.raises(ConfigError, match=r"/run.*choose another (place|hydra\.run\.dir=FOLDER)"):
-        claimed_folder(tmp_path / "run", resume=None, overwrite=False).__enter__()
-
-
 def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path):
     run = tmp_path / "run"
     kept = {"run", "run/metrics.jsonl", "run/.lock", "run/checkpoints"}

@@ -13,24 +13,6 @@ import pytest
 from cl_train.system.processes import StopRequest
 from tests.processes import LIMIT_S, Process, send_and_wait, wait_until
 
-CHILDREN = """
-import os, time
-from cl_train.system.processes import end_with_parent
-if os.fork() == 0:
-    end_with_parent()
-    print(os.getpid(), flush=True)
-time.sleep(10_000)
-"""
-
-
-def test_children_end_with_a_killed_parent():
-    parent = subprocess.Popen([sys.executable, "-c", CHILDREN], stdout=subprocess.PIPE, text=True)
-    child = Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.communicate()
-    wait_until(lambda: not child.is_running())
-
-
 # --- signals --------------------------------------------------------------------------------------
 
 POLITE = """
