@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_nan_in_loss_or_gradient(bench):
-    """NaN or Inf planted in the loss, in a gradient, in one rank only; policies stop and skip."""
+    """NaN or Inf planted in the loss, in a gradient, in one rank only: the run stops."""
     losses = [(plants.bad_loss, "nan"), (plants.bad_gradient, "inf"), (plants.bad_loss, "inf")]
     for plant, value in [(plants.bad_gradient, "nan"), *bench.count((), losses)]:
         hook, name = partial(plant, float(value), range(5, 6)), f"{plant.__name__}-{value}"
@@ -32,13 +32,6 @@ def test_nan_in_loss_or_gradient(bench):
             for key, tensor in state["model"].items():
                 if "running" not in key and "num_b" not in key:
                     assert torch.equal(tensor, before["model"][key]), f"{run.name}: {key} changed"
-        with bench.attempt():
-            run = bench.folder / f"{name}-skip"
-            bench.run(run, hook, on_nonfinite="skip", max_nonfinite=2)
-            assert tiny.final_state(run)["progress"]["skipped_steps"] == 1
-            state = tiny.final_state(run)
-            for key, tensor in [*state["model"].items(), *state["average"].items()]:
-                assert tensor.isfinite().all(), f"{run.name}: {key} is not finite"
         with bench.attempt():  # all ranks stop together
             run = bench.folder / f"{name}-rank1"
             ranks = bench.start_ranks(run, 2, partial(plants.on_rank, 1, hook), on_nonfinite="stop")
@@ -50,30 +43,23 @@ def test_nan_in_loss_or_gradient(bench):
 
 
 def test_failing_loader_worker(bench):
-    """A loader worker is killed or hangs: the run ends in bounded time and names it."""
+    """A loader worker is killed: the run ends in bounded time and names its image."""
     for number in range(bench.count(1, 5)):
-        for signum, said, timeout_s in (
-            (signal.SIGKILL, "signal 9", 300),
-            (signal.SIGSTOP, "worker", 10),
-        ):
-            run = bench.folder / f"worker-{signum}-{number}"
-            settings = {"data__worker_timeout_s": timeout_s, "data__workers": 2, "epochs": 10_000}
-            running = bench.start(run, partial(plants.slow_steps, 20), **settings)
-            with bench.attempt():
-                wait_for(run / "checkpoints", content=".pt")
-                time.sleep(bench.random.uniform(0, 0.2))
-                workers = children_of(running.pid)[:2]  # those of the validation images start later
-                assert len(workers) == 2, f"{run.name}: {len(workers)} workers found"
-                # One that is stopped while it has no task does no harm: the other one takes all.
-                hit = workers if signum == signal.SIGSTOP else [bench.random.choice(workers)]
-                for worker in hit:
-                    os.kill(worker, signum)
-                code, output = running.wait(bench.patience * 15), running.output()
-                is_told = all(words in output for words in ("the run failed", ".JPEG", said))
-                is_told &= "Traceback" not in output
-                assert code == 1 and is_told, f"{run.name}: exit code {code}, says {output[-500:]}"
-                tiny.check_loadable(run)
-            running.kill_group()
+        run = bench.folder / f"worker-{number}"
+        settings = {"data__workers": 2, "epochs": 10_000}
+        running = bench.start(run, partial(plants.slow_steps, 20), **settings)
+        with bench.attempt():
+            wait_for(run / "checkpoints", content=".pt")
+            time.sleep(bench.random.uniform(0, 0.2))
+            workers = children_of(running.pid)[:2]  # those of the validation images start later
+            assert len(workers) == 2, f"{run.name}: {len(workers)} workers found"
+            os.kill(bench.random.choice(workers), signal.SIGKILL)
+            code, output = running.wait(bench.patience * 15), running.output()
+            is_told = all(words in output for words in ("the run failed", ".JPEG", "signal 9"))
+            is_told &= "Traceback" not in output
+            assert code == 1 and is_told, f"{run.name}: exit code {code}, says {output[-500:]}"
+            tiny.check_loadable(run)
+        running.kill_group()
 
 
 def test_moved_run_folder(bench):

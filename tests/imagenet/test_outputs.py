@@ -44,21 +44,6 @@ def test_foreign_outputs_are_refused_unchanged(inputs, task):
         assert contents(inputs) == before, out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_overwrite_adds_to_a_foreign_folder_and_an_own_one_is_continued(inputs, task):
-    out = inputs / "notes"
-    assert main([*words(task, inputs), f"out={out}", "overwrite=true"]) == 0
-    done = contents(out)
-    assert (out / "a.txt").read_text() == "kept" and len(done) > 5
-    assert main([*words(task, inputs), f"out={out}"]) == 0
-    assert contents(out) == done
-    other = next(name for name in TASKS if name != task)
-    with pytest.raises(ConfigError, match="was started with"):
-        main([*words(other, inputs), f"out={out}"])
-    assert contents(out) == done
-
-
 @pytest.mark.parametrize(
     ("task", "name"),
     [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val"), ("parquet", TABLE)],

@@ -10,12 +10,13 @@ from cl_train.errors import ConfigError
 from cl_train.imagenet.shards import write_shards
 from cl_train.system.processes import map_in_processes
 from tests.data.image_folders import (
-    FLOAT_CHANNELS_LAST,
-    data_of,
+    all_pixels,
     encoded,
+    folder_data,
     jpeg,
     noise,
     same,
+    train_batches,
     write_folder,
 )
 
@@ -43,25 +44,17 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder, tmp_path):
     assert all(len(classes) == 2 for classes in labels), "classes are mixed"
 
 
-def batches(name, root, **settings):
-    """Images and targets of two epochs and of the validation images."""
-    data = data_of(name=name, root=str(root), image_size=32, seed=3, **settings)
-    form = FLOAT_CHANNELS_LAST
-    epochs = (data.train(0, form), data.train(1, form), data.validation(form))
-    found = [(batch.images.clone(), batch.targets.clone()) for epoch in epochs for batch in epoch]
-    data.close()
-    return found
-
-
 @pytest.mark.slow
 def test_training_on_shards_has_the_batches_of_the_folder(folder, tmp_path):
-    write_shards(folder, tmp_path / "shards", images_per_shard=5, workers=1)
-    reference = batches("folder", folder)
-    same(batches("shards", tmp_path / "shards", workers=2), reference)
-    by_shard = batches("shards", tmp_path / "shards", shuffle="shards")
-    pairs = zip(by_shard, reference, strict=True)
-    assert not all(torch.equal(targets, other) for (_, targets), (_, other) in pairs)
-    same(by_shard, batches("shards", tmp_path / "shards", shuffle="shards"))
+    root = tmp_path / "shards"
+    write_shards(folder, root, images_per_shard=5, workers=1)
+    plain, *by_shard = (
+        train_batches(folder_data(root, name="shards", shuffle=shuffle))
+        for shuffle in ("images", "shards", "shards")
+    )
+    same(plain, train_batches(folder_data(folder)))
+    same(*by_shard)
+    assert not torch.equal(all_pixels(plain), all_pixels(by_shard[0]))
 
 
 def test_an_interrupted_writer_continues(folder, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import BY_NAME, Fp32Weights, cast_model, resolve_precision
 from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
 from cl_train.training.build import TrainState
-from tests.networks import small, without_batchnorm
+from tests.networks import small
 
 CPU = torch.device("cpu")
 
@@ -115,19 +115,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step(name, optimizer, value):
     assert parts.scaler.get_scale() == (512.0 if value == "inf" else 1.0)
     assert train_step(parts, [make_batch(parts)]).skipped.item() == 0
     assert not torch.equal(weights(parts), before)
-
-
-def test_accumulation_equals_the_larger_batch():
-    """Without BatchNorm, four micro-batches of four are one batch of sixteen."""
-    results = []
-    for pieces in (1, 4):
-        torch.manual_seed(0)
-        parts = make_parts("fp32", model=without_batchnorm(3))
-        whole = make_batch(parts, images=16)
-        micro = map(Batch, whole.images.chunk(pieces), whole.targets.chunk(pieces))
-        sums = train_step(parts, list(micro))
-        results.append((parts.wrapped_model[0].weight.detach().clone(), sums.loss, sums.correct1))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
 
 
 # --- losses ---------------------------------------------------------------------------------------
