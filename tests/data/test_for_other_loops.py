@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from cl_train import DevicePrefetcher, image_loader
 from cl_train.config.schema import AugmentConfig
@@ -172,13 +172,6 @@ def test_structure_is_kept_and_the_rest_is_default_collates():
     batch = channels_last_collate([{"views": [image, image], **extra} for image in arrays(3)])
     assert all(map(is_nhwc, batch["views"])) and batch["box"].shape == (3, 4)
     assert batch["name"] == ["a"] * 3 and batch["tags"][1].tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize("target", [7, ((1, 2), [Pair(3, (4,))]), {"size": torch.ones(2)}])
-def test_targets_without_images_are_exactly_default_collates(target):
-    _, ours = channels_last_collate([(arrays(1)[0], target)] * 2)
-    expected = default_collate([target] * 2)
-    assert repr(ours) == repr(expected) and type(ours) is type(expected)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

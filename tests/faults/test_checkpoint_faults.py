@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import resource
 import shutil
 import signal
@@ -121,15 +120,8 @@ def test_truncated_checkpoint(bench):
         lengths = (bench.random.randrange(len(whole)), number // 3, len(whole) - number // 3 - 1)
         bad.write_bytes(whole[: lengths[number % 3]])
         with bench.attempt():
-            check_refused(bad)
-            found = store.newest()
-            assert found is not None and found[0] == good and str(bad) in found[2][0]
-
-
-def check_refused(path):
-    """By a message with its name."""
-    with pytest.raises(CheckpointError, match=re.escape(str(path))):
-        load(path)
+            found, _, skipped = store.newest()
+            assert found == good and str(bad) in skipped[0]
 
 
 def test_bit_flip_in_checkpoint(bench):
@@ -147,8 +139,8 @@ def test_bit_flip_in_checkpoint(bench):
         with bench.attempt():
             try:
                 state = load(bad)
-            except CheckpointError:
-                check_refused(bad)
+            except CheckpointError as error:
+                assert str(bad) in str(error)
             else:
                 told = f"bit {bit} of {source.name} changed a value"
                 assert not tiny.differences(state, load(source)), told

@@ -40,7 +40,7 @@ def test_auto_is_bf16_on_a_cpu_only_where_a_product_is_faster(bf16_s, expected, 
 
 
 def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
-    """All but BatchNorm is fp16; the average follows the fp32 weights."""
+    """All but BatchNorm is fp16; the average follows the fp32 weights and the statistics."""
     model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
     weights, average = Fp32Weights(model, BY_NAME["fp16_o2"]), EMA(model, decay=0.5)
     halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
@@ -65,6 +65,11 @@ def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
     average.update(weights.state_dict())
     change, expected = average.module[3].weight - before, torch.full_like(before, 1e-6)
     torch.testing.assert_close(change, expected, rtol=0.05, atol=0)
+    statistics, averaged = model[1], average.module[1]
+    assert torch.equal(averaged.running_mean, statistics.running_mean / 2)
+    assert averaged.num_batches_tracked == statistics.num_batches_tracked == 1
+    assert average.module[3].weight.stride() == full.stride()
+    assert not average.module[3].weight.requires_grad and not average.module.training
 
 
 def set_newer(owner, precision):
@@ -122,19 +127,3 @@ def test_kernel_selection_is_restored_whichever_switches_a_program_uses(program)
             raise KeyError
         for restored, earlier in zip(switches(), before, strict=True):
             assert earlier in (restored, "differ")
-
-
-def test_the_average_follows_by_the_decay_in_the_models_layout():
-    model = small(3).to(memory_format=torch.channels_last)
-    average = EMA(model, decay=0.75)
-    before = model[3].weight.detach().clone()
-    with torch.no_grad():
-        model[3].weight.add_(4.0)
-        model[1].running_mean.add_(8.0)
-        model[1].num_batches_tracked.add_(5)
-    average.update(model.state_dict())
-    torch.testing.assert_close(average.module[3].weight, before + 1.0)
-    torch.testing.assert_close(average.module[1].running_mean, torch.full((8,), 2.0))
-    assert average.module[1].num_batches_tracked.item() == 5
-    assert average.module[3].weight.stride() == model[3].weight.stride() == (72, 1, 24, 8)
-    assert not average.module[3].weight.requires_grad and not average.module.training
