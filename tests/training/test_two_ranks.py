@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from cl_train.config.validation import checked_config
-from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.step.precision import BY_NAME
-from cl_train.system.distributed import gather_objects, processes
+from cl_train.system.distributed import processes
 from cl_train.training import build, checkpointing
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
@@ -37,33 +36,14 @@ def run(folder, name, **changes):
     return train(settings(folder, **changes), folder / name).exit_code
 
 
-def fp32_step(cfg, dist):
-    return build.step_settings(cfg, BY_NAME["fp32"], dist, soft=False)
-
-
-def weights_stay_equal_with_a_static_graph(folder):
-    """After the trial step on a copy, which runs its own backward: four steps."""
-    cfg = settings(folder, ddp_static_graph=True, channels_last=True)
-    with processes("cpu", LIMIT_S) as dist:
-        torch.manual_seed(0)
-        state = build.build_train_state(cfg, fp32_step(cfg, dist), 3, dist, lr=0.5)
-        for step in range(4):
-            generator = torch.Generator().manual_seed(10 * step + dist.rank)
-            images = torch.randn(8, 3, 32, 32, generator=generator)
-            images = images.to(memory_format=torch.channels_last)
-            state.train_step([Batch(images, torch.randint(3, (8,), generator=generator))])
-            sums = [parameter.sum().item() for parameter in state.model.parameters()]
-            ours, theirs = gather_objects(sums, dist)
-            assert ours == theirs, step
-
-
 def evaluation_is_eager_with_compile(folder):
     """`compile=true` compiles DDP's module in training, and not the module inside, which is
     evaluated.
     """
     with processes("cpu", LIMIT_S) as dist:
         cfg = settings(folder, compile=True)
-        state = build.build_train_state(cfg, fp32_step(cfg, dist), 3, dist, lr=0.1)
+        step = build.step_settings(cfg, BY_NAME["fp32"], dist, soft=False)
+        state = build.build_train_state(cfg, step, 3, dist, lr=0.1)
         assert state.model._compiled_call_impl is None
         assert state.parts.wrapped_model._compiled_call_impl is not None
 
@@ -93,7 +73,6 @@ def other_settings_and_layouts_are_refused(folder):
 
 def main(folder):
     saving = {"checkpoint": {"every_epochs": 0, "keep": 9}, "evaluate_every": -1}
-    weights_stay_equal_with_a_static_graph(folder)
     evaluation_is_eager_with_compile(folder)
     assert run(folder, "dropout", max_steps=1, report=True) == 0
     resume_reads_on_rank_0_alone(folder)
