@@ -17,7 +17,6 @@ from cl_train.measure.audit import audit
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.step.backup import BufferBackup
-from cl_train.step.precision import EMA
 from tests.memory_format.test_audit import images, windows
 from tests.networks import small
 
@@ -132,23 +131,6 @@ def test_an_entry_of_the_output_and_the_loss_are_selected():
     assert audit(Body(lambda x: "cat"), images(), loss=lambda output: one.sum()).totals
     with pytest.raises(ConfigError, match="scalar"):
         audit(Body(), images(), loss=lambda output: output)
-
-
-def test_buffers_are_restored_after_nan_activations():
-    model = small(3)
-    ema = EMA(model, 0.9)
-    backup = BufferBackup(model=model, average=ema.module)
-    for bring_back in (backup.restore, partial(backup.keep_or_restore, torch.tensor(True))):
-        model(images())
-        ema.update(model.state_dict())
-        backup.keep_or_restore(torch.tensor(False))
-        expected = [buffer.clone() for buffer in (*model.buffers(), *ema.module.buffers())]
-        model(images() * torch.nan)
-        ema.update(model.state_dict())
-        for module in (model, ema.module):
-            assert not module.get_buffer("1.running_mean").isfinite().any()
-        bring_back()
-        assert all(map(torch.equal, (*model.buffers(), *ema.module.buffers()), expected))
 
 
 def test_a_variance_that_overflows_does_not_become_good():
