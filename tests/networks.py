@@ -106,7 +106,7 @@ class Fault(nn.Module):
 
 def raising(num_classes: int) -> nn.Module:
     def fail(module: Fault, images: torch.Tensor, number: int) -> None:
-        raise ValueError("planted")
+        raise ValueError("planted,\nin two lines")
 
     return nn.Sequential(small(num_classes), Fault(fail))
 

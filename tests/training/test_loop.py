@@ -257,7 +257,7 @@ def test_settings_and_models_that_cannot_train_are_refused(train, tiny):
         (["batch_size=128"], "96 training images"),
         (["batch_size=32", "accumulate_steps=4"], "one step takes 128 images"),
         (["model=tests.networks:too_few_outputs"], r"\[2, 2\].* 3 classes"),
-        (["model=tests.networks:raising"], "planted"),
+        (["model=tests.networks:raising"], "planted, in two lines"),
         (["batch_size=auto", "resume=auto"], "batch_size=auto with resume"),
     ):
         with pytest.raises(ConfigError, match=problem):
