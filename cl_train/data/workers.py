@@ -89,7 +89,7 @@ class Workers:
         self._unfinished += 1
 
     def result(self) -> Any:
-        """Waits for the result of any submitted task, and returns it; None if it was skipped.
+        """Returns the next result of any submitted task; None: it was skipped.
 
         Raises WorkerError, after which the workers have ended.
         """
@@ -97,7 +97,7 @@ class Workers:
             result = self._receive() if self.processes else self._done(self._tasks.get(), 0)
             if isinstance(result, WorkerError):
                 raise result
-        except BaseException:  # also Ctrl-C, after which half a result may be left in the pipe
+        except BaseException:  # also Ctrl-C: half a result may be left in the pipe
             _kill(self.processes)
             self.close()
             raise
@@ -117,7 +117,7 @@ class Workers:
     def close(self) -> None:
         """Ends the workers: each finishes the sample that it reads, and is killed after 2 s."""
         if os.getpid() != self._owner or not self.is_running:
-            return  # in a fork: the processes are not its children
+            return  # in a fork: they are not its children
         self.is_running = False
         self.skip()
         for _ in self.processes:
@@ -126,13 +126,14 @@ class Workers:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self.processes)
+        self._events.close()
 
     def _run(self, worker: int, by_kernel: bool) -> None:
         """In the worker: does tasks until the loader closes or its process ends.
 
         `by_kernel`: its signal follows the end of the thread that forked, not of its process.
         """
-        gc.freeze()  # garbage of the parent may have a destructor that waits for its threads
+        gc.freeze()  # freeing the parent's garbage may wait for its threads
         ignore_parents_signals()
         end_with_parent(by_kernel=by_kernel)
         torch.set_num_threads(1)
@@ -153,15 +154,15 @@ class Workers:
 
         try:
             return self._work(task, worker, begin)
-        except Exception as error:  # a bug, or lack of memory; its own type may not be picklable
+        except Exception as error:  # a bug or lack of memory; perhaps not picklable
             return WorkerError(f"a loader worker failed: {type(error).__name__}: {error}")
 
     def _receive(self) -> Any:
         """Waits for a result. Raises WorkerError: a worker died, or all hang."""
         begun = int(self._begun.sum())
         quiet = 0
-        # Two quiet halves of the limit: a program that was suspended has one.
-        while not (events := self._events.select(self._timeout_s / 2)):
+        # Two quiet halves of the limit (epoll's is 24 days): a program that was suspended has one.
+        while not (events := self._events.select(min(self._timeout_s / 2, 1e6))):
             begun_before, begun = begun, int(self._begun.sum())
             quiet = quiet + 1 if begun == begun_before else 0
             if quiet == 2:

@@ -139,6 +139,16 @@ def test_workers_that_cannot_all_be_started_are_ended(root, workers, monkeypatch
     assert capsys.readouterr().err == ""
 
 
+def test_a_pool_with_any_limit_leaves_no_open_file():
+    files = len(os.listdir("/proc/self/fd"))
+    pool = data_workers.Workers(lambda task, *_: task, 1, timeout_s=1e12, name_of=str)
+    pool.submit(7)
+    assert pool.result() == 7
+    pool.close()
+    del pool
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
 @pytest.mark.parametrize("end", ["whole", "abandoned", "exception"])
 def test_nothing_remains_and_workers_ignore_the_signals_that_the_parent_handles(root, workers, end):
     pids = set()
