@@ -29,12 +29,6 @@ def working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-class Weight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 3, 3, 3))
-
-
 class Touch:
     """Creates the file when it is unpickled."""
 
@@ -144,7 +138,7 @@ def test_planted_file(name):
     """In everything that reads such a file: `weights=` of training, `resume=`, and convert."""
     path, read = FILES[name](), set[str]()
     for reader, call in (
-        ("weights", lambda: load_weights_file(Weight(), path)),
+        ("weights", lambda: load_weights_file(nn.Conv2d(3, 4, 3, bias=False), path)),
         ("checkpoint", lambda: checkpoints.load(path)),
         ("convert", lambda: convert_file(path, "out.pth", model=SMALL, input=(1, 3, 8, 8))),
     ):

@@ -42,7 +42,7 @@ def test_auto_is_bf16_on_a_cpu_only_where_a_product_is_faster(bf16_s, expected, 
 def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
     """All but BatchNorm is fp16; the average follows the fp32 weights and the statistics."""
     model = cast_model(small(3).to(memory_format=torch.channels_last), BY_NAME["fp16_o2"])
-    weights, average = Fp32Weights(model, BY_NAME["fp16_o2"]), EMA(model, decay=0.5)
+    weights, average = Fp32Weights(model, BY_NAME["fp16_o2"]), EMA(model, decay=0.75)
     halves = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
     assert halves == {"0.weight", "3.weight", "3.bias", "8.weight", "8.bias"}
     assert {value.dtype for value in weights.state_dict().values()} == {torch.float32, torch.int64}
@@ -61,12 +61,12 @@ def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
     torch.testing.assert_close(full, before * (1 + 1e-5) ** 100, rtol=1e-5, atol=0)
     torch.testing.assert_close(half.float(), full, rtol=1e-3, atol=1e-7)
     with torch.no_grad():
-        full.copy_(before + 2e-6)
+        full.copy_(before + 8e-6)
     average.update(weights.state_dict())
-    change, expected = average.module[3].weight - before, torch.full_like(before, 1e-6)
+    change, expected = average.module[3].weight - before, torch.full_like(before, 2e-6)
     torch.testing.assert_close(change, expected, rtol=0.05, atol=0)
     statistics, averaged = model[1], average.module[1]
-    assert torch.equal(averaged.running_mean, statistics.running_mean / 2)
+    assert torch.equal(averaged.running_mean, statistics.running_mean / 4)
     assert averaged.num_batches_tracked == statistics.num_batches_tracked == 1
     assert average.module[3].weight.stride() == full.stride()
     assert not average.module[3].weight.requires_grad and not average.module.training

@@ -32,9 +32,8 @@ from tests.processes import LIMIT_S
 from tests.ranks import TINY, fork_two_ranks, launch
 
 CPU = torch.device("cpu")
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-RANK_1 |= {"MASTER_ADDR": "127.0.0.1"}
+ADDRESS = {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"}
+RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
 
 
 def test_the_variables_of_torchrun():
