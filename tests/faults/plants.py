@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import cl_train.step.train_step
 import cl_train.system.checkpoints
 import cl_train.system.distributed
 import cl_train.system.files
@@ -85,20 +84,8 @@ def signal_after_save(step: int, signum: int) -> None:
     cl_train.training.checkpointing.Checkpoints.save = save
 
 
-def bad_loss(value: float, steps: Container[int]) -> None:
-    """The loss of these steps is `value`."""
-    original, step = cl_train.step.train_step.loss_of, [0]
-    before_step(lambda now, *_: step.__setitem__(0, now))
-
-    def loss_of(*arguments: Any) -> torch.Tensor:
-        loss = original(*arguments)
-        return loss * value if torch.is_grad_enabled() and step[0] in steps else loss
-
-    cl_train.step.train_step.loss_of = loss_of
-
-
-def bad_gradient(value: float, steps: Container[int]) -> None:
-    """One gradient of these steps holds `value`, before ranks exchange them."""
+def bad_gradient(at_step: int) -> None:
+    """One gradient of this step is NaN, before ranks exchange them."""
     step = [0]
 
     def plant(now: int, parts: Any, micro_batches: Any) -> None:
@@ -107,7 +94,7 @@ def bad_gradient(value: float, steps: Container[int]) -> None:
             next(iter(parts.wrapped_model.parameters())).register_hook(spoil)
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor | None:
-        return gradient.fill_(value) if step[0] in steps else None
+        return gradient.fill_(torch.nan) if step[0] == at_step else None
 
     before_step(plant)
 
