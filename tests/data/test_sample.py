@@ -18,14 +18,11 @@ from cl_train.data.sample import (
     write_sample,
 )
 from cl_train.errors import ConfigError
+from tests.conftest import contents
 from tests.data.image_folders import write_folder
 from tests.processes import LIMIT_S
 
 SMALL = SampleSpec(train_per_class=12, val_per_class=4, scale=0.25)
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))}
 
 
 @pytest.mark.slow
@@ -33,7 +30,8 @@ def test_the_same_files_for_any_number_of_processes(tmp_path):
     write_sample(tmp_path / "one", SMALL, processes=1)
     write_sample(tmp_path / "three", SMALL, processes=3)
     files = contents(tmp_path / "one")
-    assert len(set(files.values())) == 10 * (12 + 4) and files == contents(tmp_path / "three")
+    images = {content for name, content in files.items() if name.endswith(".JPEG")}
+    assert len(images) == 10 * (12 + 4) and files == contents(tmp_path / "three")
 
 
 @pytest.mark.slow
@@ -46,7 +44,7 @@ def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
     for run in runs:
         run.join(LIMIT_S)
         assert run.exitcode == 0
-    assert len(contents(tmp_path / "sample")) == 160
+    assert len(list((tmp_path / "sample").rglob("*.JPEG"))) == 160
     bars = [line for line in capfd.readouterr().err.split("\n") if "100%" in line]
     assert len(bars) == 1, "tqdm may write the last state of a bar twice in its line"
     assert {path.name for path in tmp_path.iterdir()} == {"sample", ".sample.lock"}

@@ -2,6 +2,7 @@
 file.
 """
 
+import itertools
 import re
 
 import pytest
@@ -14,9 +15,11 @@ from cl_train.commands.convert import main
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import (
+    MEMORY_FORMATS,
     classify,
     memory_format_of,
     model_memory_format,
+    to_memory_format,
 )
 from cl_train.models.convert_file import NotConverted, convert_file, load_model
 from cl_train.models.files import read_weights
@@ -257,3 +260,27 @@ def test_a_scripted_model_is_compared_in_its_dtype_unless_it_is_frozen(tmp_path)
     with pytest.raises(NotConverted, match="frozen"):
         convert_file(tmp_path / "frozen.pt", tmp_path / "none.pt", **words)
     assert not (tmp_path / "none.pt").exists()
+
+
+X = torch.randn(IMAGES)
+IN_MEMORY = {
+    "fx": torch.fx.symbolic_trace,
+    "scripted": torch.jit.script,
+    "traced": lambda model: torch.jit.trace(model, X),
+    "compiled": torch.compile,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_every_kind_of_model_gives_equal_outputs_in_both_layouts(kind):
+    model = nn.Sequential(*list(torchvision.models.resnet18().children())[:5]).eval()
+    with torch.no_grad():
+        expected, made = model(X), IN_MEMORY[kind](model)
+        for mode, layout in itertools.product(("full", "conv"), ("channels_last", "contiguous")):
+            memory_format = MEMORY_FORMATS[layout]
+            assert len(convert(made, mode, memory_format=memory_format).changed) == 5
+            found = made(to_memory_format(X, memory_format))
+            assert model_memory_format(made) == classify(found) == layout
+            assert torch.allclose(found, expected, atol=1e-4)
+    torch._dynamo.reset()
