@@ -144,6 +144,26 @@ def test_ranks_that_do_not_meet_are_named(monkeypatch):
             pass
 
 
+def store(silent):
+    """Counters of three ranks, read twice: those of `silent` stand still. Without a `silent` it
+    does not respond.
+    """
+    both = [5, 5, 5, *(5 if rank in (silent or ()) else 9 for rank in range(3))]
+    return Mock(add=Mock(side_effect=both if silent is not None else RuntimeError("no answer")))
+
+
+def test_the_rank_whose_counter_stands_still_is_named(monkeypatch):
+    monkeypatch.setattr(distributed, "LISTEN_S", 0.0)
+    for rank, silent, named in (
+        (0, (0, 1, 2), "rank 1 is dead or hangs, rank 2 is dead or hangs"),
+        (0, (), "a rank hangs although its process is alive"),
+        (1, None, "rank 0 is dead or hangs"),
+        (0, None, "the ranks' store does not respond"),
+    ):
+        monkeypatch.setattr(distributed, "connect_to_store", partial(store, silent))
+        assert distributed.find_silent_ranks(Dist(rank, 3, CPU)) == named
+
+
 def test_only_errors_of_collectives_are_faults_of_ranks(monkeypatch):
     monkeypatch.setattr(distributed, "connect_to_store", Mock)
     monkeypatch.setattr(distributed, "find_silent_ranks", lambda dist: "rank 1 is dead or hangs")
