@@ -48,7 +48,7 @@ def test_shards_hold_the_folders_images_in_the_folders_order(folder, tmp_path):
 @pytest.mark.slow
 def test_training_on_shards_has_the_batches_of_the_folder(folder, tmp_path):
     root = tmp_path / "shards"
-    words = [f"data.root={folder}", f"out={root}", "images_per_shard=5", "workers=1"]
+    words = [f"data.root={folder}", f"out={root}", "images_per_shard=5", "data.workers=1"]
     assert main(["shards", *words]) == 0
     plain, *by_shard = (
         train_batches(folder_data(root, name="shards", shuffle=shuffle))
