@@ -246,16 +246,6 @@ def test_video_is_watched_in_five_dimensions():
         model(video)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_the_losses_of_a_model_of_torchvision_in_each_form():
-    model = converted(torchvision.models.shufflenet_v2_x0_5())
-    for kind in (model, torch.jit.script(model), torch.fx.symbolic_trace(model)):
-        lost = audit(kind, images(2, 3, 64, 64)).of("lost")
-        # 13 blocks with a split: forward, and the gradient of the chunks
-        assert sum(call.count for call in lost if call.name == "cat") == 26
-
-
 def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward():
     frozen = converted(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())).requires_grad_(False)
     for model in (frozen, nn.ReLU()):

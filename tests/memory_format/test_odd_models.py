@@ -61,6 +61,7 @@ class Cache(Body):
 
 CONV = nn.Conv2d(4, 4, 3)
 PLAIN = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+FLATTENS = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Unflatten(1, (4, 6, 6)), nn.ReLU())
 WEIGHTS = [torch.randn(4, 4, 3, 3)]
 # How the audit of a model with this output ends: "ok", or "loses" and the operators; else words of
 # the refusal.
@@ -86,7 +87,9 @@ MODELS = {
     **{name: (partial(with_tensor, tensor), "ok") for name, tensor in TENSORS.items()},
     "lazy": (lambda: nn.Sequential(nn.LazyConv2d(4, 3)), "run one batch"),
     "scripted inside": (lambda: nn.Sequential(torch.jit.script(PLAIN), nn.Conv2d(4, 4, 1)), "ok"),
-    "traced": (lambda: torch.jit.trace(Body().conv, torch.randn(2, 3, 8, 8)), "ok"),
+    "scripted": (lambda: torch.jit.script(FLATTENS), "loses clone"),
+    "traced": (lambda: torch.jit.trace(FLATTENS, torch.randn(2, 3, 8, 8)), "loses clone"),
+    "traced by torch.fx": (lambda: torch.fx.symbolic_trace(FLATTENS), "loses clone"),
     "compiled": (lambda: torch.compile(nn.Sequential(nn.ReLU()), backend="eager"), "ok"),
     "swaps its parameter": (Swaps, "ok"),
     "cache, and a child called twice": (Cache, "loses slice_backward"),
@@ -95,7 +98,7 @@ MODELS = {
     "wrong channels": (lambda: nn.Sequential(nn.Conv2d(5, 4, 3)), "channels"),
     "no module children": (nn.Identity, "ok"),
 }
-SLOW = ("compiled", "scripted inside", "traced")
+SLOW = ("compiled", "scripted", "scripted inside", "traced")
 
 
 @pytest.mark.parametrize(
