@@ -299,17 +299,10 @@ def test_a_verdict_is_not_made_by_waiting_for_data(images_per_s, waits_pct, verd
 def test_repeats_of_auto_that_chose_differently_are_not_comparable(tmp_path):
     baseline = [run_of(tmp_path) for _ in range(2)]
     auto = [run_of(tmp_path, 150.0, channels_last="auto") for _ in range(2)]
-    for chosen, reason in (
-        (["channels_last", "contiguous"], "different memory_format"),
-        (["contiguous", "contiguous"], "both sides ran with memory_format contiguous"),
-    ):
-        candidate = [
-            replace(run, summary=run.summary | {"memory_format": memory_format})
-            for run, memory_format in zip(auto, chosen, strict=True)
-        ]
-        pair = compare_pair(baseline, candidate)
-        assert pair.verdict == "not_comparable"
-        assert reason in pair.notes[0]
+    auto[0] = replace(auto[0], summary=auto[0].summary | {"memory_format": "channels_last"})
+    pair = compare_pair(baseline, auto)
+    assert pair.verdict == "not_comparable"
+    assert "different memory_format" in pair.notes[0]
 
 
 def test_equal_runs_and_two_runs_in_either_order_can_be_compared(tmp_path):
