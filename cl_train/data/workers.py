@@ -1,8 +1,7 @@
 """The worker processes of a loader: forks that live until `close`.
 
-All take their tasks from one queue, so one that the machine delays holds up only its own task, and
-send the results through one pipe. The sentinel of a process tells that it died, the time in which
-no worker begins a sample that they hang. Both messages name the sample that was begun last.
+All take their tasks from one queue, so a delayed one holds up only its own task, and send results
+through one pipe. A sentinel tells that a process died, the time without a new sample that all hang.
 """
 
 import gc
@@ -26,12 +25,13 @@ from cl_train.errors import WorkerError
 from cl_train.system.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_parent, handles_signals
 
 _CLOSE_S = 2.0
+_PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns zeros in memory that later forks share.
 
-    It has no name that could remain after a crash, and is freed with the last process that maps it.
+    It has no name that could outlive a crash.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -41,9 +41,8 @@ class Workers:
     """Runs tasks in `count` processes, or for 0 in the caller.
 
     `work(task, worker, begin)` runs in forks: it is not pickled, but tasks and results are. It
-    calls `begin(sample)` before it reads a sample; if that is false, the task is skipped, and it
-    returns None. When no worker has begun another sample for `timeout_s`, `result` raises. Raises
-    WorkerError: the system starts no more processes.
+    calls `begin(sample)` before it reads a sample, and returns None if that is false: the task is
+    skipped. `result` raises if none begins for `timeout_s`. WorkerError: no more processes.
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class Workers:
         self.is_running = True
         self._owner = os.getpid()
         killing_at_exit(self, self.processes)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a threaded process forks: no worker takes a lock
@@ -82,6 +82,8 @@ class Workers:
                 f"cannot start {count} loader workers: {error}. Free memory, processes or open"
                 " files (ulimit -n), or lower data.workers"
             ) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def submit(self, task: Any) -> None:
         """Hands `task` to the worker that is free first."""
@@ -97,7 +99,7 @@ class Workers:
             result = self._receive() if self.processes else self._done(self._tasks.get(), 0)
             if isinstance(result, WorkerError):
                 raise result
-        except BaseException:  # also Ctrl-C: half a result may be left in the pipe
+        except BaseException:  # Ctrl-C may leave half a result in the pipe
             _kill(self.processes)
             self.close()
             raise
@@ -115,7 +117,7 @@ class Workers:
             self.result()
 
     def close(self) -> None:
-        """Ends the workers: each finishes the sample that it reads, and is killed after 2 s."""
+        """Ends the workers: each finishes its sample, and is killed after 2 s."""
         if os.getpid() != self._owner or not self.is_running:
             return  # in a fork: they are not its children
         self.is_running = False
@@ -131,7 +133,7 @@ class Workers:
     def _run(self, worker: int, by_kernel: bool) -> None:
         """In the worker: does tasks until the loader closes or its process ends.
 
-        `by_kernel`: its signal follows the end of the thread that forked, not of its process.
+        `by_kernel`: its signal follows the end of the thread that forked.
         """
         gc.freeze()  # freeing the parent's garbage may wait for its threads
         ignore_parents_signals()
@@ -191,9 +193,10 @@ class Workers:
 
 
 def ignore_parents_signals() -> None:
-    """In a worker: Ctrl-C and a scheduler's SIGTERM reach the whole process group; see `close`."""
-    for signum in (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2):
+    """In a worker: Ctrl-C and a scheduler's SIGTERM reach the whole group."""
+    for signum in _PARENTS_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
 
 
 def killing_at_exit(owner: object, processes: list[BaseProcess]) -> multiprocessing.util.Finalize:

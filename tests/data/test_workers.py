@@ -139,7 +139,8 @@ def test_workers_that_cannot_all_be_started_are_ended(root, workers, monkeypatch
     assert capsys.readouterr().err == ""
 
 
-def test_a_pool_with_any_limit_leaves_no_open_file():
+def test_a_pool_with_any_limit_outlives_an_early_signal_and_leaves_no_file(monkeypatch):
+    monkeypatch.setattr(gc, "freeze", lambda: os.kill(os.getpid(), signal.SIGTERM))  # as it starts
     files = len(os.listdir("/proc/self/fd"))
     pool = data_workers.Workers(lambda task, *_: task, 1, timeout_s=1e12, name_of=str)
     pool.submit(7)
