@@ -201,12 +201,12 @@ class Launcher:
             place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
             took = f"in {timedelta(seconds=round(seconds))}{place}"
             remaining = timedelta(seconds=round(self._seconds_for(self.left)))
-            left = f"; {self.left} jobs, about {remaining} left" if self.left else ""
+            left = f"; jobs left: {self.left}, about {remaining}" if self.left else ""
             start = "\r\x1b[K" if sys.stdout.isatty() else ""
             print(f"{start}{job.name}: {outcome} {took}{left}", flush=True)
 
     def _outcome(self, job: Job, slot: Slot) -> str:
-        """Runs a job, and says in words how it ended."""
+        """Runs a job and says in words how it ended."""
         folder = self.sweep.folder / job.name
         try:
             process = start_job(job, folder, slot, lambda: self.request.stop is not None)
