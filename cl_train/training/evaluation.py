@@ -134,24 +134,25 @@ def mean_average_precision(
 
 
 def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
-    """Rank 0 calls `metrics` with noise for as many images as an evaluation has, before hours of
-    training.
+    """Rank 0 calls `metrics` with noise of an evaluation's size, before hours of training.
 
     Raises ConfigError: it does not return numbers, or there is no number `best_by`.
     """
     images, classes = data.val_images or 2 * data.num_classes, data.num_classes
-    targets = torch.arange(images) % classes
-    names = ["top1", "top5", "loss"]
-    if data.label_shape:  # every class has positive and negative images, as some metrics require
-        targets = ((torch.arange(images)[:, None] + torch.arange(classes)) % 2).float()
-        names.append(MAP)
+    names = ["top1", "top5", "loss", *([MAP] if data.label_shape else [])]
 
     if cfg.metrics is not None:
         metrics = user_function("metrics", cfg.metrics)
+
+        def names_of() -> list[str]:
+            targets = torch.arange(images) % classes
+            if data.label_shape:  # some metrics need both labels in each class
+                targets = ((torch.arange(images)[:, None] + torch.arange(classes)) % 2).float()
+            return list(_numbers(metrics, torch.randn(images, classes), targets))
+
         try:
             with random_state_restored(dist.device):
-                logits = torch.randn(images, classes)
-                names += on_main(lambda: list(_numbers(metrics, logits, targets)), dist)
+                names += on_main(names_of, dist)
         except TrainingFault as error:
             raise ConfigError(f"{error} (called with {images} images of noise)") from error
     name = (cfg.best_by or "top1").removeprefix("average.")
