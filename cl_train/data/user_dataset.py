@@ -44,7 +44,7 @@ def open_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource
             classes = _class_names(built[0])
         except Exception as error:
             raise ConfigError(
-                f"data.dataset={cfg.dataset}: ({split!r}, {size}) must return a Dataset with a"
+                f"data.dataset: {cfg.dataset}({split!r}, {size}) must return a Dataset with a"
                 " length, and the one for 'train' `classes` (names) or `num_classes`:"
                 f" {reason_of(error)}"
             ) from error
