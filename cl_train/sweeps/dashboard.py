@@ -1,4 +1,4 @@
-"""The TensorBoard page of a comparison: a run for each side, so a side has one colour and one name.
+"""The TensorBoard page of a comparison: each side is a run, with one colour and one name.
 Without torch, whose writer takes seconds to import.
 """
 
@@ -27,7 +27,7 @@ def write_dashboard(
     pairs: Sequence[Pair], labels: Sequence[str], markdown: str, folder: Path
 ) -> None:
     """Write medians and ranges over the runs of each side, a layout of charts and the page into
-    `folder/tensorboard`; they replace those of an earlier report.
+    `folder/tensorboard`, in place of an earlier report's.
     """
     dashboard = folder / DASHBOARD
     for earlier in dashboard.glob("*/events.out.tfevents.*"):
@@ -83,7 +83,7 @@ def _write_curve(
     curves: Sequence[dict[int, float]],
     reduce: Callable[[Iterable[float]], float],
 ) -> None:
-    """The median, least or most over the runs, at the steps that all of them have."""
+    """The median, least or most over the runs, at the steps that all have."""
     for step in sorted(set.intersection(*map(set, curves))) if curves else ():
         value = Summary.Value(tag=tag, simple_value=reduce(curve[step] for curve in curves))
         writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))

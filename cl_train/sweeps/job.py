@@ -29,8 +29,8 @@ _ERROR = re.compile(
 def start_job(
     job: Job, folder: Path, slot: Slot, is_stopped: Callable[[], bool] = lambda: False
 ) -> "subprocess.Popen[bytes]":
-    """Start the process of a job; it ends when this process is killed. Waits for an earlier process
-    of the job that is still ending, until `is_stopped`.
+    """Start the process of a job; it ends when this process is killed. Waits for an earlier one
+    that is still ending, until `is_stopped`.
 
     Raises ConfigError: the folder is not one of this sweep, or another process still holds it.
     """
@@ -77,8 +77,8 @@ def _begin_job() -> None:
 
 
 def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list[str]:
-    """The settings with which a job that was started before goes on from its checkpoint, or begins
-    again: without one, or if it is completed, but damaged or disturbed.
+    """The settings with which a job that was started before goes on, or begins again: without a
+    checkpoint, or if it is completed, but damaged or disturbed.
     """
     summary = folder / SUMMARY
     with lock_file(folder / ".lock", waiting_for=job.name, is_stopped=is_stopped):
@@ -109,7 +109,7 @@ def outcome_of(folder: Path) -> Run | str:
 
 
 def _how_it_ended(folder: Path) -> str | None:
-    """Tells in words how a job failed, from `job.json` and the log; None after exit code 0."""
+    """How a job failed, from `job.json` and the log; None after exit code 0."""
     try:
         ended = read_json(folder / JOB_NAME)
         exit_code, signal_name = ended["exit_code"], ended["signal"]

@@ -169,8 +169,8 @@ class Launcher:
             list(pool.map(work, self.slots))
 
     def _wait_for_quiet(self) -> None:
-        """Wait for other processes to end, as long as `wait_for_quiet_s` says. By default a wait in
-        vain is not repeated until a job was undisturbed.
+        """Wait for other processes to end, `wait_for_quiet_s`. By default a wait in vain is not
+        repeated until a job was undisturbed.
         """
         limit_s = self.sweep.options.wait_for_quiet_s
         if limit_s is None:

@@ -1,5 +1,5 @@
 """The jobs of `python train.py -m ...`: what runs, in which order and folders. `sweep.json` holds
-this plan; how a job ended stands in its own folder, see `job.outcome_of`.
+this plan, not how a job ended: see `job.outcome_of`.
 """
 
 import math

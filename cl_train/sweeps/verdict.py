@@ -71,7 +71,9 @@ class Pair:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether there may be no verdict because other processes used the CPU."""
+        """Whether quieter runs may get a verdict: other processes used the CPU."""
+        if any(run.windows_after_warmup < MIN_WINDOWS for run in self.runs):
+            return False
         return self.verdict == "not_comparable" and any(run.is_disturbed for run in self.runs)
 
     @property

@@ -296,6 +296,17 @@ def test_a_verdict_is_not_made_by_waiting_for_data(images_per_s, waits_pct, verd
     assert all(load in pair.notes[0] for load in loads)
 
 
+@pytest.mark.parametrize(("windows", "is_disturbed"), [(3, False), (4, True)])
+def test_a_disturbed_run_that_is_too_short_is_not_repeated(windows, is_disturbed, tmp_path):
+    runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true")]
+    first, second = (
+        replace(run, windows=run.windows[:windows], summary=run.summary | {"others_pct": 60.0})
+        for run in runs
+    )
+    pair = compare_pair([first], [second])
+    assert (pair.verdict, pair.is_disturbed) == ("not_comparable", is_disturbed)
+
+
 def test_repeats_of_auto_that_chose_differently_are_not_comparable(tmp_path):
     baseline = [run_of(tmp_path) for _ in range(2)]
     auto = [run_of(tmp_path, 150.0, channels_last="auto") for _ in range(2)]
