@@ -1,5 +1,6 @@
 """The audit: one step of a model, the operators in it that lose channels_last, and their time."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
@@ -36,10 +37,9 @@ def audit(
     time_limit_s: float = 30.0,
     name: str | None = None,
 ) -> LayoutReport:
-    """Run one step of `model` on `batch` and report which operator calls kept, lost and restored
-    channels_last.
+    """Report which operator calls of one step of `model` kept, lost and restored channels_last.
 
-    Weights, buffers, gradients and the random state are restored afterwards.
+    Weights, buffers, gradients and the random state are restored.
 
     Args:
         model: any module, in the mode (train or eval) and the memory format to audit.
@@ -48,15 +48,13 @@ def audit(
         precision: as in `compare_layouts`; fp32: the tensors' own dtypes, no autocast.
         loss, output: as in `compare_layouts`; default: the mean square of the output.
         backward: False: forward only, without gradients.
-        measure: also time the step, and one permuting copy, from which each call's milliseconds
-            follow by its bytes.
+        measure: also time the step, and one permuting copy, which tells milliseconds by bytes.
         time: also time every operator of the step, with an SGD update, of copies in both layouts.
         time_limit_s: of all rounds of `time`; at least four are measured.
         name: of the model, for the report.
 
     Raises:
-        ConfigError: the batch holds no image; the model is lazy, failed or crashed on the batch; no
-            scalar loss.
+        ConfigError: no image; no scalar loss; the model is lazy, failed or crashed on the batch.
     """
     refuse_lazy(model)
     images = _first_images(batch)
@@ -66,18 +64,12 @@ def audit(
     forward = partial(_loss, precision, images.device, loss if backward else None)
 
     def step() -> None:
-        scalar = forward(model, batch)
-        if scalar is not None:
+        if (scalar := forward(model, batch)) is not None:
             scalar.backward()
 
-    described = (
-        f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
-    )
-    facts = (precision.name, str(images.device), torch.__version__)
-    name = name or type(model).__name__
-    report = LayoutReport(name, model_memory_format(model), described, *facts)
+    report = _empty_report(name, model, images, precision)
     remedy = "check the shape, dtype and device of the batch"
-    explained = failure_explained(f"the model failed on {described}", remedy)
+    explained = failure_explained(f"the model failed on {report.input}", remedy)
     with explained, state_restored(model, images.device):
         is_contiguous = classify(images) == report.model_memory_format == "contiguous"
         if backward and (time or not is_contiguous):
@@ -85,9 +77,7 @@ def audit(
         with recording(report):
             step()
         if measure:
-            steps_s = [timed_s(step, images.device) for _ in range(4)]
-            report.step_ms = 1000 * median(steps_s[1:])  # after the warm-up
-            report.copy_ms_per_byte = copy_ms_per_byte(images.device)
+            _add_times(report, step, images.device)
         model.zero_grad(set_to_none=True)
         if time:
             times = time_operators(model, batch, forward, precision, images.device, time_limit_s)
@@ -104,6 +94,25 @@ def _first_images(batch: Any) -> torch.Tensor:
         what = "no tensor of 4 or 5 dimensions, [N,C,H,W], nor of 3, [C,H,W]"
         raise ConfigError(f"the batch holds no images: {what}")
     return images
+
+
+def _empty_report(
+    name: str | None, model: nn.Module, images: torch.Tensor, precision: Precision
+) -> LayoutReport:
+    return LayoutReport(
+        name or type(model).__name__,
+        model_memory_format(model),
+        f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}",
+        precision.name,
+        str(images.device),
+        torch.__version__,
+    )
+
+
+def _add_times(report: LayoutReport, step: Callable[[], None], device: torch.device) -> None:
+    steps_s = [timed_s(step, device) for _ in range(4)]
+    report.step_ms = 1000 * median(steps_s[1:])  # after the warm-up
+    report.copy_ms_per_byte = copy_ms_per_byte(device)
 
 
 def _loss(

@@ -231,9 +231,6 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
     return replace(workload, batch_size=batch_size, settings=settings)
 
 
-# --- the cache ------------------------------------------------------------------------------------
-
-
 def _cache_file(model: nn.Module, workload: Workload, candidate: Layout) -> Path:
     """Returns a file named by what could change which layout is faster. Of the model that is its
     text and its parameters: another `forward` of the same modules is not noticed.

@@ -133,8 +133,7 @@ def check_parity(
     """Compare copies of `model` in both layouts: outputs, results, gradients and BatchNorm
     statistics of one step.
 
-    Dropout and other random operators draw equal numbers in all runs. A crash in channels_last is a
-    difference.
+    Random operators draw equal numbers in all runs. A crash in channels_last is a difference.
 
     Args:
         model: fp32, in any layout, on any device.
@@ -189,7 +188,13 @@ def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
     return small
 
 
-# --- the comparison -------------------------------------------------------------------------------
+def _reference(step: Step) -> tuple[Record, torch.dtype, list[str]]:
+    """The contiguous step in float64, or with a note in fp32."""
+    try:
+        return step(CONTIGUOUS, torch.float64), torch.float64, []
+    except Exception as error:  # a model that creates or expects fp32 tensors
+        note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
+    return step(CONTIGUOUS, torch.float32), torch.float32, [note]
 
 
 def _compare_layouts(
@@ -201,14 +206,8 @@ def _compare_layouts(
     precision: Precision,
 ) -> ParityReport:
     """`plain` is the contiguous step in the precision under test."""
-    dtype, exact_limit, notes = torch.float64, FLOAT64_LIMIT, []
-    try:
-        reference = step(CONTIGUOUS, dtype)
-    except Exception as error:  # a model that creates or expects fp32 tensors
-        dtype, exact_limit = torch.float32, FLOAT32_LIMIT
-        why = explain_failure(error)
-        notes.append(f"compared in fp32, as the model does not run in float64 ({why})")
-        reference = step(CONTIGUOUS, dtype)
+    reference, dtype, notes = _reference(step)
+    exact_limit = FLOAT64_LIMIT if dtype == torch.float64 else FLOAT32_LIMIT
     results = [*reference.get("eval results", []), *reference.get("results", [])]
     if not any(tensor.isfinite().any() for _, tensor in results):
         return report(None, note="the contiguous model returns nothing that is finite")
