@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cl_train.config.environment import parse_environment
 from cl_train.config.fields import suggest
 from cl_train.config.main_amp import settings_of_main_amp
+from cl_train.config.removed import removal_of
 from cl_train.config.schema import (
     AUTO_REPEATS,
     CHOSEN_BY_GROUP,
@@ -203,6 +204,8 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
 
 def _key_problems(key: str, value: str, folders: Sequence[Path]) -> list[str]:
     """Whether there is such a setting, or such a choice of a group."""
+    if removed := removal_of(key, value):
+        return [removed]
     if key in GROUPS:
         choices = group_choices(key, folders)
         if value in choices:

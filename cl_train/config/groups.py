@@ -145,7 +145,6 @@ class OptimConfig:
     beta2: float | None = loss_setting(
         None, "decay of the second moment; null = default", "0 to 0.999999"
     )
-    alpha: float = loss_setting(0.9, "RMSprop: smoothing constant", "0 to 1")
     eps: float | None = loss_setting(
         None, "added to the denominator; null = the optimizer's default", "> 0"
     )

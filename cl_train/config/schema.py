@@ -29,7 +29,7 @@ PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 # torch's optimizers, with the settings that not all of them read. A fused kernel skips an update on
 # the device.
 FUSED_OPTIMIZERS = {"sgd": ("momentum", "nesterov"), "adamw": ("beta1", "beta2", "eps")}
-OPTIMIZERS = FUSED_OPTIMIZERS | {"rmsprop": ("alpha", "eps", "momentum")}
+OPTIMIZERS = FUSED_OPTIMIZERS | {"rmsprop": ("eps", "momentum")}
 LOSSES = ("cross_entropy", "bce")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CONVERSIONS = ("full", "conv", "select")

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from cl_train.config.removed import was_default
 from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, SETTINGS_OF_CODE, Config
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
@@ -59,7 +60,7 @@ class StartFile:
         for key, value in sorted(flatten(self._read(), FIELDS)):  # optim.library before optim.name
             group = key.partition(".")[0]
             is_skipped = key in _HOW_STARTED or (key in GROUPS and value is None)
-            if is_skipped or typed.keys() & {key, group}:
+            if is_skipped or was_default(key, value) or typed.keys() & {key, group}:
                 continue
             if key == "weights" and typed.get("evaluate_only"):
                 continue

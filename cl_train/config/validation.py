@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from cl_train.config.combinations import combination_problems
 from cl_train.config.fields import Setting, setting_fields
 from cl_train.config.fields import suggest as suggest
+from cl_train.config.removed import removal_of
 from cl_train.config.schema import Config
 from cl_train.errors import ConfigError
 
@@ -35,6 +36,9 @@ def from_mapping(
     problems = list(earlier_problems)
     checked: dict[str, Any] = {}
     for key, value in flatten(values, fields):
+        if removed := removal_of(key, value):
+            problems.append(removed)
+            continue
         if key not in fields:
             problems.append(f"unknown setting '{key}'{suggest(key, fields)}")
             continue

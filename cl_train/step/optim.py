@@ -99,6 +99,8 @@ def build_optimizer(
         options |= {"lr": lr, "weight_decay": cfg.weight_decay}
         made: torch.optim.Optimizer = create(groups, cfg.name, **options)
         return made
+    if cfg.name == "rmsprop":
+        options["alpha"] = 0.9  # torch has 0.99; TensorFlow and every published recipe 0.9
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
     options["fused" if cfg.name in FUSED_OPTIMIZERS else "foreach"] = True
     optimizer = kinds[cfg.name](groups, lr=lr, **options)

@@ -1,0 +1,26 @@
+"""Settings that were removed, with what to do instead: answered by their names for one version."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+REMOVED_IN = "0.3"
+
+# A key, or a pattern of key=value where only values went: the default that a setting had, which an
+# older file may still hold, and what a user does instead.
+_REMOVED: dict[str, tuple[Any, str]] = {
+    "optim.alpha": (0.9, "it is 0.9, as in the published recipes"),
+}
+
+
+def removal_of(key: str, value: Any) -> str | None:
+    """The answer to `key=value` if the setting, or this value of it, was removed; else None."""
+    for name in (key, f"{key}={value}"):
+        for pattern, (_, instead) in _REMOVED.items():
+            if fnmatchcase(name, pattern):
+                return f"{name} was removed in {REMOVED_IN}: {instead}"
+    return None
+
+
+def was_default(key: str, value: Any) -> bool:
+    """Whether an older file says by a removed setting only what now always holds."""
+    return key in _REMOVED and _REMOVED[key][0] == value
