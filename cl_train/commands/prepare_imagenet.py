@@ -5,7 +5,6 @@
     cl-train prepare_imagenet verify data.root=/datasets/imagenet deep=true
     cl-train prepare_imagenet resize data.root=/datasets/imagenet out=/datasets/small max_side=400
     cl-train prepare_imagenet shards data.root=/datasets/imagenet out=/datasets/imagenet-wds
-    cl-train prepare_imagenet parquet data.root=/datasets/imagenet-1k/data out=/datasets/imagenet
 
 After an interruption, run the same command again to continue.
 Exit codes: 0 done, 1 failed or `verify` found problems, 2 wrong usage or unusable input, 130
@@ -19,6 +18,7 @@ from typing import Any
 
 from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.fields import suggest
+from cl_train.config.removed import removal_of
 from cl_train.config.schema import OVERWRITE_HELP, setting
 from cl_train.errors import ConfigError
 
@@ -69,21 +69,7 @@ class Shards(_Output, _Folder):
     seed: int = setting(0, "seed of the assignment of images to shards", ">= 0")
 
 
-@dataclass
-class Parquet(_Output, _Folder):
-    """Copy parquet files of Hugging Face `datasets`, with images and labels, into a folder or tar
-    shards.
-    """
-
-    root: str = setting(
-        "", "folder with *train*.parquet and *validation*.parquet", key="data.root", required=True
-    )
-    to: str = setting("folder", "what to write", choices=("folder", "shards"))
-
-
-TASKS: dict[str, type] = {
-    task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards, Parquet)
-}
+TASKS: dict[str, type] = {task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards)}
 _PATHS = ("root", "out", "train", "val", "devkit")
 USAGE = f"{'|'.join(TASKS)} [key=value ...]"
 SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in TASKS.items()}
@@ -91,6 +77,8 @@ SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in T
 
 def main(words: list[str]) -> int:
     name = words[0] if words else ""
+    if removed := removal_of(name, None):
+        raise ConfigError(removed)
     if name not in TASKS:
         tasks = ", ".join(TASKS)
         hint = suggest(name, TASKS)
@@ -111,7 +99,7 @@ def main(words: list[str]) -> int:
 
 def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
     """What a task reports, and whether it found nothing wrong."""
-    from cl_train.imagenet import archives, folders, parquet, shards
+    from cl_train.imagenet import archives, folders, shards
 
     if task == "resize":
         return [folders.resize_folder(**options)], True
@@ -122,5 +110,5 @@ def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
         images, bad = shards.write_shards(**options)
         summary = f"{options['out']}: {sum(images.values()):,} images in {len(images):,} shards"
         return [summary, *(f"left out: {line}" for line in bad)], not bad
-    counts = archives.unpack(**options) if task == "tars" else parquet.unpack_parquet(**options)
+    counts = archives.unpack(**options)
     return [f"{options['out']}: {count:,} {split} images" for split, count in counts.items()], True

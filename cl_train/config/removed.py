@@ -9,6 +9,7 @@ REMOVED_IN = "0.3"
 # older file may still hold, and what a user does instead.
 _REMOVED: dict[str, tuple[Any, str]] = {
     "optim.alpha": (0.9, "it is 0.9, as in the published recipes"),
+    "parquet": (None, "a Dataset over Hugging Face `datasets` reads such files, see docs/data.md"),
 }
 
 

@@ -1,5 +1,4 @@
-"""Data sets on disk: ImageNet's official archives and any parquet files unpacked, folders checked,
-resized, sharded.
+"""Data sets on disk: ImageNet's official archives unpacked, folders checked, resized, sharded.
 
 Read `archives.py` first. May import data, system and config.
 """

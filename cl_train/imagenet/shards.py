@@ -4,7 +4,6 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,6 @@ from cl_train.errors import ConfigError
 from cl_train.imagenet.folders import resumable_folder
 from cl_train.system.files import replacing, write_json
 from cl_train.system.processes import map_in_processes
-
-Sample = tuple[str, int, bytes]  # name without suffix, label, encoded image
 
 
 def write_shards(
@@ -52,7 +49,7 @@ def write_shards(
         for name, split in (("train", source.train), ("val", source.val)):
             order = np.random.default_rng(seed).permutation(len(split))
             count = -(-len(split) // images_per_shard)
-            shares = [(shard_name(root, name, k), order[k::count]) for k in range(count)]
+            shares = [(_shard_name(root, name, k), order[k::count]) for k in range(count)]
             write = partial(_write_share, out, split, source.classes)
             results = map_in_processes(write, shares, workers, description=name, unit="shard")
             for (shard, _), (written, unreadable) in zip(shares, results, strict=True):
@@ -65,47 +62,40 @@ def write_shards(
 def _write_share(
     out: Path, split: Split, classes: tuple[str, ...], share: tuple[str, Indices]
 ) -> tuple[int, list[str]]:
-    bad = []
-
-    def samples() -> Iterable[Sample]:
+    """Write a shard, unless a whole one exists."""
+    path, bad, written = out / share[0], [], 0
+    if path.exists():
+        with suppress(ConfigError):  # damaged since
+            return len(index_shard(str(path))), []
+    with (
+        replacing(path, path.with_name(f".{path.name}.part")) as part,
+        tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as archive,
+    ):
         for index in share[1].tolist():
             label, name = int(split.labels[index]), split.name(index)
             try:
-                yield sample_name(classes[label], index, name), label, split.read(index)
+                data = split.read(index)
             except BadImage as error:
                 bad.append(f"{name}: {error}")
+                continue
+            suffix = "png" if data.startswith(PNG_MAGIC) else "jpg"
+            for member_suffix, content in ((suffix, data), ("cls", b"%d" % label)):
+                sample = _sample_name(classes[label], index, name)
+                member = tarfile.TarInfo(f"{sample}.{member_suffix}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+            written += 1
+    return written, bad
 
-    return write_shard(out / share[0], samples()), bad
 
-
-def shard_name(root: Path, split: str, number: int) -> str:
+def _shard_name(root: Path, split: str, number: int) -> str:
     """Named after the folder that the images come from."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', root.resolve().name)}-{split}-{number:06d}.tar"
 
 
-def sample_name(class_name: str, index: int, file_name: str) -> str:
+def _sample_name(class_name: str, index: int, file_name: str) -> str:
     """`class/00000042-stem`: sorted by name, samples are in the order of their index. A key cannot
     contain a dot.
     """
     stem = os.path.splitext(os.path.basename(file_name))[0]
     return f"{class_name}/{index:08d}-{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[:60]}"
-
-
-def write_shard(path: Path, samples: Iterable[Sample]) -> int:
-    """Write a shard, unless a whole one exists. Returns its number of images."""
-    if path.exists():
-        with suppress(ConfigError):  # damaged since
-            return len(index_shard(str(path)))
-    count = 0
-    with (
-        replacing(path, path.with_name(f".{path.name}.part")) as part,
-        tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as archive,
-    ):
-        for name, label, data in samples:
-            suffix = "png" if data.startswith(PNG_MAGIC) else "jpg"
-            for member_suffix, content in ((suffix, data), ("cls", b"%d" % label)):
-                member = tarfile.TarInfo(f"{name}.{member_suffix}")
-                member.size = len(content)
-                archive.addfile(member, io.BytesIO(content))
-            count += 1
-    return count

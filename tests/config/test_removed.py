@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from cl_train.commands import prepare_imagenet
 from cl_train.config.command_line import check_command_line
 from cl_train.errors import ConfigError
 
@@ -19,6 +20,11 @@ def test_what_was_removed_is_answered_by_its_name(word):
     (problem,) = refused.value.problems
     key = word.partition("=")[0]
     assert problem.startswith((f"{key} was removed in ", f"{word} was removed in "))
+
+
+def test_a_task_that_was_removed_is_answered_too():
+    with pytest.raises(ConfigError, match=r"^parquet was removed in 0.3: a Dataset"):
+        prepare_imagenet.main(["parquet", "data.root=/datasets/pets"])
 
 
 def test_a_run_of_an_older_version_can_be_started_again_if_it_did_not_use_what_went(tmp_path):

@@ -6,7 +6,6 @@ from cl_train.commands.prepare_imagenet import main
 from cl_train.errors import ConfigError
 from tests.conftest import contents
 from tests.data.image_folders import write_folder
-from tests.imagenet.test_parquet import write_parquet
 from tests.imagenet_archives import make_archives
 
 
@@ -14,7 +13,6 @@ from tests.imagenet_archives import make_archives
 def inputs(tmp_path):
     root = tmp_path / "in"
     write_folder(root / "images", train=6, val=4)
-    write_parquet(root / "parquet")
     make_archives(root / "archives")
     (root / "file").write_text("kept")
     (root / "notes").mkdir()
@@ -26,12 +24,12 @@ def words(task, root):
     if task == "tars":
         names = {"train": "img_train.tar", "val": "img_val.tar", "devkit": "devkit_t12.tar.gz"}
         return [task, *(f"{key}={root}/archives/ILSVRC2012_{name}" for key, name in names.items())]
-    return [task, f"data.root={root}/{'parquet' if task == 'parquet' else 'images'}"]
+    return [task, f"data.root={root}/images"]
 
 
-ARCHIVE, TABLE = "archives/ILSVRC2012_img_train.tar", "parquet/train-00000-of-00002.parquet"
-TASKS = ("tars", "resize", "shards", "parquet")
-FOREIGN = ("file", "notes", "images/train/class_0", "parquet", "archives", "file/below")
+ARCHIVE = "archives/ILSVRC2012_img_train.tar"
+TASKS = ("tars", "resize", "shards")
+FOREIGN = ("file", "notes", "images/train/class_0", "archives", "file/below")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -46,7 +44,7 @@ def test_foreign_outputs_are_refused_unchanged(inputs, task):
 
 @pytest.mark.parametrize(
     ("task", "name"),
-    [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val"), ("parquet", TABLE)],
+    [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val")],
 )
 def test_a_failure_leaves_nothing_behind(inputs, task, name):
     if (inputs / name).is_dir():

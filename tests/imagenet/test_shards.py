@@ -1,4 +1,4 @@
-"""Shards from a folder and from parquet files: the same images, order and losses."""
+"""Shards from a folder: the same images, order and losses."""
 
 import numpy as np
 import pytest
