@@ -21,7 +21,6 @@ from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE, RecordingError
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import build_train_state, step_settings
 from cl_train.training.evaluation import outputs
 from tests.conftest import Run
@@ -204,11 +203,6 @@ def test_poisoned_loader_memory_never_reaches_a_step(graph):
         seen.append(batch.images.float().mean())
     expected = ((pixels.float() / 255 - 0.5) / 0.25).to(torch.bfloat16).float().mean((1, 2, 3, 4))
     assert torch.stack(seen).tolist() == pytest.approx(expected.tolist(), abs=1e-2)
-
-
-def test_batch_size_auto_fits():
-    found = resolve_batch_size(settings(batch_size="auto"), SINGLE)
-    assert 8 <= found.batch_size <= 512
 
 
 @pytest.mark.slow

@@ -93,11 +93,8 @@ def _run_problems(cfg: Config) -> Iterator[str]:
         yield f"best_by={cfg.best_by} needs an average of the weights, such as ema_decay=0.999"
     if cfg.ddp_static_graph and cfg.accumulate_steps > 1:
         yield "ddp_static_graph=true does not work with accumulate_steps above 1"
-    is_auto = cfg.batch_size == defined.AUTO_BATCH_SIZE
-    if is_auto and cfg.resume is not None:
-        yield "batch_size=auto with resume=...: give the number of the run (see its config.yaml)"
-    if cfg.global_batch_size is not None and (is_auto or cfg.accumulate_steps > 1):
-        yield "global_batch_size sets accumulate_steps and needs batch_size=NUMBER: leave that out"
+    if cfg.global_batch_size is not None and cfg.accumulate_steps > 1:
+        yield "global_batch_size sets accumulate_steps: leave that out"
     if cfg.report and cfg.evaluate_every == -1 and not cfg.evaluate_only:
         yield "report=true needs an evaluation: evaluate_every=-1 has none, evaluate_every=0 one"
 

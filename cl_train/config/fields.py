@@ -28,7 +28,7 @@ class Details(TypedDict, total=False):
     """What `setting` takes by name."""
 
     choices: Collection[str]  # the allowed values of a setting of type str
-    words: Mapping[str, int]  # names for numbers outside the bounds, such as batch_size=auto
+    words: Mapping[str, int]  # names for numbers outside the bounds, such as repeats=auto
     # What runs with different values cannot be compared in: "speed" means also the loss.
     affects: Literal["speed", "loss", "nothing"]
     multirun: bool  # of a whole sweep, not of each of its runs

@@ -56,8 +56,6 @@ OVERWRITE_HELP = "replace an existing file, or write into a folder that holds ot
 CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name")
 SAMPLE_TRAIN_IMAGES = 1100  # of data=sample
 AUTO_REPEATS = 0  # repeats=auto
-AUTO_BATCH_SIZE = 0  # batch_size=auto, until `resolve_batch_size` has found the number
-_AUTO = {"auto": AUTO_BATCH_SIZE}
 # They take package.module:function, which is imported and called.
 SETTINGS_OF_CODE = ("model", "loss", "metrics", "log_to", "data.dataset")
 HERE = "here"  # environment=here: that of the sweep itself
@@ -78,9 +76,7 @@ class Config:
     entry: str | None = loss_setting(
         None, "the entry of weights=FILE with the weights: average = the EMA of a run"
     )
-    batch_size: int = setting(
-        32, "images per device and micro-step; auto = the fastest", ">= 1", words=_AUTO
-    )
+    batch_size: int = setting(32, "images per device and micro-step", ">= 1")
     epochs: int = loss_setting(5, "passes over the training images", "1 to 1000000")
     max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", ">= 1")
     seed: int = loss_setting(

@@ -15,7 +15,7 @@ from cl_train.sweeps.plan import Job
 from cl_train.sweeps.slots import Slot
 from cl_train.system.files import lock_file, read_json
 from cl_train.system.processes import SAVE_SIGNAL, end_with_parent
-from cl_train.system.run_folder import CONFIG, SUMMARY, Run, read_run
+from cl_train.system.run_folder import SUMMARY, Run, read_run
 
 PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -85,9 +85,7 @@ def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list
         is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()
         if is_completed or not any((folder / "checkpoints").glob("*.pt")):
             return ["overwrite=true"]
-    # That of batch_size=auto was measured.
-    size = re.search(r"^batch_size: \d+$", (folder / CONFIG).read_text("utf-8"), re.MULTILINE)
-    return [*([size[0].replace(": ", "=")] if size else []), "resume=auto"]
+    return ["resume=auto"]
 
 
 # --- how it ended ---

@@ -253,7 +253,7 @@ def _why_no_verdict(varied: set[str], runs: Sequence[Composed]) -> str | None:
 def _has_few_windows(cfg: Config) -> bool:
     """Whether a run is too short for a verdict, if the number of images is known."""
     images = {"synthetic": cfg.data.synthetic_images, "sample": SAMPLE_TRAIN_IMAGES}
-    step_images = cfg.global_batch_size or max(1, cfg.batch_size) * cfg.accumulate_steps * cfg.nproc
+    step_images = cfg.global_batch_size or cfg.batch_size * cfg.accumulate_steps * cfg.nproc
     steps, window_steps = cfg.max_steps or math.inf, cfg.log_every
     if cfg.data.name in images:
         epoch_steps = images[cfg.data.name] // step_images

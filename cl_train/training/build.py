@@ -271,7 +271,7 @@ def try_model(
     except Exception as error:
         if is_out_of_memory(error):
             what = f"batch_size={shape[0]}: {describe_out_of_memory(error)}"
-            advice = "Use a smaller batch_size (with accumulate_steps), or batch_size=auto"
+            advice = "Use a smaller batch_size (with accumulate_steps)"
             raise TrainingFault(f"{what}. {advice}") from None
         what = f"the model cannot train on {shape[-1]} px images"
         raise ConfigError(f"{what}: {explain_failure(error)}") from error

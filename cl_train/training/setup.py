@@ -8,7 +8,7 @@ import os
 import random
 import socket
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from cl_train.system.processes import (
     handles_signals,
 )
 from cl_train.training.active_run import ActiveRun
-from cl_train.training.batch_size import resolve_batch_size
 from cl_train.training.build import TrainState, build_train_state, check_ranks_agree, step_settings
 from cl_train.training.checkpointing import Checkpoints, starting_point
 from cl_train.training.evaluation import check_metrics
@@ -80,7 +79,7 @@ def set_up(
     """
     # 1. The process.
     prepare_process(cfg, dist)
-    cfg = resolve_batch_size(cfg, dist)
+    cfg = with_micro_steps(cfg, dist)
     machine_load = MachineLoad()  # it measures from here on
     precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
@@ -132,6 +131,24 @@ def prepare_process(cfg: Config, dist: Dist) -> None:
     if dist.world_size > 1 and dist.device.type == "cpu":
         bind_to_cores()
         torch.set_num_threads(cores_of_process(dist.world_size))
+
+
+def with_micro_steps(cfg: Config, dist: Dist) -> Config:
+    """`cfg` with the `accumulate_steps` that `global_batch_size` requires.
+
+    Raises ConfigError: it cannot be split evenly.
+    """
+    if cfg.global_batch_size is None:
+        return cfg
+    micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
+    batches = f"batch_size={cfg.batch_size} x {dist.world_size} processes"
+    request = f"global_batch_size={cfg.global_batch_size} with {batches}"
+    if rest or not micro_steps:
+        raise ConfigError(f"{request}: it is not a multiple; choose another batch_size")
+    if micro_steps > 1 and cfg.ddp_static_graph:
+        advice = "raise batch_size, or set ddp_static_graph=false"
+        raise ConfigError(f"{request} needs micro-steps: {advice}")
+    return replace(cfg, accumulate_steps=micro_steps)
 
 
 def seed_generators(seed: int) -> None:

@@ -9,6 +9,7 @@ from cl_train.errors import ConfigError
 
 REMOVED = """
 optim.alpha=0.99
+batch_size=auto
 """
 STILL_TRUE = {"optim.alpha": 0.9}  # what a config.yaml of an older run says without a meaning
 

@@ -100,7 +100,7 @@ WRONG = [
     ("leave out the '+'", "+epochs=3"),
     ("unknown setting", "+model._target_=os.system"),
     ("cannot be removed", "~epochs"),
-    ("batch_size=abc: expected whole number >= 1 or auto", "batch_size=abc"),
+    ("batch_size=abc: expected whole number >= 1", "batch_size=abc"),
     ("expected whole number", "batch_size=1.5", "batch_size=true", "batch_size=null"),
     ("epochs=99999999999999999999: expected whole number 1 to", "epochs=99999999999999999999"),
     ("data.synthetic_classes=", "data=synthetic data.synthetic_classes=100000000"),

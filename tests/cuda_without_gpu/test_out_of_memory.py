@@ -64,7 +64,7 @@ def test_the_trial_step_names_the_batch_and_memory_is_released():
     form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
     with (
         patch.object(build.models, "copy_model", lambda model: model),
-        pytest.raises(TrainingFault, match=r"batch_size=2: out of memory.*batch_size=auto"),
+        pytest.raises(TrainingFault, match=r"batch_size=2: out of memory.*accumulate_steps"),
     ):
         build.try_model(model, StepSettings(BY_NAME["fp32"]), form, (2, 3, 16, 16), 3)
     gc.collect()

@@ -91,9 +91,7 @@ def repvgg(num_classes):
     return nn.Sequential(*stem(), nn.Linear(48, num_classes))
 
 
-@pytest.mark.parametrize(
-    "more", [(), ("batch_size=auto",), ("data.size_schedule=[[0,32],[1,96]]",)]
-)
+@pytest.mark.parametrize("more", [(), ("data.size_schedule=[[0,32],[1,96]]",)])
 def test_training_refuses_it_and_auto_trains_contiguous(train, more):
     words = ["data=synthetic", "data.root=null", "data.image_size=96", "data.synthetic_images=16"]
     words += [f"model={__name__}:repvgg", "batch_size=4", "epochs=2", "log_to=[]", *more]

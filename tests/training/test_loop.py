@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 from dataclasses import asdict
@@ -15,10 +16,11 @@ import yaml
 from cl_train.config.validation import checked_config
 from cl_train.errors import ConfigError, TrainingFault
 from cl_train.sweeps.verdict import compare_pair
+from cl_train.system.distributed import Dist
 from cl_train.system.run_folder import read_run
 from cl_train.training.active_run import ActiveRun, count_bad_steps
 from cl_train.training.plan import Plan
-from cl_train.training.setup import check_runs
+from cl_train.training.setup import check_runs, prepare_process
 from tests import networks
 from tests.conftest import Run, write_images
 from tests.faults.bench import Bench
@@ -252,13 +254,21 @@ def test_the_first_cause_is_named_and_a_limit_counts_steps():
     assert count_bad_steps([nan, gradient], 1, 2) == 2, "steps, not ranks"
 
 
+def test_cublas_is_told_that_a_run_is_deterministic(tiny, monkeypatch):
+    """Before any work: it reads its variable at its first product."""
+    monkeypatch.setattr(os, "environ", {})
+    prepare_process(tiny("deterministic=true"), Dist(0, 1, torch.device("cpu")))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert torch.are_deterministic_algorithms_enabled()
+
+
 def test_settings_and_models_that_cannot_train_are_refused(train, tiny):
     for words, problem in (
         (["batch_size=128"], "96 training images"),
         (["batch_size=32", "accumulate_steps=4"], "one step takes 128 images"),
         (["model=tests.networks:too_few_outputs"], r"\[2, 2\].* 3 classes"),
         (["model=tests.networks:raising"], "planted, in two lines"),
-        (["batch_size=auto", "resume=auto"], "batch_size=auto with resume"),
+        (["batch_size=24", "global_batch_size=32"], "not a multiple"),
     ):
         with pytest.raises(ConfigError, match=problem):
             train(*words)
