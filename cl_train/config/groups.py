@@ -12,7 +12,7 @@ DATA_SETS = {
     "folder": _CLASSES,
     "shards": "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files",
     "dataset": None,
-    "imagenette": None,
+    "imagenette": "train/ and val/, as in github.com/fastai/imagenette",
     "synthetic": None,
 }
 WITH_CLASS_FOLDERS = ("sample", "imagenet", "folder", "imagenette")
@@ -83,7 +83,6 @@ class DataConfig:
     std: list[float] = setting(
         [0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale"
     )
-    download: bool = setting(False, "data=imagenette: fetch the archive when it is missing")
     synthetic_images: int = setting(1280, "data=synthetic: images per epoch", ">= 1")
     synthetic_classes: int = setting(1000, "data=synthetic: number of classes", "2 to 1000000")
 

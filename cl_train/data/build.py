@@ -19,7 +19,7 @@ from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
 from cl_train.data.images import ImageSource, Indices, Split, list_folder, list_images
 from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader, WorkerTimes
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
-from cl_train.data.sample import list_imagenette, list_sample
+from cl_train.data.sample import list_sample
 from cl_train.data.stream import StreamLoader
 from cl_train.data.tar_shards import ShardSplit, list_shards
 from cl_train.data.transforms import ImageReader, ImageTransform, label_mix
@@ -30,8 +30,7 @@ from cl_train.system.files import cache_folder
 
 log = logging.getLogger(__name__)
 _CHECKOUT = Path(__file__).resolve().parents[2]
-# For generated and downloaded data: in the checkout, or for an installed package in the user's
-# cache.
+# For generated data: in the checkout, or for an installed package in the user's cache.
 DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
 _SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), of `data.name`
     "sample": list_sample,
@@ -39,7 +38,7 @@ _SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), o
     "folder": list_folder,
     "shards": list_shards,
     "dataset": open_datasets,
-    "imagenette": list_imagenette,
+    "imagenette": list_folder,
 }
 
 

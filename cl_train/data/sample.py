@@ -1,5 +1,6 @@
-"""The sample data: ten classes of textures, generated with ImageNet's layout and proportions, and
-Imagenette, fetched. A class is a pattern; all else differs in every image, its mean colour too.
+"""The sample data: ten classes of textures, generated with ImageNet's layout and proportions.
+
+A class is a pattern; all else differs in every image, its mean colour too.
 """
 
 import shutil
@@ -159,28 +160,4 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
 def list_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """Reads `data.root` if it is given, else generates the sample in `root`."""
     folder = ensure_sample(root, FIRST_RUN) if cfg.root is None else root
-    return list_folder(folder, cfg, training=training)
-
-
-def list_imagenette(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
-    """Ten easy classes of ImageNet at 320 pixels, in `root` itself or in the archive's folder
-    there, which data.download=true fetches (326 MB) through torchvision. Raises ConfigError: it is
-    missing.
-    """
-    folder = root if (root / "train").is_dir() else root / "imagenette2-320"
-    if not (folder / "train").is_dir():
-        if not cfg.download:
-            raise ConfigError(
-                f"no Imagenette in '{root}': data.download=true fetches it, or give data.root"
-            )
-        from torchvision.datasets import Imagenette
-
-        root.mkdir(parents=True, exist_ok=True)
-        with lock_file(root / ".lock", waiting_for="Imagenette"):
-            is_missing = not (folder / "train").is_dir()  # another process may have been faster
-            try:
-                Imagenette(str(root), split="train", size="320px", download=is_missing)
-            except (OSError, RuntimeError) as error:
-                what = f"Imagenette could not be fetched into '{root}'"
-                raise ConfigError(f"{what}: {error}") from None
     return list_folder(folder, cfg, training=training)

@@ -10,8 +10,13 @@ from cl_train.errors import ConfigError
 REMOVED = """
 optim.alpha=0.99
 batch_size=auto
+data.download=true
 """
-STILL_TRUE = {"optim.alpha": 0.9}  # what a config.yaml of an older run says without a meaning
+# What a config.yaml of an older run says without a meaning.
+STILL_TRUE = {
+    "optim.alpha": 0.9,
+    "data.download": False,
+}
 
 
 @pytest.mark.parametrize("word", REMOVED.split())

@@ -124,7 +124,7 @@ WRONG = [
     ("optim=timm optim.name=", "optim=lamb"),
     ("evaluate_every=0", "report=true evaluate_every=-1"),
     ("no such choice", "experiment=nothing", "optim=null", "experiment=null"),
-    ("needs data.root=FOLDER", "data=imagenet", "data=shards"),
+    ("needs data.root=FOLDER", "data=imagenet", "data=shards", "data=imagenette"),
     ("needs data.dataset=package.module:function", "data=dataset"),
     ("is smaller than", "data.image_size=256 data.val_resize=224"),
     ("needs optim.momentum above 0", "optim.nesterov=true optim.momentum=0"),

@@ -1,25 +1,20 @@
-"""The generated sample: always the same, of ImageNet's proportions. Imagenette is found."""
+"""The generated sample: always the same, of ImageNet's proportions."""
 
 import multiprocessing
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torchvision
 
-from cl_train.config.schema import DataConfig
 from cl_train.data.decode import EncodedImage
 from cl_train.data.images import list_folder
 from cl_train.data.sample import (
     PATTERNS,
     SampleSpec,
     ensure_sample,
-    list_imagenette,
     write_sample,
 )
 from cl_train.errors import ConfigError
 from tests.conftest import contents
-from tests.data.image_folders import write_folder
 from tests.processes import LIMIT_S
 
 SMALL = SampleSpec(train_per_class=12, val_per_class=4, scale=0.25)
@@ -72,17 +67,3 @@ def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, widt
     assert len(files) == 30 and least < np.mean([path.stat().st_size for path in files]) < most
     widths = [EncodedImage(path.read_bytes()).width for path in files]
     assert len(set(widths)) >= 3 and abs(np.mean(widths) / width - 1) < 0.1
-
-
-def test_imagenette_is_found_or_fetched_by_torchvision(tmp_path, monkeypatch):
-    for below in ("a", "b/imagenette2-320"):
-        write_folder(tmp_path / below, train=2, val=2)
-        source = list_imagenette(tmp_path / below[0], DataConfig(), training=True)
-        assert source.train.name(0) == str(tmp_path / below / "train/class_0/0000.jpg")
-    with pytest.raises(ConfigError, match=r"data\.download=true fetches it"):
-        list_imagenette(tmp_path, DataConfig(), training=True)
-    fetch = Mock(side_effect=RuntimeError("no network"))
-    monkeypatch.setattr(torchvision.datasets, "Imagenette", fetch)
-    with pytest.raises(ConfigError, match=r"could not be fetched into .*: no network"):
-        list_imagenette(tmp_path / "new", DataConfig(download=True), training=True)
-    fetch.assert_called_once_with(str(tmp_path / "new"), split="train", size="320px", download=True)
