@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cl_train.config import schema as defined
 from cl_train.config.fields import suggest
 from cl_train.config.groups import DATA_SETS, WITH_CLASS_FOLDERS
-from cl_train.config.schema import FIELDS, AugmentConfig, Config, DataConfig
+from cl_train.config.schema import FIELDS, AugmentConfig, Config, DataConfig, OptimConfig
 
 
 def combination_problems(cfg: Config) -> Iterator[str]:
@@ -43,7 +43,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         yield f"compare_by={cfg.compare_by}: no such setting{suggest(cfg.compare_by, FIELDS)}"
     if cfg.optim.nesterov and cfg.optim.momentum == 0:
         yield "optim.nesterov=true needs optim.momentum above 0"
-    if cfg.cuda_graph == "true" and (conflict := graph_conflict(cfg)):
+    if cfg.cuda_graph == "true" and (conflict := graph_conflict(cfg.optim)):
         yield f"cuda_graph=true: {conflict}"
 
 
@@ -99,12 +99,9 @@ def _run_problems(cfg: Config) -> Iterator[str]:
         yield "report=true needs an evaluation: evaluate_every=-1 has none, evaluate_every=0 one"
 
 
-def graph_conflict(cfg: Config) -> str | None:
-    """Why a step with these settings cannot be recorded as a CUDA graph; None where it can."""
-    if cfg.optim.library != "torch" or cfg.optim.name not in defined.FUSED_OPTIMIZERS:
-        name = cfg.optim.name if cfg.optim.library == "torch" else f"timm's {cfg.optim.name}"
-        return f"{name} has no fused kernel: the host decides whether to skip a step; use optim=sgd"
-    if cfg.compile and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
-        others = "default or max-autotune-no-cudagraphs"
-        return f"compile_mode={cfg.compile_mode} makes CUDA graphs itself; use {others}"
-    return None
+def graph_conflict(optim: OptimConfig) -> str | None:
+    """Why a step of this optimizer cannot be recorded as a CUDA graph; None where it can."""
+    if optim.library == "torch" and optim.name in defined.FUSED_OPTIMIZERS:
+        return None
+    name = optim.name if optim.library == "torch" else f"timm's {optim.name}"
+    return f"{name} has no fused kernel: the host decides whether to skip a step; use optim=sgd"

@@ -5,13 +5,13 @@ from typing import Any
 
 REMOVED_IN = "0.3"
 
-
 # A key, or a pattern of key=value where only values went: the default that a setting had, which an
 # older file may still hold, and what a user does instead.
 _REMOVED: dict[str, tuple[Any, str]] = {
     "optim.alpha": (0.9, "it is 0.9, as in the published recipes"),
     "data.download": (False, "unpack imagenette2-320.tgz of github.com/fastai/imagenette"),
     "parquet": (None, "a Dataset over Hugging Face `datasets` reads such files, see docs/data.md"),
+    "compile_mode": ("default", "compile=true compiles in torch's default mode"),
     "batch_size=auto": (None, "give the number; double it until the speed no longer grows"),
 }
 

@@ -31,7 +31,6 @@ PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 FUSED_OPTIMIZERS = {"sgd": ("momentum", "nesterov"), "adamw": ("beta1", "beta2", "eps")}
 OPTIMIZERS = FUSED_OPTIMIZERS | {"rmsprop": ("eps", "momentum")}
 LOSSES = ("cross_entropy", "bce")
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CONVERSIONS = ("full", "conv", "select")
 LAYOUT_NAMES = {"true": "channels_last", "false": "contiguous"}  # of the values of channels_last=
 
@@ -85,7 +84,6 @@ class Config:
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     compile: bool = setting(False, "compile the model with torch.compile")
 
-    compile_mode: str = setting("default", "mode of torch.compile", choices=COMPILE_MODES)
     cuda_graph: str = setting(
         "false", "one CUDA graph per step; auto = where it is possible", choices=BOOL_OR_AUTO
     )

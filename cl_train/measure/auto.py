@@ -91,7 +91,6 @@ def choose_memory_format(
     precision: str = "auto",
     device: torch.device | str | None = None,
     compile: bool = False,
-    compile_mode: str = "default",
     cuda_graph: bool = False,
     optimizer: str = "sgd",
     time_limit_s: float = TIME_LIMIT_S,
@@ -120,7 +119,6 @@ def choose_memory_format(
         resolve_precision(precision, device),
         OptimConfig(name=optimizer),
         compile=compile,
-        compile_mode=compile_mode,
         cuda_graph=cuda_graph,
     )
     workload = Workload(batch_size, image_shape(image_size), settings, device)

@@ -103,7 +103,7 @@ class TimedStep:
         else:
             self.model.eval()
             if settings.compile:
-                self._called = compiled(self.model, settings.compile_mode)
+                self._called = compiled(self.model)
 
         self._steps = 0
         self.step: Callable[[], object] = self.eager_step

@@ -99,7 +99,6 @@ class StepSettings:
     cutmix: float = 0.0
     soft_targets: bool = False  # float [N, classes]: the labels are vectors
     compile: bool = False
-    compile_mode: str = "default"
     image_sizes: int = 1  # that a compiled model is prepared for
     cuda_graph: bool = False
 
@@ -151,7 +150,7 @@ def make_step(
     )
     trained = model if wrap is None else wrap(model)
     if settings.compile:
-        trained = compiled(trained, settings.compile_mode, settings.image_sizes)
+        trained = compiled(trained, settings.image_sizes)
     return StepParts(
         trained,
         weights,
@@ -166,7 +165,7 @@ def make_step(
     )
 
 
-def compiled(model: nn.Module, mode: str, image_sizes: int = 1) -> nn.Module:
+def compiled(model: nn.Module, image_sizes: int = 1) -> nn.Module:
     """Returns `model`, compiled for each image size: dynamic shapes are slower.
 
     The module inside stays eager, else it would be compiled again for evaluation.
@@ -175,9 +174,9 @@ def compiled(model: nn.Module, mode: str, image_sizes: int = 1) -> nn.Module:
     config.recompile_limit = max(config.recompile_limit, 8 + image_sizes)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # In place: gradient accumulation needs DDP's own class.
-        model.compile(mode=mode, dynamic=False)
+        model.compile(dynamic=False)
         return model
-    wrapper = torch.compile(model, mode=mode, dynamic=False)
+    wrapper = torch.compile(model, dynamic=False)
     assert isinstance(wrapper, nn.Module)
     return wrapper
 

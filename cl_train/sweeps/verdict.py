@@ -29,7 +29,6 @@ _CUDA = ("environment.cuda", "environment.cudnn")
 _DEPENDENT = {
     "channels_last": ("conversion", "select"),
     "conversion": ("select",),
-    "compile": ("compile_mode",),
     "device": ("device_name", "precision", *_CUDA, "environment.driver"),
     "nproc": ("world_size", "global_batch_size"),
     "environment": ("environment.torch", "environment.torchvision", "environment.python", *_CUDA),

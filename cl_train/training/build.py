@@ -122,7 +122,8 @@ def refuse_nonfinite(model: nn.Module, source: str) -> None:
 
 def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) -> StepSettings:
     """soft: the labels of the data are vectors."""
-    can_record = dist.device.type == "cuda" and dist.world_size == 1 and graph_conflict(cfg) is None
+    is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
+    can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
     return StepSettings(
         precision,
         cfg.optim,
@@ -135,7 +136,6 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) 
         cutmix=cfg.augment.cutmix,
         soft_targets=soft,
         compile=cfg.compile,
-        compile_mode=cfg.compile_mode,
         image_sizes=len(size_schedule(cfg.data).image_sizes),
         cuda_graph=cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record),
     )

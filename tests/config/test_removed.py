@@ -10,12 +10,14 @@ from cl_train.errors import ConfigError
 REMOVED = """
 optim.alpha=0.99
 batch_size=auto
+compile_mode=reduce-overhead
 data.download=true
 """
 # What a config.yaml of an older run says without a meaning.
 STILL_TRUE = {
     "optim.alpha": 0.9,
     "data.download": False,
+    "compile_mode": "default",
 }
 
 

@@ -233,7 +233,7 @@ def test_both_layouts_are_compiled_with_their_own_strides(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     for layout in (CONTIGUOUS, CHANNELS_LAST):
-        settings = workload(compile=True, compile_mode=None, mode="infer")
+        settings = workload(compile=True, mode="infer")
         TimedStep(network(), layout, settings).warm_up()
     assert {(768, 256, 16, 1), (768, 1, 48, 3)} <= set(strides)
     assert all(isinstance(stride, int) for each in strides for stride in each)
