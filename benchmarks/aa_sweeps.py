@@ -24,8 +24,8 @@ from cl_train.config.schema import setting
 from cl_train.system.files import read_json, write_json
 from cl_train.system.machine import document_of
 
-TRAIN = """-m cl_train train -m seed=0,1 compare_by=seed repeats=auto max_repeats=6 max_reruns=1
-    wait_for_quiet_s=0 experiment=smoke data.workers=1 checkpoint.every_epochs=0"""
+TRAIN = """-m cl_train train -m seed=0,1 compare_by=seed repeats=auto max_repeats=6
+    experiment=smoke data.workers=1 checkpoint.every_epochs=0"""
 
 
 @dataclass

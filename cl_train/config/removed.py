@@ -5,6 +5,8 @@ from typing import Any
 
 REMOVED_IN = "0.3"
 
+_REPEATS = "a disturbed run does not count, and repeats=auto adds others"
+
 # A key, or a pattern of key=value where only values went: the default that a setting had, which an
 # older file may still hold, and what a user does instead.
 _REMOVED: dict[str, tuple[Any, str]] = {
@@ -13,6 +15,9 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "parquet": (None, "a Dataset over Hugging Face `datasets` reads such files, see docs/data.md"),
     "compile_mode": ("default", "compile=true compiles in torch's default mode"),
     "batch_size=auto": (None, "give the number; double it until the speed no longer grows"),
+    "rerun": ("missing", _REPEATS),
+    "max_reruns": (2, _REPEATS),
+    "wait_for_quiet_s": (None, _REPEATS),
 }
 
 

@@ -189,25 +189,11 @@ class Config:
         words={"auto": AUTO_REPEATS},
     )
     max_repeats: int = multirun_setting(12, "the most that repeats=auto runs", ">= 2")
-    max_reruns: int = multirun_setting(
-        2, "how often a run that other processes disturbed is run again", ">= 0"
-    )
-    wait_for_quiet_s: float | None = multirun_setting(
-        None,
-        "before each run, wait so long for other processes to end; null = as long as a "
-        "run takes, at most 600",
-        ">= 0",
-    )
     time_limit_s: float | None = multirun_setting(
-        None, "add no repeat and no rerun that would end later than this", "> 0"
+        None, "add no repeat that would end later than this", "> 0"
     )
     resume_sweep: str | None = multirun_setting(
         None, "run what is missing in this folder of a sweep; repeats=N adds repeats"
-    )
-    rerun: str = multirun_setting(
-        "missing",
-        "with resume_sweep: noisy = also what other processes disturbed",
-        choices=("missing", "noisy"),
     )
     compare_by: str = multirun_setting(
         "channels_last", "the setting whose values the report compares"

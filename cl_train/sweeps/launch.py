@@ -1,7 +1,7 @@
 """`python train.py -m ...`: run every job of a sweep in its own process, then compare.
 
-A thread per slot takes one group of compared jobs after the other. Jobs that other processes
-disturbed run again, and with repeats=auto undecided pairs get more repeats.
+A thread per slot takes one group of compared jobs after the other. With repeats=auto undecided
+pairs get more repeats; runs that other processes disturbed do not count.
 """
 
 import math
@@ -27,12 +27,9 @@ from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import compare_folders, read_report
 from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
 from cl_train.system.files import lock_file, new_folder, write_json
-from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad, StopRequest, read_launch
-from cl_train.system.run_folder import Run
+from cl_train.system.processes import StopRequest, read_launch
 
 GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
-LONGEST_DEFAULT_WAIT_S = 600.0  # for other processes to end
-_SAMPLE_S = 1.0  # in which the load of other processes is measured
 _PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
 
 
@@ -49,8 +46,6 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
         )
     sweep = plan_sweep(arguments, runs)
     jobs = missing_jobs(sweep)
-    if "rerun=noisy" in arguments:
-        jobs += disturbed_jobs(sweep, sweep.jobs)
     slots = [Slot()]
     if sweep.options.launcher.gpus and jobs:
         slots = plan_slots(sweep.options.launcher.gpus, visible_gpus(), sweep.groups(jobs))
@@ -74,12 +69,6 @@ def missing_jobs(sweep: Sweep) -> list[Job]:
     return [job for job in sweep.jobs if isinstance(outcome_of(sweep.folder / job.name), str)]
 
 
-def disturbed_jobs(sweep: Sweep, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs that completed on a CPU while other processes disturbed their speed."""
-    runs = [(job, outcome_of(sweep.folder / job.name)) for job in jobs]
-    return [job for job, run in runs if isinstance(run, Run) and run.is_disturbed]
-
-
 def undecided_groups(sweep: Sweep) -> set[int]:
     """The groups with a pair that more repeats may decide."""
     group_of = {job.name: job.group for job in sweep.jobs}
@@ -99,22 +88,19 @@ class Launcher:
     request: StopRequest
     seconds: list[float] = field(default_factory=list)  # that jobs took
     left: int = 0  # jobs that are being run and have not ended
-    waited_in_vain: bool = False
     began_s: float = field(default_factory=time.monotonic)
     console: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, jobs: Sequence[Job]) -> Sweep:
         """Run `jobs`; with repeats=auto, then more repeats of what is undecided."""
-        disturbed = self._run_until_quiet(jobs)
+        self._run_groups(jobs)
         while self.sweep.options.is_auto and not self.request.stop:
             if not (undecided := undecided_groups(self.sweep)):
                 break
             grown = self.sweep.with_more_repeats(undecided)
             more = grown.jobs[len(self.sweep.jobs) :]
             why = None
-            if jobs and len(disturbed) == len(jobs):
-                why = "other processes disturbed every new run"
-            elif not more:
+            if not more:
                 why = f"max_repeats={self.sweep.options.max_repeats} is reached"
             elif self._is_too_late(len(more)):
                 why = "more repeats would end after time_limit_s"
@@ -123,28 +109,10 @@ class Launcher:
                 print(f"repeats=auto gives up with {groups} undecided: {why}", flush=True)
                 break
             print(f"{len(undecided)} groups are not decided: {more[-1].repeat} repeats", flush=True)
-            self.sweep, jobs = grown, more
+            self.sweep = grown
             self.sweep.save()
-            disturbed = self._run_until_quiet(jobs)
+            self._run_groups(more)
         return self.sweep
-
-    def _run_until_quiet(self, jobs: Sequence[Job]) -> list[Job]:
-        """Run `jobs`, then again those that other processes disturbed, as long as that helps.
-        Returns those that are still disturbed.
-        """
-        self._run_groups(jobs)
-        disturbed = disturbed_jobs(self.sweep, jobs)
-        for _ in range(self.sweep.options.max_reruns):
-            count = len(disturbed)
-            if not disturbed or self.request.stop or self._is_too_late(count):
-                break
-            why = f"other processes used {TOO_BUSY_PCT:.0f} % or more of the CPU cores"
-            print(f"{count} jobs run again, because {why}", flush=True)
-            self._run_groups(disturbed)
-            disturbed = disturbed_jobs(self.sweep, disturbed)
-            if len(disturbed) == count:
-                break
-        return disturbed
 
     def _seconds_for(self, jobs: int) -> float:
         return jobs * fmean(self.seconds or [0]) / len(self.slots)
@@ -161,35 +129,11 @@ class Launcher:
         def work(slot: Slot) -> None:
             for group in groups:
                 for job in group:
-                    self._wait_for_quiet()
                     if not self.request.stop:
                         self._run_job(job, slot)
 
         with ThreadPoolExecutor(len(self.slots)) as pool:
             list(pool.map(work, self.slots))
-
-    def _wait_for_quiet(self) -> None:
-        """Wait for other processes to end, `wait_for_quiet_s`. By default a wait in vain is not
-        repeated until a job was undisturbed.
-        """
-        limit_s = self.sweep.options.wait_for_quiet_s
-        if limit_s is None:
-            limit_s = (
-                0.0
-                if self.waited_in_vain
-                else min(LONGEST_DEFAULT_WAIT_S, fmean(self.seconds or [0]))
-            )
-        until_s = time.monotonic() + limit_s
-        while limit_s and not self.request.stop:
-            load = MachineLoad()
-            time.sleep(_SAMPLE_S)
-            others_pct = load.others_pct()
-            if others_pct is None or others_pct < TOO_BUSY_PCT:
-                return
-            if time.monotonic() > until_s:
-                self.waited_in_vain = True
-                return
-            self._show(f"waits: other processes use {others_pct:.0f} % of the CPU cores")
 
     def _run_job(self, job: Job, slot: Slot) -> None:
         started_s = time.monotonic()
@@ -222,7 +166,6 @@ class Launcher:
         speed = f"completed, {run.results['images_per_s']:.1f} images/s"
         if run.is_disturbed:
             return f"{speed}, disturbed: others used {run.others_pct:.0f} % of the CPU cores"
-        self.waited_in_vain = False
         return speed
 
     def _wait(self, job: Job, process: "subprocess.Popen[bytes]") -> int:

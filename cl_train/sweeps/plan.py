@@ -55,8 +55,6 @@ class Options:
 
     repeats: int = Config.repeats
     max_repeats: int = Config.max_repeats
-    max_reruns: int = Config.max_reruns
-    wait_for_quiet_s: float | None = None
     time_limit_s: float | None = None
     launcher: LauncherConfig = LauncherConfig()
 
@@ -158,7 +156,9 @@ def read_sweep(folder: Path) -> Sweep:
     try:
         document = read_json(path)
         jobs = [Job(**values) for values in document["jobs"]]
-        options = Options.of(from_mapping(Config, document.get("options", {})))
+        # A sweep of an older version has options that were removed.
+        kept = {item.name for item in fields(Options)} & document.get("options", {}).keys()
+        options = Options.of(from_mapping(Config, {key: document["options"][key] for key in kept}))
         looks = int(document.get("looks", 1))
         if looks < 1 or not jobs or not all(map(_is_plain, jobs)):
             raise ValueError("a job is not as a sweep writes it")
@@ -198,12 +198,9 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
         if words or varied or typed & {"compare_by", "nproc"}:
             raise ConfigError(
                 "resume_sweep runs what is missing in a sweep, with its settings: only repeats,"
-                " max_repeats, rerun, max_reruns, wait_for_quiet_s, time_limit_s and launcher.gpus"
-                " can be added"
+                " max_repeats, time_limit_s and launcher.gpus can be added"
             )
         return _resumed(read_sweep(Path(cfg.resume_sweep)), cfg, typed)
-    if cfg.rerun != "missing":
-        raise ConfigError(f"rerun={cfg.rerun} needs resume_sweep=FOLDER")
     if "max_repeats" in typed and cfg.repeats != AUTO_REPEATS:
         raise ConfigError("max_repeats needs repeats=auto")
 

@@ -173,11 +173,15 @@ def read_report(folder: Path, by: str | None = None) -> Report:
 def _to_decide(pair: Pair, report: Report) -> str | None:
     """The command that probably decides the pair, and its time; None if it is decided."""
     sweep = report.sweep
+    # Twice those of a side, if it is unknown how many decide it.
+    needed = pair.repeats_to_decide or len(pair.runs)
+    until_decided = ["repeats=auto"]
+    if sweep:
+        until_decided += [f"max_repeats={max(needed, sweep.options.max_repeats)}"]
     if sweep and pair.is_disturbed:
-        noisy = [run for run in pair.runs if run.is_disturbed]
-        again = f"{_duration(noisy, len(noisy))}: {sweep.resume_command('rerun=noisy')}"
+        again = f"{_duration(pair.runs, 4)} for 2 more repeats"
         here = f"; on this one: {_benchmark(pair)}" if report.by == "channels_last" else ""
-        return f"on a quieter machine, {again}{here}"
+        return f"on a quieter machine, {again}: {sweep.resume_command(*until_decided)}{here}"
     values = [str(runs[0].settings.get(report.by)) for runs in pair.sides.values()]
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
@@ -186,12 +190,11 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     if count:
         more = 2 * count - (len(pair.runs) if sweep else 0)
         what = f"{_duration(pair.runs, more)} for about {count} repeats"
-    words = [f"repeats={count or 'auto'}"]
+    words = [f"repeats={count}"] if count else ["repeats=auto"]
     # repeats=N adds them to the decided pairs too.
     all_undecided = all(other.verdict == "inconclusive" for other in report.pairs)
     if sweep and (sweep.options.is_auto or not all_undecided):
-        needed = count or len(pair.runs)  # twice those of a side
-        words = ["repeats=auto", f"max_repeats={max(needed, sweep.options.max_repeats)}"]
+        words = until_decided
     if sweep:
         return f"{what}: {sweep.resume_command(*words)}"
     if report.by != "channels_last":

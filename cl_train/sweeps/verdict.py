@@ -58,6 +58,7 @@ class Pair:
     loss_gap: float | None  # mean of candidate - baseline over the last quarter of the common steps
     repeats_to_decide: int | None  # runs per side that would probably decide an inconclusive pair
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
+    is_disturbed: bool  # more runs may get a verdict: only other processes prevent it
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -67,13 +68,6 @@ class Pair:
     @property
     def runs(self) -> list[Run]:
         return [run for runs in self.sides.values() for run in runs]
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether quieter runs may get a verdict: other processes used the CPU."""
-        if any(run.windows_after_warmup < MIN_WINDOWS for run in self.runs):
-            return False
-        return self.verdict == "not_comparable" and any(run.is_disturbed for run in self.runs)
 
     @property
     def words(self) -> str:
@@ -123,6 +117,7 @@ def compare_pair(
     sides = dict(zip(_names(first[0], second[0], by), (first, second), strict=True))
 
     notes = list(_obstacles(sides, by))
+    is_disturbed = len(notes) == 1 and any(run.is_disturbed for run in [*first, *second])
     speeds = [run.window_speeds for run in first], [run.window_speeds for run in second]
     interval, verdict = None, "not_comparable"
     if all(run.windows_after_warmup >= MIN_WINDOWS for run in [*first, *second]):
@@ -154,6 +149,7 @@ def compare_pair(
         _loss_gap(first, second),
         repeats_to_decide(*speeds, looks=looks) if verdict == "inconclusive" else None,
         notes,
+        is_disturbed,
     )
 
 

@@ -161,10 +161,10 @@ def test_a_sweep_in_one_allocation_is_requeued_and_continues(
     sweep, gate = tmp_path / "multirun", tmp_path / "gate"
     gate.mkdir()
     words = [*TINY, "model=tests.networks:gated", f"data.root={image_folder}", "batch_size=16"]
-    words += ["epochs=8", "warmup_steps=1", "evaluate_every=-1", "repeats=2", "max_reruns=0"]
+    words += ["epochs=8", "warmup_steps=1", "evaluate_every=-1", "repeats=2"]
     words += ["environment='A=1'"]  # named again after the requeue
     command = ["sbatch", "--parsable", f"--output={tmp_path / 'log'}"]
-    command += ["scripts/slurm/sweep.sbatch", str(sweep), *words, "wait_for_quiet_s=0"]
+    command += ["scripts/slurm/sweep.sbatch", str(sweep), *words]
     environment = cluster | {"GATE": str(gate)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     job = done.stdout.strip()

@@ -12,12 +12,18 @@ optim.alpha=0.99
 batch_size=auto
 compile_mode=reduce-overhead
 data.download=true
+rerun=noisy
+max_reruns=0
+wait_for_quiet_s=0
 """
 # What a config.yaml of an older run says without a meaning.
 STILL_TRUE = {
     "optim.alpha": 0.9,
     "data.download": False,
     "compile_mode": "default",
+    "rerun": "missing",
+    "max_reruns": 2,
+    "wait_for_quiet_s": None,
 }
 
 

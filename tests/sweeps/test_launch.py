@@ -24,7 +24,6 @@ from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
 from cl_train.sweeps.report import compare_folders
 from cl_train.sweeps.slots import Slot
 from cl_train.system import files
-from cl_train.system.processes import MachineLoad
 from cl_train.system.run_folder import Run
 from tests.processes import LIMIT_S, wait_until
 from tests.sweeps.test_plan import BOTH, saved_plan
@@ -99,11 +98,11 @@ def problems(folder):
 
 
 def sweep(folder, *words):
-    return run_sweep(["-m", f"hydra.sweep.dir={folder}", "wait_for_quiet_s=0", *words])
+    return run_sweep(["-m", f"hydra.sweep.dir={folder}", *words])
 
 
 def resume(folder, *words):
-    return run_sweep(["-m", f"resume_sweep={folder}", "wait_for_quiet_s=0", *words])
+    return run_sweep(["-m", f"resume_sweep={folder}", *words])
 
 
 def compared(folder, key="pairs"):
@@ -275,28 +274,32 @@ def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(stand_in, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("repeats", "busy", "reruns", "verdict"),
+    ("words", "busy", "jobs", "verdict"),
     [
-        ("2", 2, 2, "faster"),
-        ("2", 5, 4 + 1, "faster"),
-        ("2", 99, 4, "not_comparable"),
-        ("auto", 99, 4, "not_comparable"),  # it gives up on a machine that is never quiet
+        ("repeats=2", 1, 4, "not_comparable"),
+        ("repeats=auto", 1, 4 + 4, "faster"),
+        ("repeats=auto max_repeats=4", 99, 8, "not_comparable"),  # a machine that is never quiet
     ],
 )
-def test_disturbed_jobs_run_again_while_it_helps(repeats, busy, reruns, verdict, stand_in, folder):
-    """Of four jobs: two run again; four, then the last one of them; all, but only once."""
+def test_disturbed_runs_do_not_count_and_auto_adds_others(
+    words, busy, jobs, verdict, stand_in, folder, capsys
+):
     (stand_in.parent / "busy").write_text(str(busy))
-    assert sweep(folder, BOTH, "model=resnet18", f"repeats={repeats}", "max_reruns=2") == 0
-    jobs = len((stand_in.parent / "calls").read_text().splitlines())
-    assert jobs == 4 + reruns
+    assert sweep(folder, BOTH, "model=resnet18", *words.split()) == 0
+    assert len((stand_in.parent / "calls").read_text().splitlines()) == jobs
     [pair] = compared(folder)
     assert pair["verdict"] == verdict
     if verdict == "faster":
-        assert pair["to_decide"] is None
+        assert (pair["n"], pair["to_decide"]) == (3, None)
+        assert "1 repeats are left out" in " ".join(pair["notes"])
         return
-    assert f"resume_sweep={folder} rerun=noisy" in pair["to_decide"]
+    is_given_up = "undecided: max_repeats=4 is reached" in capsys.readouterr().out
+    assert is_given_up == ("auto" in words)
+    [advised] = re.findall(
+        rf"resume_sweep={folder} (repeats=auto max_repeats=\d+)", pair["to_decide"]
+    )
     (stand_in.parent / "busy").unlink()
-    assert resume(folder, "rerun=noisy") == 0
+    assert resume(folder, *advised.split()) == 0
     assert compared(folder)[0]["verdict"] == "faster"
 
 
@@ -337,15 +340,6 @@ def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder, capsys):
         assert "repeats=auto" in compared(limited)[0]["to_decide"]
     more = plan_sweep(["-m", f"resume_sweep={limited}", "repeats=auto", "max_repeats=20"])
     assert more.looks == 10, "each of more looks may err less"
-
-
-def test_a_sweep_waits_for_a_quiet_machine(stand_in, folder, monkeypatch):
-    loads_pct = [80.0, 80.0, 1.0, 1.0]
-    monkeypatch.setattr(MachineLoad, "others_pct", lambda self: loads_pct.pop(0))
-    monkeypatch.setattr(sweep_module, "_SAMPLE_S", 0.01)
-    words = ["-m", BOTH, "model=resnet18", "wait_for_quiet_s=100", f"hydra.sweep.dir={folder}"]
-    assert run_sweep(words) == 0
-    assert len(calls(stand_in)) == 2 and loads_pct == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Sweeps: what is planned, and in which slots."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,7 @@ from cl_train.errors import ConfigError
 from cl_train.sweeps import launch as sweep_module
 from cl_train.sweeps import slots as slots_module
 from cl_train.sweeps.launch import run_sweep
-from cl_train.sweeps.plan import Job, plan_sweep
+from cl_train.sweeps.plan import Job, Options, plan_sweep, read_sweep
 from cl_train.sweeps.slots import plan_slots
 from cl_train.system.processes import usable_cores
 
@@ -76,6 +77,17 @@ def test_a_sweep_without_a_verdict_is_announced(words, expected, capsys):
     assert expected in output and bool(expected) == bool(output)
 
 
+def test_a_sweep_of_an_older_version_is_read(folder):
+    path = saved_plan(folder).folder / "sweep.json"
+    document = json.loads(path.read_text())
+    document["options"] |= {"time_limit_s": 7, "max_reruns": 2, "wait_for_quiet_s": None}
+    path.write_text(json.dumps(document))
+    assert read_sweep(folder).options.time_limit_s == 7
+    del document["options"]
+    path.write_text(json.dumps(document))
+    assert read_sweep(folder).options == Options()
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -84,7 +96,6 @@ def test_a_sweep_without_a_verdict_is_announced(words, expected, capsys):
         (f"{BOTH} hydra.sweep.dir={{sweep}}", "resume_sweep"),
         ("model=resnet18 hydra.sweep.dir={sweep}/..", "resnet18_contiguous exists already"),
         ("resume_sweep={sweep}/..", "sweep.json"),
-        (f"{BOTH} rerun=noisy", "rerun=noisy needs resume_sweep"),
         (f"{BOTH} max_repeats=4", "max_repeats needs repeats=auto"),
         ("resume_sweep={sweep} repeats=1", "has 1 already"),
         ("environment=here,/no/python compare_by=environment", "name one Python"),

@@ -296,9 +296,13 @@ def test_a_verdict_is_not_made_by_waiting_for_data(images_per_s, waits_pct, verd
     assert all(load in pair.notes[0] for load in loads)
 
 
-@pytest.mark.parametrize(("windows", "is_disturbed"), [(3, False), (4, True)])
-def test_a_disturbed_run_that_is_too_short_is_not_repeated(windows, is_disturbed, tmp_path):
-    runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true")]
+@pytest.mark.parametrize(
+    ("windows", "batch_size", "is_disturbed"), [(3, 32, False), (4, 32, True), (4, 64, False)]
+)
+def test_disturbed_runs_that_would_not_be_comparable_either_way_are_not_repeated(
+    windows, batch_size, is_disturbed, tmp_path
+):
+    runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=batch_size)]
     first, second = (
         replace(run, windows=run.windows[:windows], summary=run.summary | {"others_pct": 60.0})
         for run in runs
