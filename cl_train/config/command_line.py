@@ -352,11 +352,17 @@ def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
             composed = hydra.compose("cl_train", overrides, return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = callers_hydra
+    OmegaConf.register_new_resolver("epoch_at", epoch_at, replace=True)
     of_hydra = OmegaConf.masked_copy(composed.hydra, ["run", "sweep"])
     # Plain values: a typed node would stop at the first wrong type, not report all.
     raw = OmegaConf.unsafe_merge(asdict(Config()), without_hydra(composed), {"hydra": of_hydra})
     assert isinstance(raw, DictConfig)
     return raw
+
+
+def epoch_at(share: float, epochs: Any) -> int:
+    """The last epoch of this share of the run; `${epoch_at:0.75,${epochs}}` in a recipe."""
+    return round(share * epochs) - 1 if isinstance(epochs, int) else 0  # else: checked later
 
 
 def without_hydra(raw: DictConfig) -> DictConfig:

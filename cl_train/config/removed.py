@@ -11,6 +11,10 @@ _REPEATS = "a disturbed run does not count, and repeats=auto adds others"
 # older file may still hold, and what a user does instead.
 _REMOVED: dict[str, tuple[Any, str]] = {
     "optim.alpha": (0.9, "it is 0.9, as in the published recipes"),
+    "experiment=resnet*_ffcv_*ep": (
+        None,
+        "the length is epochs=: experiment=resnet50_ffcv epochs=16",
+    ),
     "data.download": (False, "unpack imagenette2-320.tgz of github.com/fastai/imagenette"),
     "parquet": (None, "a Dataset over Hugging Face `datasets` reads such files, see docs/data.md"),
     "compile_mode": ("default", "compile=true compiles in torch's default mode"),

@@ -15,6 +15,7 @@ data.download=true
 rerun=noisy
 max_reruns=0
 wait_for_quiet_s=0
+experiment=resnet18_ffcv_16ep
 """
 # What a config.yaml of an older run says without a meaning.
 STILL_TRUE = {

@@ -19,7 +19,7 @@ from cl_train.training.loop import train
 from cl_train.training.plan import Plan, Progress
 from tests.conftest import Run
 
-RECIPES = [name for name in group_choices("experiment") if name != "smoke"]
+NAMES = [name for name in group_choices("experiment") if name != "smoke"]
 IMAGENET_IMAGES = 1_281_167
 MAIN_AMP_STEPS = IMAGENET_IMAGES // 200
 # Epochs of FFCV's recipes, and the start and the end of the growth of their images.
@@ -73,6 +73,12 @@ _FFCV_OF_DEPTH = {
     18: "batch=1024 optim.lr=0.5 optim.weight_decay=5e-5",
     50: "batch=4096 optim.lr=1.7 optim.weight_decay=1e-4",
 }
+# Each recipe, with the lengths that were published if there are several.
+RECIPES = [
+    f"{name} epochs={epochs}" if epochs else name
+    for name in NAMES
+    for epochs in (RAMPS if "ffcv" in name else (None,))
+]
 _SCRIPT = "pytorch/vision, references/classification/README.md"
 _PAPER = "arXiv 2110.00476, table 2; timm 0387e605, train.py"
 _TIMM = "timm aa4b5850, hfdocs/source/training_script.mdx; ff94ffce, train.py"
@@ -123,7 +129,7 @@ SOURCES = {
         optim.weight_decay=0.05 optim.decay_norm_and_bias=false schedule.warmup_epochs=5""",
     ),
     **{
-        f"resnet{depth}_ffcv_{epochs}ep": (
+        f"resnet{depth}_ffcv epochs={epochs}": (
             f"libffcv/ffcv-imagenet 4dd291a1, rn{depth}_configs/rn{depth}_{epochs}_epochs.yaml",
             f"""{_FFCV} {of_depth} epochs={epochs}
             data.size_schedule=[[0,160],[{start},160],[{end},192]]""",
@@ -152,7 +158,7 @@ def test_the_settings_are_those_of_the_source(name):
 
 
 def recipe(name):
-    (cfg,) = check_command_line([f"experiment={name}", "data.root=/datasets/imagenet"])
+    (cfg,) = check_command_line(f"experiment={name} data.root=/datasets/imagenet".split())
     return cfg
 
 
@@ -233,7 +239,7 @@ SMALL += " checkpoint.every_epochs=0 log_to=[]"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if "ffcv" not in name or "88ep" in name])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_steps_of_each_recipe(name, image_folder, tmp_path):
     words = f"experiment={name} data.root={image_folder} global_batch_size=null {SMALL}"
     (cfg,) = check_command_line(words.split())
