@@ -13,10 +13,10 @@ from cl_train.errors import ConfigError
 from cl_train.measure.operator_times import time_operators
 from cl_train.measure.timed_step import LossFunction
 from cl_train.memory_format.audit_report import LayoutReport
-from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
+from cl_train.models.facts import refuse_known_crash
 from cl_train.step.backup import state_restored
 from cl_train.step.precision import Precision, autocast, resolve_precision
 from cl_train.system.failures import failure_explained
@@ -73,7 +73,7 @@ def audit(
     with explained, state_restored(model, images.device):
         is_contiguous = classify(images) == report.model_memory_format == "contiguous"
         if backward and (time or not is_contiguous):
-            refuse_known_crash(model, lambda: forward(model, batch))
+            refuse_known_crash(model, batch)
         with recording(report):
             step()
         if measure:

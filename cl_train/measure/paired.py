@@ -34,7 +34,7 @@ from cl_train.measure.timed_step import (
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
-from cl_train.step.utilisation import describe, flops_of, utilisation
+from cl_train.step.utilisation import describe, utilisation
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
 from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
@@ -245,12 +245,13 @@ def _benchmark(
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
     with explained, measurement_state(workload.settings, workload.device):
-        timed = [TimedStep(model, layout, workload) for layout in layouts]
+        first = TimedStep(model, layouts[0], workload)
+        others = [TimedStep(model, layout, workload, first.facts) for layout in layouts[1:]]
+        timed = [first, *others]
         for step in timed:
             step.warm_up()
         # All eager work comes before the recordings, whose memory it could not use.
         peaks_gib = [step.peak_memory_gib() for step in timed]
-        gflop_per_image = None if workload.settings.compile else _gflop_per_image(timed[0])
         for step in timed:
             step.record()
 
@@ -261,9 +262,11 @@ def _benchmark(
         is_trusted = rounds_left_out is not None and problem_of_gpu(gpu) is None
         speeds = _speeds(timed, done, peaks_gib, is_trusted=is_trusted)
         used = None
-        if gflop_per_image is not None:
+        gflop, step_gflop = first.facts.gflop, first.facts.step_gflop
+        step_gflop = gflop if workload.mode == "infer" else step_gflop
+        if gflop is not None and step_gflop is not None:
             fastest = max(speed.images_per_s for speed in speeds)
-            used = utilisation(*gflop_per_image, fastest, workload.precision, workload.device)
+            used = utilisation(gflop, step_gflop, fastest, workload.precision, workload.device)
         return Comparison(
             tuple(speeds),
             workload.precision.name,
@@ -325,10 +328,3 @@ def _speeds(
         speed = LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms)
         speeds.append(speed)
     return speeds
-
-
-def _gflop_per_image(step: TimedStep) -> tuple[float, float]:
-    """Counts a forward pass, and all that a step computes."""
-    forward = flops_of(step.forward) / step.workload.batch_size
-    whole = flops_of(step.eager_step, gradients=True) / step.workload.images_per_step
-    return forward / 1e9, whole / 1e9

@@ -21,7 +21,8 @@ from cl_train.measure.parity_step import MODES, Record, Samples, recorded_step
 from cl_train.measure.timed_step import LossFunction, Workload, device_of, image_shape, noise
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify, uncompiled
-from cl_train.models.sources import copy_model, run_on_shapes
+from cl_train.models.facts import facts_of, image_shapes
+from cl_train.models.sources import copy_model
 from cl_train.step.precision import Precision, resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import explain_failure, failure_explained
@@ -182,7 +183,7 @@ def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of one input: at most `SMALL_IMAGE` pixels, where the model runs on that."""
     small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:]))
     try:
-        run_on_shapes(model, (2, *small))
+        facts_of(model, image_shapes(model, 2, *small))
     except Exception:  # a model may raise any, for a size that it does not take
         return wanted
     return small

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
 from cl_train.memory_format.convert import Layout
-from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.memory_format.operator_recorder import schema_of
+from cl_train.models.facts import refuse_known_crash
 from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.system.tensors import tensors_in
@@ -58,7 +58,7 @@ def recorded_step(
             return call_model(model, batch)
 
     if layout.is_channels_last and True in modes:
-        refuse_known_crash(model, forward)
+        refuse_known_crash(model, batch)
     record: Record = {}
     kernels = kernel_selection(tf32=precision.tf32, autotune=False)
     with random_state_restored(device), kernels, EqualRandomness(seed):

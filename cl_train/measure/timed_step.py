@@ -15,9 +15,9 @@ from cl_train.data.device import Batch, MixLabels
 from cl_train.data.transforms import label_mix
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
-from cl_train.memory_format.crashes import refuse_known_crash
 from cl_train.memory_format.layout import images_in, named_tensors, refuse_lazy
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
+from cl_train.models.facts import ModelFacts, facts_of
 from cl_train.models.sources import copy_model, head_parameters, usual_image_size
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable
@@ -84,7 +84,13 @@ class TimedStep:
     Raises ConfigError: torch is known to crash on this model in this layout.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, workload: Workload) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        workload: Workload,
+        facts: ModelFacts | None = None,  # of the same model and workload, where they are known
+    ) -> None:
         settings, device = workload.settings, workload.device
         self.layout, self.workload = layout, workload
         self.model = model_in_layout(model, layout, settings.precision, device)
@@ -94,11 +100,13 @@ class TimedStep:
         dtype = settings.precision.input_dtype
         self.inputs = place_batch(batch, device, dtype, layout.memory_format)
 
+        is_trained = workload.mode == "train"
+        self.facts = facts or facts_of(self.model, self.inputs, training=is_trained)
         self._called = self.model  # compiled, if the settings say so
         self.parts: StepParts | None = None
         self.targets: torch.Tensor | None = None  # labels of a classifier
         self._mix: MixLabels | None = None
-        if workload.mode == "train":
+        if is_trained:
             self._prepare_training()
         else:
             self.model.eval()
@@ -125,8 +133,8 @@ class TimedStep:
                 self._mix = label_mix(mixing, classes, 0, Dist(0, 1, device))
 
         self.model.train()
-        if self.layout.is_channels_last:
-            refuse_known_crash(self.model, self.forward)
+        if self.layout.is_channels_last and device.type == "cpu":
+            self.facts.refuse_crash()
         self.parts = make_step(self.model, settings, device, head=head_parameters(self.model))
         if settings.cuda_graph:
             make_capturable(self.parts.optimizer, device)
@@ -136,18 +144,8 @@ class TimedStep:
         """The classes of a classifier; None for another kind of model, or a loss of its own."""
         workload = self.workload
         has_own_loss = workload.loss is not None or workload.output is not None
-        if has_own_loss or not isinstance(self.inputs, torch.Tensor):
-            return None
-        self.model.eval()
-        # No kernels are searched for a batch of one, which is never measured.
-        casted = autocast(workload.precision, workload.device)
-        with torch.no_grad(), casted, kernel_selection(autotune=False):
-            output = self.model(self.inputs[:1])
-        logits = getattr(output, "logits", output)
-        is_tensor = isinstance(logits, torch.Tensor)
-        if is_tensor and logits.is_floating_point() and logits.dim() == 2:
-            return int(logits.shape[1])
-        return None
+        is_image_batch = isinstance(self.inputs, torch.Tensor)
+        return self.facts.classes if is_image_batch and not has_own_loss else None
 
     def forward(self) -> Any:
         """Returns the model's output for the batch."""

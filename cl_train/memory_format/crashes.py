@@ -9,64 +9,58 @@ shapes without one of these did.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cl_train.errors import ConfigError
-from cl_train.step.backup import state_restored
-
 _MOST_CHANNELS = 15
 _MOST_PIXELS = 1024
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def refuse_known_crash(model: nn.Module, forward: Callable[[], object]) -> None:
-    """Raises ConfigError if a step of `model` in channels_last is known to crash.
+def has_narrow_pointwise(model: nn.Module) -> bool:
+    """Whether a trained weight on a CPU is one of those that may crash."""
+    weights = [p for p in model.parameters() if p.requires_grad and p.device.type == "cpu"]
+    return any(_is_narrow(weight) for weight in weights)
 
-    `forward` runs the model on the batch that trains, in either layout: only the gradient crashes.
-    It is called for models that have a small 1x1 weight, and leaves no trace.
+
+def _is_narrow(weight: torch.Tensor) -> bool:
+    return weight.dim() == 4 and weight.shape[2:] == (1, 1) and weight.shape[1] <= _MOST_CHANNELS
+
+
+class KnownCrash(TorchDispatchMode):
+    """Within the block, notes the first convolution of `model`'s forward pass whose gradient would
+    crash in channels_last on a CPU; shapes alone ("meta" tensors) suffice, in either layout.
     """
-    parameters = [item for item in model.named_parameters() if item[1].requires_grad]
-    names = {tuple(weight.shape): name for name, weight in parameters if _may_crash(weight)}
-    if not names:
-        return
-    recorder = _Convolutions()
-    with state_restored(model, torch.device("cpu")), torch.no_grad(), recorder:
-        forward()
-    for image, weight, stride in recorder.crashing:
-        name = names.get(tuple(weight), "a convolution").removesuffix(".weight")
-        where = f"{name} (stride {max(stride)}, {weight[1]} input channels, images {list(image)})"
-        what = "PyTorch's oneDNN writes outside its memory in the weight gradient of this 1x1"
-        version = "convolution in channels_last on a CPU (seen with torch 2.15)"
-        raise ConfigError(f"{where}: {what} {version}: train it contiguous")
 
-
-def _may_crash(weight: torch.Tensor) -> bool:
-    is_1x1 = weight.dim() == 4 and weight.shape[2:] == (1, 1)
-    return weight.device.type == "cpu" and is_1x1 and weight.shape[1] <= _MOST_CHANNELS
-
-
-class _Convolutions(TorchDispatchMode):
-    """Records image, weight and stride of convolutions whose weight gradient would crash."""
-
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.crashing: list[tuple[torch.Size, torch.Size, list[int]]] = []
+        parameters = [item for item in model.named_parameters() if item[1].requires_grad]
+        self._names = {tuple(p.shape): name for name, p in parameters if _is_narrow(p)}
+        self.found: str | None = None
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.aten.convolution.default:
+        is_searched = self._names and self.found is None
+        if is_searched and function is torch.ops.aten.convolution.default:
             image, weight, _, stride, padding, _, is_transposed, _, groups = args
             is_plain = not is_transposed and groups == 1 and not any(padding)
             is_plain &= image.dtype in _DTYPES and image.dim() == 4
-            if is_plain and _may_crash(weight) and _leaves_pixels(image.shape[2:], stride):
-                self.crashing.append((image.shape, weight.shape, stride))
+            if is_plain and _is_narrow(weight) and _leaves_pixels(image.shape[2:], stride):
+                name = self._names.get(tuple(weight.shape), "a convolution")
+                self.found = _describe(name, image, weight, max(stride))
         return function(*args, **(kwargs or {}))
+
+
+def _describe(name: str, image: torch.Tensor, weight: torch.Tensor, stride: int) -> str:
+    where = f"{name.removesuffix('.weight')} (stride {stride}, {weight.shape[1]} input channels"
+    what = "PyTorch's oneDNN writes outside its memory in the weight gradient of this 1x1"
+    version = "convolution in channels_last on a CPU (seen with torch 2.15)"
+    return f"{where}, images {list(image.shape)}): {what} {version}: train it contiguous"
 
 
 def _leaves_pixels(sizes: Sequence[int], stride: Sequence[int]) -> bool:

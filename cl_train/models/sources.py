@@ -5,7 +5,7 @@ weights, and the preprocessing that these were published with. Copies of a model
 import copy
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -368,14 +368,6 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
     except Exception as error:  # the attributes of a user's module may raise any exception
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"the model cannot be copied ({what})") from error
-
-
-def run_on_shapes(model: nn.Module, shape: Sequence[int], *, training: bool = True) -> Any:
-    """The output of a copy of `model` for a batch of `shape`, on shapes alone: the device is
-    "meta". Raises what the model raises.
-    """
-    shapes = copy_model(model, "meta").train(training)
-    return shapes(torch.empty(*shape, device="meta", dtype=dtype_of(shapes)))
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

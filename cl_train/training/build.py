@@ -27,6 +27,7 @@ from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.layout import model_memory_format, named_tensors, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
 from cl_train.models import sources as models
+from cl_train.models.facts import ModelFacts, facts_of, image_shapes
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, WARM_UP_STEPS_DDP, GraphedStep, Recorder
 from cl_train.step.optim import freeze
@@ -42,11 +43,10 @@ from cl_train.step.train_step import (
     StepResult,
     StepSettings,
     logits_of,
-    loss_of,
     make_step,
     train_step,
 )
-from cl_train.step.utilisation import flop_counter, utilisation
+from cl_train.step.utilisation import utilisation
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
@@ -62,8 +62,7 @@ class TrainState:
     parts: StepParts  # optimizer, loss scaler, EMA and the wrapped model that trains
     batch_format: DeviceFormat  # of the model's input; its memory format is also the model's
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
-    # By image size of training: of a forward pass, and of a step
-    gflop_per_image: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    facts: Mapping[int, ModelFacts] = field(default_factory=dict)  # by image size of training
 
 
 def build_train_state(
@@ -77,7 +76,7 @@ def build_train_state(
     if cfg.optim.head_lr_ratio != 1 and not head:
         raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear as classifier")
     freeze(model, cfg.freeze, head)
-    gflop_per_image = try_shapes(cfg, model)
+    facts = facts_by_size(cfg, model)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
@@ -85,7 +84,7 @@ def build_train_state(
         freeze(model, cfg.freeze, head)  # the new modules, too
 
     model = cast_model(model.to(dist.device), settings.precision)
-    batch_format = convert_layout(cfg, model, settings, dist)
+    batch_format = convert_layout(cfg, model, settings, dist, facts.values())
 
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
@@ -109,7 +108,7 @@ def build_train_state(
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, batch_format, step, gflop_per_image)
+    return TrainState(model, parts, batch_format, step, facts)
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:
@@ -163,38 +162,23 @@ def model_of(cfg: Config, num_classes: int) -> nn.Module:
     return model
 
 
-def try_shapes(cfg: Config, model: nn.Module) -> dict[int, tuple[float, float]]:
-    """Run copies of `model` on shapes alone. Returns the GFLOP per image of a forward pass and of a
-    step, by image size of training, where they are known.
+def facts_by_size(cfg: Config, model: nn.Module) -> dict[int, ModelFacts]:
+    """What `model` is at each image size of training.
 
-    Raises ConfigError: the model cannot take images of a size. A user's may not run on shapes.
+    Raises ConfigError: the model cannot take images of a size, unless it is the user's: the trial
+    step tells more of that.
     """
     is_users = ":" in cfg.model
     trained = () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes
-    gflop_per_image = {}
+    facts = {}
     for size in {cfg.data.eval_size, *trained}:
-        shape = (2 if is_users else cfg.batch_size, 3, size, size)
-        if size in trained:
-            with suppress(Exception):  # of an operator that counts no FLOPs
-                gflop_per_image[size] = gflop_of_step(model, shape)
-        if not (is_users or size in gflop_per_image):
-            task = "train on" if size in trained else "evaluate"
-            what = f"model={cfg.model} cannot {task} {cfg.batch_size} images of {size} px"
-            advice = "change data.image_size, data.size_schedule or batch_size"
-            with failure_explained(what, advice):
-                models.run_on_shapes(model, shape, training=size in trained)
-    return gflop_per_image
-
-
-def gflop_of_step(model: nn.Module, shape: Sequence[int]) -> tuple[float, float]:
-    """Per image of a batch of `shape`, of a forward pass and of a step."""
-    targets = torch.zeros(shape[0], dtype=torch.int64, device="meta")
-    with flop_counter() as counter:
-        output = models.run_on_shapes(model, shape)
-        forward = counter.get_total_flops()
-        loss_of(output, targets).backward()
-    gflop = 1e-9 / shape[0]
-    return gflop * forward, gflop * counter.get_total_flops()
+        images = image_shapes(model, 2 if is_users else cfg.batch_size, 3, size, size)
+        task = "train on" if size in trained else "evaluate"
+        what = f"model={cfg.model} cannot {task} {cfg.batch_size} images of {size} px"
+        advice = "change data.image_size, data.size_schedule or batch_size"
+        with suppress(Exception) if is_users else failure_explained(what, advice):
+            facts[size] = facts_of(model, images, training=size in trained)
+    return {size: facts[size] for size in facts.keys() & set(trained)}
 
 
 def try_run(
@@ -317,8 +301,9 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
 
 def utilisation_of(state: TrainState, dist: Dist, speed: dict[str, Any]) -> dict[str, Any] | None:
     """FLOPs and shares of the device's peak at this `speed`; None if the FLOPs are unknown."""
-    gflop = state.gflop_per_image.get(speed["image_size"])
-    if gflop is None:
+    facts = state.facts.get(speed["image_size"])
+    if facts is None or facts.gflop is None or facts.step_gflop is None:
         return None
     images_per_s = speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
-    return utilisation(*gflop, images_per_s, state.parts.precision, dist.device)
+    gflop, step_gflop = facts.gflop, facts.step_gflop
+    return utilisation(gflop, step_gflop, images_per_s, state.parts.precision, dist.device)

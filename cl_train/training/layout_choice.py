@@ -1,8 +1,8 @@
 """The layout that a run trains in: the settings name it, or `channels_last=auto` measures it."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -14,27 +14,34 @@ from cl_train.errors import ConfigError
 from cl_train.measure.auto import choose_layout
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
-from cl_train.memory_format.crashes import refuse_known_crash
-from cl_train.step.precision import Precision, autocast
+from cl_train.models.facts import ModelFacts
 from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist, on_main
-from cl_train.system.failures import failure_explained
 
 log = logging.getLogger(__name__)
 
 
 def convert_layout(
-    cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist
+    cfg: Config,
+    model: nn.Module,
+    settings: StepSettings,
+    dist: Dist,
+    facts: Collection[ModelFacts],
 ) -> DeviceFormat:
-    """Convert `model` in place as the settings say; returns the format of its input.
+    """Convert `model` in place as the settings say; returns the format of its input. `facts`: at
+    the sizes of training, as `auto` would notice a crash at its own size only.
 
     Raises ConfigError: channels_last=true, and torch is known to crash on the model.
     """
     layout = layout_of(cfg)
-    if cfg.channels_last == "auto":
+    crashes = [each.crash for each in facts if each.crash] if dist.device.type == "cpu" else []
+    if crashes and cfg.channels_last == "auto":
+        log.info("channels_last=auto: contiguous: %s", crashes[0])
+        layout = CONTIGUOUS
+    elif cfg.channels_last == "auto":
         layout = measured_layout(cfg, model, settings, dist)
-    elif layout.is_channels_last:
-        refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
+    elif crashes and layout.is_channels_last:
+        raise ConfigError(crashes[0])
     report = convert(model, layout)
     if layout.is_channels_last:
         log.info("%s", report)
@@ -50,13 +57,8 @@ def layout_of(cfg: Config) -> Layout:
 
 def measured_layout(cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist) -> Layout:
     """`channels_last=auto`: rank 0 measures the run's own step on its largest images, or with
-    evaluate_only=true its evaluation; contiguous if torch is known to crash in channels_last.
+    evaluate_only=true its evaluation.
     """
-    try:
-        refuse_crash_of_sizes(cfg, model, settings.precision, dist.device)
-    except ConfigError as error:
-        log.info("channels_last=auto: contiguous: %s", error)
-        return CONTIGUOUS
     mode, size = "train", size_schedule(cfg.data).largest
     if cfg.evaluate_only:
         mode, size = "infer", cfg.data.eval_size
@@ -65,16 +67,3 @@ def measured_layout(cfg: Config, model: nn.Module, settings: StepSettings, dist:
     choice = on_main(lambda: choose_layout(model, workload, candidate=layout_of(cfg)), dist)
     log.info("channels_last=auto: %s", choice.reason)
     return choice.layout
-
-
-def refuse_crash_of_sizes(
-    cfg: Config, model: nn.Module, precision: Precision, device: torch.device
-) -> None:
-    """Raises ConfigError: torch is known to crash on a gradient for a batch of one of the image
-    sizes. `auto` would notice at its own size only.
-    """
-    for size in () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes:
-        images = torch.zeros(cfg.batch_size, 3, size, size, dtype=precision.input_dtype)
-        explained = failure_explained(f"the model cannot train on {size} px images", "change it")
-        with explained, autocast(precision, device):
-            refuse_known_crash(model, partial(model, images))

@@ -10,7 +10,7 @@ from torch import nn
 
 import cl_train
 from cl_train.errors import ConfigError
-from cl_train.memory_format.crashes import refuse_known_crash
+from cl_train.models.facts import refuse_known_crash
 
 CRASHES = "oneDNN writes outside its memory"
 
@@ -50,7 +50,7 @@ def test_the_shape_that_trains_decides(model, shape, is_refused, one_thread):
     images = torch.randn(shape, dtype=next(model.parameters()).dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError, match=CRASHES) if is_refused else nullcontext():
-        refuse_known_crash(model, lambda: model(images))
+        refuse_known_crash(model, images)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -58,7 +58,7 @@ def test_several_threads_share_the_rows_of_small_images(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     model, images = stem(), torch.randn(4, 3, 18, 18)
     with pytest.raises(ConfigError, match=r"0 \(stride 2, 3 input channels"):
-        refuse_known_crash(model, lambda: model(images))
+        refuse_known_crash(model, images)
 
 
 def test_functions_for_users_say_it():

@@ -77,7 +77,7 @@ def test_images_that_a_model_cannot_take_are_refused_at_once():
     def built(model, batch_size, size, **more):
         cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size), **more)
         model = build.model_of(cfg, 3)
-        build.try_shapes(cfg, model)
+        build.facts_by_size(cfg, model)
         return model
 
     with pytest.raises(ConfigError, match=r"train on 4 images of 32 px.*data.image_size"):
