@@ -157,8 +157,9 @@ def model_of(cfg: Config, num_classes: int) -> nn.Module:
         models.set_layer_scale(model, cfg.layer_scale)
     refuse_lazy(model)
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ConfigError(f"{name} is on the meta device: build the model on the CPU")
+        if parameter.is_meta or parameter.is_sparse or parameter.is_inference():
+            what = "is on the meta device, sparse, or made in inference mode"
+            raise ConfigError(f"{name} {what}: build a dense model on the CPU, outside it")
     return model
 
 

@@ -1,12 +1,10 @@
 """Both layouts of sound models agree in every precision; planted layout bugs are found and named.
 
-Models that are not classifiers of tensors go through parity and compare_layouts without a traceback
-of ours.
+Unusual models: tests/training/test_odd_models.py.
 """
 
 import json
 import random
-from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure.paired import compare_layouts
 from cl_train.measure.parity import check_parity
 from tests.conftest import CPU_PRECISIONS
 from tests.measure.conftest import unchanged
@@ -236,131 +233,8 @@ def test_a_check_that_could_not_fail_has_not_passed(model, given, reason):
     assert report.passed is None and reason in str(report) and "cannot be checked" in str(report)
 
 
-Output = make_dataclass("Output", ["logits", "hidden"])
-
-
-def segmentation():
-    heads = nn.ModuleDict({"out": nn.Conv2d(8, 4, 1), "aux": nn.Conv2d(8, 4, 1)})
-    return with_head(lambda heads, x: {name: head(x) for name, head in heads.items()}, heads)
-
-
-def detector():
-    def run(model, images):
-        boxes = [pooled(model.body(image[None])) for image in images]
-        return [{"boxes": box, "labels": torch.zeros(1, dtype=torch.int64)} for box in boxes]
-
-    return Made(run, body=body())
-
-
-def two_inputs():
-    parts = {"body": body(), "table": nn.Embedding(5, 8)}
-    return Made(lambda m, image, token: pooled(m.body(image)) * m.table(token), **parts)
-
-
 def viewing():
     return with_head(lambda head, x: head(x.view(len(x), -1)), nn.Linear(8 * 16 * 16, 4))
-
-
-MODELS = {
-    "logits": features,
-    "dict": segmentation,
-    "dict with a selected entry": segmentation,
-    "dict with a wrong entry": segmentation,
-    "dict with a loss": segmentation,
-    "tuple": lambda: features(lambda x: (pooled(x), x)),
-    "dataclass": lambda: features(lambda x: Output(pooled(x), (x,))),
-    "classes": lambda: features(lambda x: pooled(x).argmax(1)),
-    "video": lambda: nn.Sequential(
-        nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.AdaptiveAvgPool3d(1), nn.Flatten()
-    ),
-    "detector": detector,
-    "two inputs": two_inputs,
-    "keywords": two_inputs,
-    "complex": lambda: with_head(  # inside and out
-        lambda weight, x: torch.fft.fft2(x.float()) * weight, nn.Parameter(torch.ones(8, 1, 1) + 0j)
-    ),
-    # Creates fp32 tensors whatever the model's dtype is: does not run in float64.
-    "fp32 only": lambda: with_head(lambda head, x: head(pooled(x).float()), nn.Linear(8, 4)),
-    "scripted inside": lambda: features(
-        pooled, nn.Sequential(torch.jit.script(body()), nn.Conv2d(8, 8, 3))
-    ),
-    "frozen": lambda: features().requires_grad_(False),
-    "sparse gradients": lambda: with_head(
-        lambda table, x: pooled(x) + table(pooled(x).argmax(1)), nn.Embedding(8, 8, sparse=True)
-    ),
-    # The gradient of a bias before BatchNorm is a sum that cancels: rounding.
-    "gradients of zero": lambda: nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
-    ),
-    "view": viewing,
-    "lazy": lambda: nn.Sequential(nn.LazyConv2d(8, 3), nn.Flatten()),
-    "wrong channels": lambda: nn.Conv2d(1, 8, 3),
-    "attribute that cannot be copied": lambda: with_head(lambda _, x: pooled(x), (c for c in "ab")),
-}
-ARGUMENTS = {
-    "dict with a selected entry": {"output": "out"},
-    "dict with a wrong entry": {"output": "nosuch"},
-    "dict with a loss": {"loss": lambda out: out["out"].square().mean()},
-    "tuple": {"output": 1},
-    "video": {"image_size": (3, 4, 12, 12)},
-    "detector": {"batch": ([torch.randn(3, 12, 12), torch.randn(3, 10, 12)],)},
-    "two inputs": {"batch": (torch.randn(4, 3, 12, 12), torch.tensor([0, 1, 2, 3]))},
-    "keywords": {"batch": {"image": torch.randn(2, 3, 12, 12), "token": torch.tensor([0, 1])}},
-    "gradients of zero": {"image_size": 24},
-    "view": {"image_size": 16},
-}
-# Where the layouts do not agree: they differ, or words of the refusal.
-PARITY = {
-    "dict with a wrong entry": "aux",
-    "classes": "output",
-    "view": False,
-    "lazy": "run one batch",
-    "wrong channels": "image_size",
-    "attribute that cannot be copied": "copied",
-}
-# What compare_layouts does otherwise: it needs an optimizer.
-SPEED = {
-    "view": "reshape",
-    "complex": "floating point",
-    "frozen": "only inference",
-    "sparse gradients": "parse",
-}
-
-
-def outcome_of(function, arguments, problem):
-    """The result, or None where the function refuses in one line, which has the words `problem`."""
-    if isinstance(problem, bool):
-        return function(**arguments)
-    with pytest.raises(ConfigError, match=problem) as error:
-        function(**arguments)
-    assert len(str(error.value).splitlines()) == 1
-    return None
-
-
-@pytest.mark.filterwarnings("ignore:.*(torch.jit|lazy|Lazy).*")
-@pytest.mark.parametrize("name", list(MODELS))
-def test_parity_and_speed(name):
-    build, expected = MODELS[name], PARITY.get(name, True)
-    torch.manual_seed(0)
-    model, arguments = build(), {"image_size": 12, **ARGUMENTS.get(name, {})}
-    state = model.state_dict() if isinstance(expected, bool) else {}
-    before = {key: value.clone() for key, value in state.items()}
-    if report := outcome_of(check_parity, {"model": model, **arguments}, expected):
-        assert report.passed is expected, str(report)
-        assert bool(report.first_divergence) is not expected
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
-    speed = SPEED.get(name, expected)
-    quick = {"batch_size": 2, "precision": "fp32", "time_limit_s": 0.0, "target_ci": 9.0}
-    arguments = quick | arguments
-    if done := outcome_of(compare_layouts, {"model": build(), **arguments}, speed):
-        assert [one.layout for one in done.speeds] == ["contiguous", "channels_last"]
-    if speed == "only inference":
-        assert compare_layouts(build(), **arguments, mode="infer").speeds
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_compared_eager():
-    assert check_parity(torch.compile(features()), image_size=12).passed
 
 
 def test_the_line_of_a_view_is_named():

@@ -254,6 +254,10 @@ def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward():
     assert audit(classes, images(), backward=False).calls
     with pytest.raises(ConfigError, match="output=KEY"):
         audit(classes, images())
+    one = torch.ones(1, requires_grad=True)
+    assert audit(Call(lambda x: "cat"), images(), loss=lambda output: one.sum()).totals
+    with pytest.raises(ConfigError, match="scalar"):
+        audit(nn.ReLU(), images(), loss=lambda output: output)
     with pytest.raises(ConfigError, match="4 or 5 dim"):
         audit(nn.Linear(3, 2), torch.ones(2, 3))
 

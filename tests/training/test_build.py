@@ -1,9 +1,6 @@
-"""The model is tried before the first step: refusals, crashes as errors, no trace left; unusual
-models of a user train, or are refused in one message.
-"""
+"""The model is tried before the first step, and the trial leaves no trace."""
 
 import sys
-import warnings
 from dataclasses import replace
 from types import ModuleType
 from unittest.mock import Mock
@@ -21,8 +18,6 @@ from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist
 from cl_train.training import build
 from cl_train.training.build import try_model
-from tests.measure.test_parity import MODELS as COMPARED
-from tests.memory_format.test_odd_models import MODELS as AUDITED
 from tests.networks import small
 
 CPU = torch.device("cpu")
@@ -86,26 +81,6 @@ def test_the_trial_tells_that_the_model_loses_channels_last(
     assert all(line.endswith(command) for line in lines)
 
 
-MODELS = {f"audited {name}": build_model for name, (build_model, _) in AUDITED.items()}
-MODELS |= {f"compared {name}": build_model for name, build_model in COMPARED.items()}
-REMEDIES = {
-    "audited dict": "logits",
-    "audited lazy": "one batch",
-    "audited meta": "meta",
-    "compared view": "reshape",
-}
-
-# The classifiers among them.
-TRAINS = {
-    f"compared {name}"
-    for name in ("attribute that cannot be copied", "dataclass", "dict with attributes", "dropout",
-                 "logits", "named tuple", "reads strides", "recurrent", "scripted inside",
-                 "spectral_norm", "weight_norm, new", "weight_norm, old")
-}  # fmt: skip
-
-chosen = nn.Identity
-
-
 def traced(num_classes):
     return torch.jit.trace(small(num_classes), torch.randn(2, 3, 32, 32), check_trace=False)
 
@@ -113,26 +88,3 @@ def traced(num_classes):
 @pytest.mark.filterwarnings("ignore")
 def test_a_traced_classifier_is_tried():
     attempt(traced(3))
-
-
-def chosen_model(num_classes):
-    return chosen()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_it_trains_or_is_refused(name, train, monkeypatch):
-    monkeypatch.setitem(globals(), "chosen", MODELS[name])
-    words = (
-        "data=synthetic data.root=null data.image_size=16 data.synthetic_images=16"
-        " data.synthetic_classes=5 batch_size=4 max_steps=2 log_to=[] channels_last=true"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about sparse, quantised and complex tensors
-        try:
-            train(f"model={__name__}:chosen_model", *words.split())
-            assert name in TRAINS
-        except ConfigError as error:
-            assert name not in TRAINS and "AssertionError" not in str(error)
-            assert REMEDIES.get(name, "") in str(error)
-    assert torch.is_grad_enabled()
