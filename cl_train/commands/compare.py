@@ -60,11 +60,12 @@ def main(words: list[str]) -> int:
         )
     has_parity = _check_parity(settings) if settings.parity else True
     if folders:
+        from cl_train.commands.dashboard import write_dashboard
         from cl_train.sweeps.report import compare_folders
 
         claim = output_folder(out, overwrite=settings.overwrite, markers=MARKERS) if out else None
         with claim or nullcontext():
-            compare_folders(folders, by, out=out, show_table=True)
+            compare_folders(folders, by, out=out, show_table=True, write_curves=write_dashboard)
     return 0 if has_parity else 1
 
 

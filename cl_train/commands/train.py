@@ -63,6 +63,7 @@ def main(words: list[str]) -> int:
         print(OmegaConf.to_yaml(without_hydra(runs[0].raw)), end="")
         return 0
     if line.multirun:
+        from cl_train.commands.dashboard import write_dashboard
         from cl_train.sweeps.launch import run_sweep
         from cl_train.training.setup import check_runs
 
@@ -70,7 +71,7 @@ def main(words: list[str]) -> int:
         if runs[0].cfg.resume_sweep is not None:
             words = _without_confirmed_code(words, runs)
             runs = _compose(CommandLine.parse(words))
-        return run_sweep(words, runs=runs)
+        return run_sweep(words, runs, write_dashboard)
     try:
         return _train(runs[0], command=None).exit_code
     except KeyboardInterrupt:  # in training it is a request to save

@@ -24,7 +24,7 @@ from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
 from cl_train.sweeps.job import JOB_NAME, LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
-from cl_train.sweeps.report import compare_folders, read_report
+from cl_train.sweeps.report import WriteCurves, compare_folders, read_report
 from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
 from cl_train.system.files import lock_file, new_folder, write_json
 from cl_train.system.processes import StopRequest, read_launch
@@ -33,7 +33,11 @@ GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
 _PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
 
 
-def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) -> int:
+def run_sweep(
+    arguments: Sequence[str],
+    runs: Sequence[Composed] | None = None,
+    write_curves: WriteCurves | None = None,
+) -> int:
     """Run all jobs of train.py's `arguments`, then write the comparison. `runs` as in `plan_sweep`.
 
     Returns the exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison
@@ -58,7 +62,7 @@ def run_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) 
         where = f"{sweep.folder}/<job>/{LOG_NAME}"
         print(f"sweep of {len(sweep.jobs)} jobs, {len(jobs)} to run, in {where}", flush=True)
         sweep = Launcher(sweep, slots, request).run(jobs)
-        compare_folders([sweep.folder])
+        compare_folders([sweep.folder], write_curves=write_curves)
     missing = missing_jobs(sweep)
     if missing:
         print(f"{sweep.resume_command()} runs what is missing", flush=True)

@@ -1,10 +1,8 @@
-"""The outcome of a comparison: `comparison.json`, `.md`, `.csv`, a chart, a TensorBoard page, and
-one sentence per pair.
-"""
+"""The outcome of a comparison: `comparison.json`, `.md`, `.csv`, a chart, a sentence per pair."""
 
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -14,7 +12,6 @@ from typing import Any
 from cl_train.config.validation import train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.charts import Bar, write_chart
-from cl_train.sweeps.dashboard import DASHBOARD, write_dashboard
 from cl_train.sweeps.job import outcome_of
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
@@ -69,6 +66,9 @@ class Report:
         return [_row(pair, _to_decide(pair, self)) for pair in self.pairs]
 
 
+WriteCurves = Callable[[Report, Path], None]  # of a TensorBoard page, which needs torch
+
+
 def _common(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all of these have in common."""
     first = facts[0] if facts else {}
@@ -114,9 +114,10 @@ def compare_folders(
     *,
     out: Path | None = None,
     show_table: bool = False,
+    write_curves: WriteCurves | None = None,
 ) -> Report:
     """Compare a sweep, a folder of runs, or two or more runs; print the verdict, and write the
-    report to `out`. `by` and `out` are by default those of the sweep.
+    report and its curves to `out`. `by` and `out` are by default those of the sweep.
 
     Raises ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
     """
@@ -137,8 +138,12 @@ def compare_folders(
     if out:
         write_report(report, out)
         where = f"Report: {out / 'comparison.md'}"
-    if out and report.pairs:
-        where += f"\nCurves: {shlex.join(['tensorboard', '--logdir', str(out / DASHBOARD)])}"
+    if out and write_curves:
+        # Apart from the events of the jobs: TensorBoard has seven colours, given to runs in turn.
+        curves = out / "tensorboard"
+        write_curves(report, curves)
+        if report.pairs:
+            where += f"\nCurves: {shlex.join(['tensorboard', '--logdir', str(curves)])}"
     text = as_markdown(report) if show_table else verdict_sentence(report)
     print(text, where, sep="\n", flush=True)
     return report
@@ -221,7 +226,7 @@ def _duration(runs: Sequence[Run], count: int) -> str:
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write all files of the report and its TensorBoard page into `folder`."""
+    """Write all files of the report into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {
         "schema_version": 1,
@@ -248,10 +253,8 @@ def write_report(report: Report, folder: Path) -> None:
     title = f"Training speed: {candidate} against {baseline}\n{facts}"
     has_chart = write_chart({"": bars}, title, report.sides, folder / "comparison.png")
 
-    text = as_markdown(report)
     image = "\n![speed ratios with 95 % intervals](comparison.png)\n" if has_chart else ""
-    write_text(folder / "comparison.md", text + image)
-    write_dashboard(report.pairs, report.labels, text, folder)
+    write_text(folder / "comparison.md", as_markdown(report) + image)
 
 
 def verdict_sentence(report: Report) -> str:

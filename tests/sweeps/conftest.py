@@ -3,11 +3,10 @@ import pytest
 
 @pytest.fixture
 def tables_only(monkeypatch) -> None:
-    """Reports without the chart and TensorBoard, which take most of the time."""
+    """Reports without the chart, which takes most of the time."""
     from cl_train.sweeps import report
 
     monkeypatch.setattr(report, "write_chart", lambda *_: False)
-    monkeypatch.setattr(report, "write_dashboard", lambda *_: None)
 
 
 @pytest.fixture

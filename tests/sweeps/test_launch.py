@@ -114,7 +114,7 @@ def launch(stand_in, folder, models):
     program = (
         "import sys; from cl_train.sweeps import job, launch as sweep, report; "
         f"job.PROGRAM = [{str(stand_in)!r}]; "
-        "report.write_chart = report.write_dashboard = lambda *_: False; "
+        "report.write_chart = lambda *_: False; "
         f"words = ['-m', 'channels_last=true', 'model={models}', 'hydra.sweep.dir={folder}']; "
         "sys.exit(sweep.run_sweep(words))"
     )
@@ -128,12 +128,11 @@ def launch(stand_in, folder, models):
 def test_compare_and_the_sweep_reach_the_same_verdict(stand_in, folder, tmp_path, capsys):
     assert sweep(folder, BOTH, "model=resnet18") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6, "of the sweep, each job, the verdict, the report and its curves"
+    assert len(lines) == 5, "of the sweep, each job, the verdict and the report"
     assert "resnet18_channels_last: completed" in lines[1] and "150.0 images/s" in lines[1]
     assert "left" in lines[1], "an estimate of the time left"
-    assert lines[-3].startswith("resnet18 (bf16): ")
-    assert lines[-2] == f"Report: {folder}/comparison.md"
-    assert lines[-1] == f"Curves: tensorboard --logdir {folder}/tensorboard"
+    assert lines[-2].startswith("resnet18 (bf16): ")
+    assert lines[-1] == f"Report: {folder}/comparison.md"
     [by_sweep] = compared(folder)
     assert (by_sweep["baseline"], by_sweep["candidate"]) == ("contiguous", "channels_last")
     assert by_sweep["verdict"] == "faster" and by_sweep["ratio"] == pytest.approx(1.5, rel=0.02)
@@ -203,7 +202,7 @@ def test_several_processes_are_started_by_torchrun(stand_in, tmp_path):
     assert "0 of 2;" in log and "1 of 2;" in log
 
 
-def test_jobs_run_in_the_environments_that_are_compared(stand_in, folder, monkeypatch):
+def test_jobs_run_in_the_environments_that_are_compared(stand_in, folder, monkeypatch, capsys):
     other = "environment='SPEED=125,TORCH=2.11.0'"
     words = ["compare_by=environment", "model=resnet18", "channels_last=false", "repeats=2"]
     assert sweep(folder, f"{other},here", *words) == 0
@@ -217,6 +216,9 @@ def test_jobs_run_in_the_environments_that_are_compared(stand_in, folder, monkey
     with pytest.raises(ConfigError, match=re.escape(f"repeat {other}")):
         main(["-m", f"resume_sweep={folder}"])
     assert main(["-m", f"resume_sweep={folder}", other]) == 0
+    assert capsys.readouterr().out.endswith(
+        f"\nCurves: tensorboard --logdir {folder}/tensorboard\n"
+    )
 
     with pytest.raises(ConfigError, match="a setting of multirun"):
         main(["environment='SPEED=125'", "--cfg", "job"])

@@ -6,9 +6,10 @@ import sys
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+from cl_train.commands.dashboard import write_dashboard
 from cl_train.errors import ConfigError
-from cl_train.sweeps.dashboard import DASHBOARD
 from cl_train.sweeps.report import (
     Report,
     as_markdown,
@@ -110,11 +111,10 @@ def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path, mon
 
 
 def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
+    folder, layouts = tmp_path / "tensorboard", []
     for _ in range(2):  # the second report replaces the first
-        write_report(report, tmp_path)
-    folder = tmp_path / DASHBOARD
+        write_dashboard(report, folder)
     assert {path.name for path in folder.iterdir()} == {"contiguous", "channels_last"}
-    layouts = 0
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
         assert len(list((folder / side).iterdir())) == 1
         events = EventAccumulator(str(folder / side)).Reload()
@@ -127,8 +127,17 @@ def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
         validation = events.Scalars("loss/resnet18/validation")
         assert [(point.step, point.value) for point in validation] == [(70, 2.0), (130, 1.0)]
         assert len(events.Scalars("loss/resnet18/training")) == 13
-        layouts += "custom_scalars__config__" in events.Tags()["tensors"]
-    assert layouts == 1, "TensorBoard would merge two"
+        if "custom_scalars__config__" in events.Tags()["tensors"]:
+            layouts += [events.Tensors(tag)[0].tensor_proto for tag in events.Tags()["tensors"]]
+    texts = [proto.string_val[0] for proto in layouts]  # TensorBoard would merge those of two runs
+    text, layout = texts if texts[0].startswith(b"# Comparison") else texts[::-1]
+    assert text.decode() == as_markdown(report)
+    speed, loss = Layout.FromString(layout).category
+    titles = [chart.title.split(",")[0] for chart in speed.chart]
+    assert titles == ["alexnet", "vit_b_16", "resnet18"], "the last is shown first"
+    [series] = speed.chart[-1].margin.series
+    assert (series.lower, series.value, series.upper) == tags
+    assert loss.chart[0].multiline.tag[1] == "^loss/resnet18/validation$"
 
 
 def test_folders_are_compared(tmp_path, capsys):
@@ -139,7 +148,7 @@ def test_folders_are_compared(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert pair.verdict == "faster" and printed.count("1.50 times the speed") == 1
     assert sorted(tmp_path.rglob("*")) == before
-    compare_folders([first, second], out=tmp_path / "out")
+    compare_folders([first, second], out=tmp_path / "out", write_curves=write_dashboard)
     printed = capsys.readouterr().out
     assert printed.endswith(f"\nCurves: tensorboard --logdir {tmp_path}/out/tensorboard\n")
     assert (tmp_path / "out" / "comparison.json").is_file() and len(list(first.iterdir())) == 3

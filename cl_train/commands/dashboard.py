@@ -1,0 +1,62 @@
+"""The TensorBoard page of a comparison: each side is a run, with one colour and one name.
+
+Not in `sweeps/`, because torch's SummaryWriter needs torch.
+"""
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from cl_train.sweeps.report import Report, as_markdown
+from cl_train.system.files import safe_name
+from cl_train.system.run_folder import Run
+
+
+def write_dashboard(report: Report, folder: Path) -> None:
+    """Write medians and ranges over the runs of each side, a layout of charts and the report into
+    `folder`, in place of an earlier report's.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    for earlier in folder.glob("*/events.out.tfevents.*"):
+        earlier.unlink()
+    names = [safe_name(label) for label in report.labels]
+    sides = dict.fromkeys(side for pair in report.pairs for side in pair.sides)
+    for number, side in enumerate(sides):
+        with SummaryWriter(str(folder / safe_name(side))) as writer:
+            for name, pair in zip(names, report.pairs, strict=True):
+                for tag, step, value in _points(name, pair.sides.get(side, [])):
+                    writer.add_scalar(tag, value, step)
+            if number == 0:  # TensorBoard shows them beside all runs
+                writer.add_text("comparison", as_markdown(report))
+                writer.add_custom_scalars(_layout(report, names))
+
+
+def _points(name: str, runs: Sequence[Run]) -> Iterator[tuple[str, int, float]]:
+    """Tag, step and value: the median, least or most over the runs, at the steps that all have."""
+    speeds = [{window.step: window.images_per_s for window in run.windows} for run in runs]
+    reductions: list[tuple[str, list[dict[int, float]], Callable[[Iterable[float]], float]]] = [
+        (f"images_per_s/{name}", speeds, statistics.median),
+        (f"spread/{name}/low", speeds, min),
+        (f"spread/{name}/high", speeds, max),
+        (f"loss/{name}/training", [run.losses for run in runs], statistics.median),
+        (f"loss/{name}/validation", [run.val_losses for run in runs], statistics.median),
+    ]
+    for tag, curves, reduce in reductions if runs else ():
+        for step in sorted(set.intersection(*map(set, curves))):
+            yield tag, step, reduce(curve[step] for curve in curves)
+
+
+def _layout(report: Report, names: Sequence[str]) -> dict[str, dict[str, list[object]]]:
+    """For each pair a chart of speed with its range, and one of both losses."""
+    charts: dict[str, dict[str, list[object]]] = {"images/s": {}, "loss": {}}
+    rows = list(zip(report.labels, names, report.pairs, strict=True))
+    for label, name, pair in reversed(rows):  # TensorBoard shows the last of these charts first
+        title = f"{label}, images/s: {list(pair.sides)[1]} {pair.interval or ''} {pair.words}"
+        tags = [f"images_per_s/{name}", f"spread/{name}/low", f"spread/{name}/high"]
+        charts["images/s"][title] = ["Margin", tags]
+    for label, name, _ in rows:
+        tags = [f"^{re.escape(f'loss/{name}/{kind}')}$" for kind in ("training", "validation")]
+        charts["loss"][f"{label}, loss in training and validation"] = ["Multiline", tags]
+    return charts
