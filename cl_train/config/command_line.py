@@ -178,7 +178,10 @@ def _expanded(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
         (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
         (key in GROUPS and isinstance(value, dict), f"write {key}=NAME, or {key}.key=value"),
         (key in CHOSEN_BY_GROUP, _chosen_by_group(word)),
-        (key in FIELDS and word.startswith("+"), "the setting exists, so leave out the '+'"),
+        (
+            key in (*FIELDS, *HYDRA_KEYS) and word.startswith("+"),
+            "the setting exists, so leave out the '+'",
+        ),
         (word == "resume=", "the value is empty: give a checkpoint, a run folder or auto"),
     ):
         if is_wrong:

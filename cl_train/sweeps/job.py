@@ -80,12 +80,18 @@ def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list
     """The settings with which a job that was started before goes on, or begins again: without a
     checkpoint, or if it is completed, but damaged or disturbed.
     """
-    summary = folder / SUMMARY
     with lock_file(folder / ".lock", waiting_for=job.name, is_stopped=is_stopped):
-        is_completed = summary.is_file() and b'"status": "completed"' in summary.read_bytes()
-        if is_completed or not any((folder / "checkpoints").glob("*.pt")):
+        if _status(folder) == "completed" or not any((folder / "checkpoints").glob("*.pt")):
             return ["overwrite=true"]
     return ["resume=auto"]
+
+
+def _status(folder: Path) -> object:
+    """That of summary.json; None without one that can be read."""
+    try:
+        return read_json(folder / SUMMARY).get("status")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 # --- how it ended ---

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Self
@@ -22,10 +22,10 @@ from cl_train.config.schema import (
     LAYOUT_NAMES,
     MULTIRUN_KEYS,
     SAMPLE_TRAIN_IMAGES,
-    SETTINGS_OF_CODE,
     Config,
     LauncherConfig,
 )
+from cl_train.config.start_file import code_named
 from cl_train.config.validation import from_mapping, train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.statistics import MIN_WINDOWS
@@ -47,6 +47,9 @@ class Job:
     repeat: int = 1
     # Jobs of a group are compared with each other: they run one after the other in the same place.
     group: int = 0
+    on_cpu: bool = False  # device=cpu
+    has_loader: bool = True  # images are loaded: not data=synthetic
+    code: dict[str, str] = field(default_factory=dict)  # settings that name the user's code
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,10 @@ class Sweep:
         """The command that continues the sweep; code that its jobs name must be repeated in it."""
         named: dict[str, dict[str, None]] = {}  # values by key, in order
         for job in self.jobs:
-            for key, _, value in (word.partition("=") for word in job.overrides):
-                if key in SETTINGS_OF_CODE and ":" in value:
-                    named.setdefault(key, {})[value] = None
-            if job.environment != HERE:
-                named.setdefault("environment", {})[quoted(job.environment)] = None
+            here = job.environment == HERE
+            environment = {} if here else {"environment": quoted(job.environment)}
+            for key, value in (job.code | environment).items():
+                named.setdefault(key, {})[value] = None
         code = [f"{key}={','.join(values)}" for key, values in named.items()]
         words = (f"resume_sweep={self.folder}", *words, *code)
         return with_threads(f"{train_program()} -m {shlex.join(words)}")
@@ -172,7 +174,8 @@ def _is_plain(job: Job) -> bool:
     are_numbers = min(job.number, job.nproc - 1, job.repeat, job.group) >= 0
     own = re.compile(r"[+~]*hydra|-m|--multirun")
     is_one_run = isinstance(job.overrides, list) and not any(map(own.match, job.overrides))
-    return safe_name(job.name) == job.name and are_numbers and is_one_run
+    is_named = all(isinstance(value, str) for value in job.code.values())
+    return safe_name(job.name) == job.name and are_numbers and is_one_run and is_named
 
 
 # --- planning ---
@@ -307,7 +310,16 @@ def _first_jobs(
                 shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
         overrides = [*fixed, *(w for w in (*compared, *others) if _key(w) not in _OF_JOBS)]
         parse_environment(cfg.environment.split(","))
-        job = Job(0, "_".join(shown) + suffix, overrides, cfg.nproc, cfg.environment)
+        job = Job(
+            number=0,
+            name="_".join(shown) + suffix,
+            overrides=overrides,
+            nproc=cfg.nproc,
+            environment=cfg.environment,
+            on_cpu=cfg.device == "cpu",
+            has_loader=cfg.data.name != "synthetic",
+            code=code_named(cfg),
+        )
         groups.setdefault(others, []).append(job)
 
     jobs: list[Job] = []

@@ -41,7 +41,7 @@ def plan_slots(
     cores = usable_cores()
     jobs = [job for group in groups for job in group]
     size = max(job.nproc for job in jobs)
-    on_cpu = any("device=cpu" in job.overrides for job in jobs)
+    on_cpu = any(job.on_cpu for job in jobs)
     if on_cpu or len(set(gpus) & set(visible)) < max(len(gpus), size):
         choice = f"nproc={size} or more of the GPUs {','.join(visible) or '(none)'}, each once"
         asked_for = f"launcher.gpus={','.join(names)}"
@@ -49,8 +49,7 @@ def plan_slots(
 
     count = min(len(gpus) // size, len(groups))
     share = len(cores) // count
-    has_loader = not all("data=synthetic" in job.overrides for job in jobs)
-    needed = 2 * size if has_loader else size  # processes and loaders
+    needed = 2 * size if any(job.has_loader for job in jobs) else size  # processes and loaders
     if share < needed:
         why = f"{count} jobs at a time have {share} CPU cores each and need {needed}"
         advice = f"use GPUs for {len(cores) // needed} jobs at most"

@@ -97,7 +97,7 @@ WRONG = [
     ("loss=bce", "bce_threshold=0.2"),
     ("augment.policy=timm", "augment.timm_policy=rand-m9-mstd0.5"),
     ("did you mean data.workers", "data.worker=2"),
-    ("leave out the '+'", "+epochs=3"),
+    ("leave out the '+'", "+epochs=3", "+hydra.run.dir=/x", "-m +hydra.run.dir=/x"),
     ("unknown setting", "+model._target_=os.system"),
     ("cannot be removed", "~epochs"),
     ("batch_size=abc: expected whole number >= 1", "batch_size=abc"),

@@ -24,7 +24,7 @@ from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
 from cl_train.sweeps.report import compare_folders
 from cl_train.sweeps.slots import Slot
 from cl_train.system import files
-from cl_train.system.run_folder import Run
+from cl_train.system.run_folder import SUMMARY, Run
 from tests.processes import LIMIT_S, wait_until
 from tests.sweeps.test_plan import BOTH, saved_plan
 
@@ -172,20 +172,26 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(stand_in, folder, cap
 
 @pytest.mark.slow
 def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in, tmp_path, capsys):
-    """One has a log alone, one a checkpoint, one is somebody else's."""
+    """One has a log alone, one a checkpoint, one is somebody else's, and one completed, but it is
+    damaged.
+    """
     words = [BOTH, "model=resnet18,resnet34"]
     planned = plan_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    started, saved, foreign, _ = (planned.folder / job.name for job in planned.jobs)
-    for folder in (started, saved / "checkpoints", foreign):
+    started, saved, foreign, ended = (planned.folder / job.name for job in planned.jobs)
+    for folder in (started, saved / "checkpoints", foreign, ended / "checkpoints"):
         folder.mkdir(parents=True)
-    for file in (started / LOG_NAME, saved / LOG_NAME, saved / "checkpoints" / "step-1.pt"):
-        file.touch()
+    (started / LOG_NAME).touch()
+    for folder in (saved, ended):
+        (folder / LOG_NAME).touch()
+        (folder / "checkpoints" / "step-1.pt").touch()
+    earlier = {"status": "completed"}
+    (saved / SUMMARY).write_text(json.dumps({"status": "interrupted", "earlier": earlier}))
+    (ended / SUMMARY).write_text('{"status":"completed"}')
     planned.save()
     assert resume(planned.folder) == 1
-    assert (
-        isinstance(outcome_of(started), Run)
-        and "'overwrite=true'" in (started / LOG_NAME).read_text()
-    )
+    assert isinstance(outcome_of(started), Run)
+    for folder in (started, ended):
+        assert "'overwrite=true'" in (folder / LOG_NAME).read_text()
     assert "'resume=auto'" in (saved / LOG_NAME).read_text()
     assert not any(foreign.iterdir())
     assert f"not completed: {foreign} exists already" in capsys.readouterr().out

@@ -116,8 +116,38 @@ def test_what_is_refused(words, named, folder, monkeypatch):
     assert not (folder / "new").exists()
 
 
-def job(*words, nproc=1):
-    return Job(0, "a", ["model=resnet18", *words], nproc)
+WAYS = [  # to say the same to each job of a sweep
+    "device=cpu data=synthetic",
+    "device='cpu' data='synthetic'",
+    "experiment=mine",
+    "config=old/config.yaml",
+    "config=old",
+]
+
+
+@pytest.mark.parametrize("words", WAYS)
+def test_a_job_knows_what_its_settings_say_however_they_are_typed(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("old/config.yaml", "conf/experiment/mine.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        text = "device: cpu\nloss: my:loss\n"
+        group = (
+            "data: synthetic\n" if "old" in name else "defaults: [{override /data: synthetic}]\n"
+        )
+        (tmp_path / name).write_text(f"# @package _global_\n{group}{text}")
+    words = f"{BOTH} {words} loss=my:loss" if words != "experiment=mine" else f"{BOTH} {words}"
+    planned = plan_sweep(["-m", *words.split()])
+    planned.folder.mkdir(parents=True)
+    planned.save()
+    for jobs in (planned.jobs, read_sweep(planned.folder).jobs):
+        assert {(job.on_cpu, job.has_loader) for job in jobs} == {(True, False)}
+    assert planned.resume_command().endswith(" loss=my:loss")
+    with pytest.raises(ConfigError, match="for jobs without device=cpu"):
+        plan_slots(["all"], ["0"], [planned.jobs])
+
+
+def job(nproc=1, **facts):
+    return Job(0, "a", ["model=resnet18"], nproc, **facts)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +156,11 @@ def job(*words, nproc=1):
         ("all", "0,1,2,3", 16, job(), [(gpu, 4) for gpu in "0123"]),
         ("all", "0,1,2", 16, job(nproc=2), [("01", 16)]),
         ("5", "2,5", 16, job(), [("5", 16)]),
-        ("all", "0,1", 2, job("data=synthetic"), [("0", 1), ("1", 1)]),  # no loader
+        ("all", "0,1", 2, job(has_loader=False), [("0", 1), ("1", 1)]),  # no loader
         ("all", "0,1,2,3", 7, job(), "cores"),  # one core per job: none for its loader
         ("all", "0,1,2,3", 7, job(nproc=2), "cores"),
         ("all", "0", 16, job(nproc=2), "nproc"),
-        ("all", "0,1", 16, job("device=cpu"), "device=cpu"),
+        ("all", "0,1", 16, job(on_cpu=True), "device=cpu"),
         ("0", "2,5", 16, job(), "2,5"),
         ("2,2", "2,5", 16, job(), "each once"),
     ],
