@@ -206,10 +206,7 @@ class CheckpointConfig:
 
     every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", ">= 0")
     every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", ">= 0")
-    every_minutes: float = setting(0.0, "save every this many minutes; 0 = off", ">= 0")
     keep: int = neutral_setting(2, "number of newest checkpoints to keep, besides the best", ">= 1")
-    save_best: bool = setting(True, "keep the checkpoint with the best top-1")
-    background: bool = setting(True, "write to disk in another thread")
 
 
 @dataclass(frozen=True)

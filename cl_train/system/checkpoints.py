@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import shutil
-import time
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = "cl_train checkpoint"
 FORMAT_VERSION = 1
-MAX_MINUTES_WITHOUT_CHECKPOINT = 30.0
 
 _STEP_FILE = re.compile(r"step-(\d+)\.pt")
 
@@ -133,48 +131,41 @@ class CheckpointStore:
     """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link). A thread writes them.
 
     A failed write is logged and keeps the earlier files; the next one, or `finish`, repeats that of
-    the best model and the last one. Failures for `MAX_MINUTES_WITHOUT_CHECKPOINT` raise.
+    the best model and the last one.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2, background: bool = True) -> None:
+    def __init__(self, folder: str | Path, keep: int = 2) -> None:
         self.folder = Path(folder)
         self.keep = keep
-        self.background = background
         # States on the host, by step: at most that of the best model and the last one.
         self._unwritten: dict[int, dict[str, Any]] = {}
         self._best: int | None = None  # the unwritten step that will be `best.pt`
-        self._failing_since: float | None = None  # time of the first failed write in a row
         # The interpreter's end waits for the work of an executor.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
     def write_step(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
-        """Write `state` as `step-<n>.pt`, also as `best.pt` if `best`. Raises as `wait`."""
+        """Write `state` as `step-<n>.pt`, also as `best.pt` if `best`, after the current write."""
         self.wait()
         if best:
             self._best = step
         unwritten_best = {s: values for s, values in self._unwritten.items() if s == self._best}
         self._unwritten = {**unwritten_best, step: snapshot(state)}
         self._writing = self._executor.submit(self._write)
-        if not self.background:
-            self.wait()
 
-    def link_best(self, step: int) -> bool:
-        """Make `best.pt` the checkpoint of `step`, the last one; false if its file is gone."""
+    def link_best(self, step: int) -> None:
+        """Make `best.pt` the checkpoint of `step`, the last one."""
         self.wait()
         if step in self._unwritten:
-            self._unwritten, self._best = {step: self._unwritten[step]}, step
-            return True
+            self._best = step
+            return
         try:
             self._link_best(step)
-        except FileNotFoundError:
-            return False
         except OSError as error:
             log.warning("%s was not written: %s", self.folder / "best.pt", error)
-        return True
 
     def wait(self) -> None:
-        """Wait for the current write. CheckpointError: none has succeeded for too long."""
+        """Wait for the current write."""
         if self._writing is not None:
             self._writing.result()
 
@@ -184,23 +175,15 @@ class CheckpointStore:
         try:
             retry(self._write_all)
         except OSError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: OSError) -> CheckpointError:
-        what = f"no checkpoint could be written for too long: {self.folder}: {error}"
-        return CheckpointError(f"{what}; free some space and use resume=auto")
+            what = f"the last checkpoint could not be written: {self.folder}: {error}"
+            raise CheckpointError(f"{what}; free some space and use resume=auto") from error
 
     def _write(self) -> None:
-        """In the thread; what it raises ends the run."""
+        """In the thread."""
         try:
             self._write_all()
-            self._failing_since = None
         except OSError as error:
-            self._failing_since = self._failing_since or time.monotonic()
-            limit_min = MAX_MINUTES_WITHOUT_CHECKPOINT
-            if time.monotonic() - self._failing_since > 60 * limit_min:
-                raise self._failure(error) from error
-            advice = f"free some space: training ends after {limit_min:g} minutes without one"
+            advice = "free some space before the run ends; the next save tries again"
             log.warning("%s: no checkpoint written: %s; %s", self.folder, error, advice)
 
     def _write_all(self) -> None:
@@ -213,12 +196,10 @@ class CheckpointStore:
             write(self._path(step), self._unwritten[step])
             if step == self._best:
                 self._link_best(step)
-
             paths = self._steps()
-            for later in [s for s in paths if s > step]:  # a resume went back from them
-                path = paths.pop(later)
-                path.replace(path.with_suffix(f".pt.superseded-{time.time_ns()}"))
-                log.warning("%s is later than the checkpoint just written: set aside", path)
+            for later in [saved for saved in paths if saved > step]:  # a resume went back from them
+                log.warning("%s is later than the checkpoint just written: deleted", paths[later])
+                paths.pop(later).unlink(missing_ok=True)
             for old in sorted(paths)[: -self.keep]:
                 paths[old].unlink(missing_ok=True)
             del self._unwritten[step]

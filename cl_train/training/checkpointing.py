@@ -5,14 +5,14 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from cl_train.config.schema import CheckpointConfig, affects
+from cl_train.config.schema import affects
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
 from cl_train.models.files import load_state
@@ -70,11 +70,6 @@ class Checkpoints:
     facts: dict[str, Any]  # identifies the run: see `check_compatible`
     dist: Dist
     saved_step: int = -1
-    saved_at: float = field(default_factory=time.monotonic)
-
-    def is_save_due(self, settings: CheckpointConfig, step: int) -> bool:
-        by_step = settings.every_steps > 0 and step % settings.every_steps == 0
-        return by_step or 0 < settings.every_minutes <= (time.monotonic() - self.saved_at) / 60
 
     def check(self) -> None:
         """Raises ConfigError: the disk has no space, or `get_extra_state` cannot be saved."""
@@ -109,7 +104,7 @@ class Checkpoints:
         steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
         saved["best_top1"] = saved.pop("best_score")
         saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
-        self.saved_step, self.saved_at = progress.step, time.monotonic()
+        self.saved_step = progress.step
         if self.dist.is_main:
             collected = collect(self.state, saved, self.facts)
             for name, value in (buffers or {}).items():
@@ -120,9 +115,10 @@ class Checkpoints:
 
     def mark_best(self, progress: Progress) -> None:
         """Make `best.pt` the checkpoint of this step, which is saved now if it was not before."""
-        is_saved = self.saved_step == progress.step
-        if not (is_saved and on_main(lambda: self.store.link_best(progress.step), self.dist)):
+        if self.saved_step != progress.step:
             self.save(progress, best=True)
+        elif self.dist.is_main:
+            self.store.link_best(progress.step)
 
 
 def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:

@@ -120,7 +120,7 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
             run.log_steps(lr)
 
         # All ranks must stop or save at the same step: one all-reduce on the host per step.
-        is_due = run.checkpoints.is_save_due(cfg.checkpoint, progress.step)
+        is_due = plan.is_save_due(progress)
         flags = [run.signals.stop or 0, run.signals.save_requested or is_due]
         run.stop_signal, save_flag = max_over_ranks(flags, run.dist)
         save_due = bool(save_flag)
@@ -179,7 +179,7 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
             run.save()
             return
         is_best = progress.count_evaluation(score_of(evaluated, cfg.best_by))
-        if is_best and cfg.checkpoint.save_best:
+        if is_best:
             run.checkpoints.mark_best(progress)
         record_evaluation(run, evaluated)
         if plan.is_out_of_patience(progress):

@@ -97,6 +97,11 @@ class Plan:
         at_end = every_epochs >= 0 and progress.step >= self.last_step
         return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)
 
+    def is_save_due(self, progress: Progress) -> bool:
+        """Between two steps of an epoch."""
+        every_steps = self.cfg.checkpoint.every_steps
+        return every_steps > 0 and progress.step % every_steps == 0
+
     def close_epoch(self, progress: Progress) -> None:
         """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it."""
         progress.closed_step = progress.step

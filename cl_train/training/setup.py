@@ -101,7 +101,7 @@ def set_up(
 
     # 4. Where the run begins.
     description = describe_run(state, data, plan, dist)
-    store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep, cfg.checkpoint.background)
+    store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep)
     checkpoints = Checkpoints(store, state, facts_of_run(description, data, cfg), dist)
     if not cfg.evaluate_only:
         checkpoints.check()

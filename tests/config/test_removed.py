@@ -11,6 +11,9 @@ REMOVED = """
 optim.alpha=0.99
 batch_size=auto
 compile_mode=reduce-overhead
+checkpoint.every_minutes=10
+checkpoint.save_best=false
+checkpoint.background=false
 data.download=true
 rerun=noisy
 max_reruns=0
@@ -25,6 +28,9 @@ STILL_TRUE = {
     "rerun": "missing",
     "max_reruns": 2,
     "wait_for_quiet_s": None,
+    "checkpoint.every_minutes": 0.0,
+    "checkpoint.save_best": True,
+    "checkpoint.background": True,
 }
 
 

@@ -24,7 +24,7 @@ from cl_train.system import checkpoints
 
 NAMES = dict.fromkeys(("model", "loss", "metrics"), "evil:f") | {"log_to": ["evil:f"]}
 TINY = "data=synthetic data.synthetic_images=4 data.synthetic_classes=2 data.image_size=32"
-TINY += " batch_size=2 max_steps=1 device=cpu precision=fp32 log_to=[] checkpoint.background=false"
+TINY += " batch_size=2 max_steps=1 device=cpu precision=fp32 log_to=[]"
 ALL = "model=evil:f loss=evil:f metrics=evil:f log_to=[evil:f] data.dataset=evil:f"
 # what is planted; the command; the words that it must print ("": it does not need the code)
 TABLE = [

@@ -115,9 +115,9 @@ def slow_data() -> None:
     cl_train.training.setup.build_data = build_data
 
 
-def write_for_ever(folder: Path, background: bool) -> None:
+def write_for_ever(folder: Path) -> None:
     """Save 8 MB checkpoints whose values are their step, and note each finished save."""
-    store = cl_train.system.checkpoints.CheckpointStore(folder, keep=3, background=background)
+    store = cl_train.system.checkpoints.CheckpointStore(folder, keep=3)
     values = torch.empty(EIGHT_MB)
     confirmed = os.open(folder.with_suffix(".confirmed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     step = 0
@@ -125,7 +125,7 @@ def write_for_ever(folder: Path, background: bool) -> None:
         step += 1
         state = {"values": values.fill_(step), "progress": {"step": step}}
         store.write_step(state, step, best=step % 4 == 1)
-        if background and step % 3:
+        if step % 3:
             continue  # let saves overlap with the next step
         store.wait()
         os.write(confirmed, f"{step}\n".encode())

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from cl_train.system import checkpoints
+from cl_train.system import files
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load, write
 from tests.faults import plants, tiny
 
@@ -26,7 +26,7 @@ def test_kill_while_writing_checkpoint(bench):
     folder = bench.new_folder()
     for number in range(bench.count(8, 500)):
         store = folder / f"run-{number}"
-        writer = bench.fork(partial(plants.write_for_ever, store, background=bool(number % 2)))
+        writer = bench.fork(partial(plants.write_for_ever, store))
         time.sleep(bench.random.uniform(0.0, 0.2))
         writer.send(signal.SIGKILL)
         writer.wait()
@@ -45,11 +45,12 @@ def check_store(folder):
         assert torch.equal(state["values"], expected), f"{path}: values of another step"
     temporary = [path.name for path in folder.iterdir() if path.suffix != ".pt"]
     assert len(temporary) <= 1, temporary
-    store = CheckpointStore(folder, keep=3, background=False)
+    store = CheckpointStore(folder, keep=3)
     found = store.newest()
     newest = found[1]["progress"]["step"] if found else 0
     assert newest >= confirmed, f"step {confirmed} was saved, but the newest is {newest}"
     store.write_step({"values": torch.zeros(1)}, newest + 1)
+    store.finish()
     assert {path.suffix for path in folder.iterdir()} == {".pt"}, "the next start left a file"
 
 
@@ -78,10 +79,12 @@ def failing_disk(number, at_byte):
 
 
 def test_disk_full_while_writing_checkpoint(bench):
-    """The disk fails at a random byte: the previous checkpoint stays; too long, the run stops."""
+    """The disk fails at a random byte: the previous checkpoint stays. The last one is tried again,
+    and with the best one once there is room; without room the run fails.
+    """
     for number in range(bench.count(20, 300)):
         folder = bench.new_folder()
-        store = CheckpointStore(folder, keep=2, background=bool(number % 2))
+        store = CheckpointStore(folder, keep=2)
         state = {"w": torch.randn(25_000, generator=torch.Generator().manual_seed(number))}
         store.write_step(state, 1)
         store.finish()
@@ -89,16 +92,23 @@ def test_disk_full_while_writing_checkpoint(bench):
         number_of_error = bench.random.choice((errno.EFBIG, errno.ENOSPC, errno.EIO))
         with bench.attempt(), failing_disk(number_of_error, at_byte):
             for step in (2, 3):
-                store.write_step(state, step)
+                store.write_step(state, step, best=step == 2)
                 store.wait()
             assert os.listdir(folder) == ["step-00000001.pt"], f"left {os.listdir(folder)}"
             assert torch.equal(load(folder / "step-00000001.pt")["w"], state["w"])
             with (
-                unittest.mock.patch.object(checkpoints, "MAX_MINUTES_WITHOUT_CHECKPOINT", 0.0),
-                pytest.raises(CheckpointError, match="no checkpoint could be written"),
+                unittest.mock.patch.object(files, "RETRY_S", 0.0),
+                pytest.raises(CheckpointError, match="last checkpoint could not be written"),
             ):
-                store.write_step(state, 4)
-                store.wait()
+                store.finish()
+        with bench.attempt():
+            store.finish()
+            assert {path.name for path in folder.iterdir()} == {
+                "best.pt",
+                "step-00000002.pt",
+                "step-00000003.pt",
+            }
+            assert (folder / "best.pt").samefile(folder / "step-00000002.pt")
         shutil.rmtree(folder)
 
 

@@ -24,7 +24,6 @@ def test_kill_training_run(bench):
         undisturbed = {"channels_last": choice(("true", "false")), "log_every": choice((1, 3))}
         undisturbed |= {"epochs": 3}
         settings = undisturbed | {"data__workers": choice((0, 0, 1, 3))}
-        settings |= {"checkpoint__background": choice(("true", "false"))}
         reference = bench.reference(**undisturbed)
         run, saved = bench.folder / f"killed-{number}", 0
         for _ in range(choice((1, 2, 3))):

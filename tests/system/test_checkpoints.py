@@ -27,8 +27,9 @@ def small_state(value=1.0):
     return {"model": {"w": torch.full((64, 3, 3, 3), float(value))}}
 
 
-def store_of(folder, keep=1):
-    return CheckpointStore(folder, keep=keep, background=False)
+def save_step(store, state, step, **settings):
+    store.write_step(state, step, **settings)
+    store.finish()
 
 
 def value_of(path):
@@ -59,7 +60,7 @@ def test_round_trip_keeps_values_and_plain_types_and_layouts_are_not_told_apart(
 @pytest.mark.parametrize("value", [{1, 2}, object(), {"a": {1.5: 2}}, torch.nn.ReLU()])
 def test_other_types_are_refused_before_anything_is_written(tmp_path, value):
     with pytest.raises(TypeError, match=r"state\['x'\]"):
-        store_of(tmp_path / "c").write_step({"x": value}, 1)
+        CheckpointStore(tmp_path / "c").write_step({"x": value}, 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -93,16 +94,15 @@ def test_other_files_are_refused_in_one_line(tmp_path, name):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_store_keeps_the_last_ones_and_the_best(tmp_path, background):
+def test_store_keeps_the_last_ones_and_the_best(tmp_path):
     (tmp_path / ".step-00000001.pt.tmp-77").write_bytes(b"half")  # of a killed writer
     (tmp_path / "mine.txt").write_text("kept")
-    store, state = CheckpointStore(tmp_path, keep=2, background=background), small_state()
+    store, state = CheckpointStore(tmp_path, keep=2), small_state()
     for step in (10, 20, 30, 100):
         state["model"]["w"].fill_(step)
         store.write_step(state, step, best=step == 20)
         state["model"]["w"].fill_(-1)  # the snapshot is taken before `save` returns
-    assert store.link_best(100) and not store.link_best(10)
+    store.link_best(100)
     last = tmp_path / "step-00000100.pt"
     assert set(os.listdir(tmp_path)) == {"best.pt", "mine.txt", "step-00000030.pt", last.name}
     assert (tmp_path / "best.pt").samefile(last) and value_of(last) == 100
@@ -111,21 +111,21 @@ def test_store_keeps_the_last_ones_and_the_best(tmp_path, background):
 
 def test_best_is_a_copy_where_hard_links_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
-    store_of(tmp_path).write_step(small_state(5), 1, best=True)
+    save_step(CheckpointStore(tmp_path), small_state(5), 1, best=True)
     assert value_of(tmp_path / "best.pt") == 5 and os.stat(tmp_path / "best.pt").st_nlink == 1
 
 
-def test_newest_skips_damaged_files_names_them_and_puts_them_aside_at_the_next_save(tmp_path):
-    store = store_of(tmp_path, keep=3)
+def test_newest_skips_damaged_files_names_them_and_the_next_save_deletes_them(tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
     assert store.newest() is None
     for step in (1, 2, 3):
-        store.write_step(small_state(step), step, best=step == 1)
+        save_step(store, small_state(step), step, best=step == 1)
     for step in (2, 3):
         (tmp_path / f"step-0000000{step}.pt").write_bytes(b"")
     assert newest(store) == ("step-00000001.pt", 2)
     (tmp_path / "step-00000001.pt").unlink()
     assert newest(store) == ("best.pt", 2), "the last resort"
-    store.write_step(small_state(9), 2)
+    save_step(store, small_state(9), 2)
     assert newest(store) == ("step-00000002.pt", 0)
     for path in tmp_path.glob("*.pt"):
         path.write_bytes(b"x" * 1000)
@@ -155,14 +155,12 @@ def test_a_rename_that_is_not_durable_is_no_checkpoint_but_some_file_systems_syn
         write(tmp_path / "a.pt", small_state())
 
 
-def test_superseded_files_are_never_overwritten(tmp_path):
-    store = store_of(tmp_path, keep=3)
-    for value in (1, 2, 3):  # three times: train to step 24, then go back and save step 12
-        store.write_step(small_state(value), 24)
-        store.write_step(small_state(value), 12)
-    superseded = sorted(tmp_path.glob("step-00000024.pt.superseded-*"))
-    assert [value_of(path) for path in superseded] == [1, 2, 3]
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-00000012.pt"]
+def test_a_run_that_goes_back_deletes_the_checkpoints_of_the_way_that_it_left(tmp_path):
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (12, 24, 18):
+        save_step(store, small_state(step), step)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000012.pt", "step-00000018.pt"}
+    assert newest(store) == ("step-00000018.pt", 0)
 
 
 def test_an_unreadable_folder_is_not_an_empty_one(tmp_path, monkeypatch):
@@ -173,10 +171,11 @@ def test_an_unreadable_folder_is_not_an_empty_one(tmp_path, monkeypatch):
 
 
 def test_resume_targets(tmp_path):
-    store, elsewhere = store_of(tmp_path / "run/checkpoints"), store_of(tmp_path / "other")
+    store = CheckpointStore(tmp_path / "run/checkpoints")
+    elsewhere = CheckpointStore(tmp_path / "other")
     load_for_resume = checkpoints.load_for_resume
     assert load_for_resume("auto", store) is None
-    store.write_step(small_state(), 4)
+    save_step(store, small_state(), 4)
     for target in ("run", "run/checkpoints", "run/checkpoints/step-00000004.pt"):
         found = load_for_resume(str(tmp_path / target), elsewhere)
         assert found[0].name == "step-00000004.pt"
@@ -191,7 +190,7 @@ def test_resume_targets(tmp_path):
 @pytest.mark.slow
 def test_a_program_that_ends_by_an_exception_finishes_the_write_first(tmp_path):
     script = """import sys, torch; from cl_train.system.checkpoints import CheckpointStore
-CheckpointStore(sys.argv[1], 1, True).write_step({"w": torch.ones(4_000_000)}, 1)
+CheckpointStore(sys.argv[1], 1).write_step({"w": torch.ones(4_000_000)}, 1)
 raise SystemExit(1)"""
     command = [sys.executable, "-c", script, str(tmp_path)]
     assert subprocess.run(command, timeout=LIMIT_S).returncode == 1
