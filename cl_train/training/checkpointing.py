@@ -102,7 +102,6 @@ class Checkpoints:
             random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
         saved = dict(vars(progress))
         steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
-        saved["best_top1"] = saved.pop("best_score")
         saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step = progress.step
         if self.dist.is_main:
@@ -165,7 +164,9 @@ def resume(checkpoints: Checkpoints, source: str, *, training: bool = True) -> P
     restore(saved, checkpoints.state, training=training)
     values = saved["progress"]
     ranks = values.pop("ranks")
-    progress = Progress(best_score=values.pop("best_top1"), **values)
+    if "best_top1" in values:  # its name before 0.3
+        values["best_score"] = values.pop("best_top1")
+    progress = Progress(**values)
     progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
     if "best_by" in changes:  # another scale
         progress.best_score, progress.evaluations_without_gain = -math.inf, 0

@@ -21,7 +21,7 @@ class Progress:
     step: int = 0
     images_seen: int = 0
     skipped_steps: int = 0
-    best_score: float = -math.inf  # of `score_of`; in the file `best_top1`
+    best_score: float = -math.inf  # of `score_of`
     evaluations_without_gain: int = 0  # since `best_score`
     evaluated_step: int = 0  # the last step whose evaluation is counted in these two
     closed_step: int = 0  # the last one at which an epoch was closed: no evaluation is missing

@@ -131,3 +131,14 @@ def test_another_run_is_refused_with_what_differs_and_other_settings_are_noted(t
     ):
         with pytest.raises(CheckpointError, match=problem):
             restore(content, other)
+
+
+def test_the_best_score_of_an_older_version_is_read(train):
+    done = train("max_steps=3")
+    content = done.checkpoint()
+    del content["progress"]["best_score"]
+    content["progress"]["best_top1"] = 200.0  # its name before 0.3
+    torch.save(content, done.folder / "checkpoints" / "step-00000003.pt")
+    resumed = train("resume=auto", folder=done.folder)
+    assert resumed.checkpoint()["progress"]["best_score"] == 200
+    assert resumed.checkpoint("best.pt")["progress"]["step"] == 3, "no evaluation was better"
