@@ -62,7 +62,7 @@ def put_together(cfg):
     precision = resolve_precision(cfg.precision, SINGLE.device)
     for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
         part.fp32_precision = "tf32" if precision.tf32 else "ieee"
-    settings = step_settings(cfg, precision, SINGLE, soft=False)
+    settings = step_settings(cfg, precision, SINGLE)
     return build_train_state(cfg, settings, 10, SINGLE, lr=0.0625)
 
 

@@ -133,7 +133,7 @@ class Config:
     best_by: str | None = loss_setting(
         None,
         "what best.pt and patience follow: top1, loss (the lowest), a number of `metrics`, or that "
-        "of the EMA, such as average.top1; null = top1, of several labels mean_average_precision",
+        "of the EMA, such as average.top1; null = top1",
     )
     patience: int | None = loss_setting(
         None, "stop after this many evaluations in a row without a gain", ">= 1"

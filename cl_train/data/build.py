@@ -68,11 +68,7 @@ class ImageData:
         self.val_loader = self.train_loader = self._loader(source.val, val_sizes, training=False)
         if settings.training:
             self.train_loader = self._loader(source.train, size_schedule(cfg), training=True)
-        self.workers, self.label_shape = self.train_loader.workers, self.train_loader.label_shape
-        if self.val_loader.label_shape != self.label_shape:
-            raise ConfigError(
-                "data.dataset: the labels of one split are vectors, those of the other are not"
-            )
+        self.workers = self.train_loader.workers
         self.train_images = self.train_loader.sample_count
         self.val_images = self.val_loader.sample_count
 
@@ -177,7 +173,7 @@ class SyntheticData:
     def __init__(self, settings: DataSettings) -> None:
         cfg = settings.data
         self._settings, self._sizes = settings, size_schedule(cfg)
-        self.num_classes, self.workers, self.label_shape = cfg.synthetic_classes, 0, ()
+        self.num_classes, self.workers = cfg.synthetic_classes, 0
         self.classes = tuple(f"class_{label}" for label in range(self.num_classes))
         self.train_images = cfg.synthetic_images
         self.val_images = settings.batch_size * settings.dist.world_size

@@ -120,13 +120,12 @@ class BadImages:
 
 class Slots:
     """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC,
-    `targets` [slots, rows] and perhaps classes, and `indices`, int64 [slots, rows], of the samples.
+    `targets` and `indices` of the samples, int64 [slots, rows].
     """
 
     def __init__(self, reader: Reader, slots: int, rows: int, image_size: int) -> None:
-        label_type = torch.float32 if reader.label_shape else torch.int64
         self.pixels = shared((slots, rows * image_size**2 * 3), reader.dtype)
-        self.targets = shared((slots, rows, *reader.label_shape), label_type)
+        self.targets = shared((slots, rows), torch.int64)
         self.indices: Indices = shared((slots, rows), torch.int64).numpy()
 
     def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
@@ -211,7 +210,7 @@ class HostLoader:
         self.reader, self.sizes, self.batch_size = reader, sizes, settings.batch_size
         self._settings, self._bad_images, self._order_of = settings, bad_images, order_of
         self._is_training = order_of is not None
-        self.sample_count, self.label_shape = len(reader), reader.label_shape
+        self.sample_count = len(reader)
         self.workers = settings.workers
         self._times = shared((max(1, self.workers), len(WorkerTimes())), torch.float64).numpy()
 

@@ -40,8 +40,7 @@ class StreamLoader(IterableDataset[Any]):
         self, dataset: Any, form: SampleForm, settings: DataSettings, bad_images: BadImages
     ) -> None:
         check_first(form, lambda: next(iter(dataset)), settings.data.worker_timeout_s)
-        self.sample_count, self.label_shape = len(dataset), form.label_shape
-        self.workers = settings.workers
+        self.sample_count, self.workers = len(dataset), settings.workers
         self._dataset, self._form = dataset, form
         self._settings, self._bad_images = settings, bad_images
         self._is_training = form.transform.training

@@ -67,12 +67,10 @@ def default_val_resize(image_size: int) -> int:
 class ImageReader:
     """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips.
 
-    `times`: see `WorkerTimes`. `label_shape`: () of int64, or [classes] of the float32 that a
-    Dataset may give.
+    `times`: see `WorkerTimes`.
     """
 
     dtype = torch.uint8
-    label_shape: tuple[int, ...] = ()
 
     def __init__(self, split: Split, cfg: DataConfig, transform: "ImageTransform") -> None:
         formats = dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in cfg.extensions)

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -25,7 +24,6 @@ from cl_train.data.transforms import ImageTransform, seeded_everywhere
 from cl_train.data.workers import Workers
 from cl_train.errors import ConfigError, WorkerError
 
-Label = int | npt.NDArray[np.float32]
 _SHOWN = 300  # characters of a message of the user's code
 
 
@@ -68,35 +66,28 @@ class SampleForm:
     A PIL image, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W] of another size than the
     required one gets the transforms of the settings. Other tensors [3, size, size] are not
     transformed: uint8 is normalised on the device, floating point is assumed to be normalised. A
-    label is the number of a class, or in all samples a floating-point vector [classes] of numbers
-    from 0 to 1 (multi-label). The first sample decides: `dtype` of the images, `label_shape`.
+    label is the number of a class. The first sample decides the `dtype` of the images.
     """
 
     def __init__(self, classes: int, size: int, transform: ImageTransform) -> None:
         self.classes, self.size, self.transform = classes, size, transform
         self.dtype = torch.uint8
-        self.label_shape: tuple[int, ...] = ()
 
     def name(self, index: int) -> str:
         return f"sample {index} of the {'train' if self.transform.training else 'val'} dataset"
 
     def take_from(self, sample: Any) -> None:
-        """Sets `dtype` and `label_shape` by the first sample. Raises TypeError, ValueError."""
-        image, label = _image_and_label(sample)
+        """Sets `dtype` by the first sample. Raises TypeError, ValueError."""
+        image, _ = _image_and_label(sample)
         if isinstance(image, Tensor) and image.is_floating_point():
             self.dtype = torch.float32
-        self.label_shape = np.shape(_checked_label(label, self.classes))
         self.write(torch.empty(self.size, self.size, 3, dtype=self.dtype).permute(2, 0, 1), sample)
 
-    def write(self, row: Tensor, sample: Any, epoch: int = 0, random_index: int = 0) -> Label:
+    def write(self, row: Tensor, sample: Any, epoch: int = 0, random_index: int = 0) -> int:
         """Writes the image into `row`; returns the label. Raises TypeError, ValueError."""
         given_image, given_label = _image_and_label(sample)
         image = _checked_image(given_image, row)
         label = _checked_label(given_label, self.classes)
-        if np.shape(label) != self.label_shape:
-            raise TypeError(
-                f"the label is {_described(given_label)}, unlike that of the first sample"
-            )
         if not isinstance(image, Tensor):
             self.transform(row, image, epoch, random_index)
             return label
@@ -116,7 +107,7 @@ class DatasetReader:
         check_first(form, lambda: dataset[0], timeout_s)
         self._dataset, self._form = dataset, form
         self._samples, self.times = len(dataset), np.zeros(5)
-        self.dtype, self.label_shape = form.dtype, form.label_shape
+        self.dtype = form.dtype
 
     def __len__(self) -> int:
         return self._samples
@@ -124,7 +115,7 @@ class DatasetReader:
     def name(self, index: int) -> str:
         return self._form.name(index)
 
-    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> Label:
+    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
         """Writes sample `index` into `row`; returns its label.
 
         Raises BadImage for any exception of the dataset.
@@ -157,12 +148,12 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
                 form.take_from(read())
         except Exception as error:
             problem = reason_of(error)
-        return form.dtype, form.label_shape, problem
+        return form.dtype, problem
 
     try:
         with closing(Workers(first, 1, timeout_s, form.name)) as workers:
             workers.submit(None)
-            form.dtype, form.label_shape, problem = workers.result()
+            form.dtype, problem = workers.result()
     except WorkerError as error:
         problem = str(error)
     if problem:
@@ -198,21 +189,12 @@ def _checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
     raise TypeError(f"the image must be {expected}, not {_described(image)}")
 
 
-def _checked_label(label: Any, classes: int) -> Label:
-    """The number of a class, or float32 [classes].
-
-    Raises TypeError or ValueError: the label is neither.
-    """
-    if isinstance(label, Tensor | np.ndarray) and tuple(label.shape) == (classes,) and classes > 1:
-        vector = torch.as_tensor(label).detach()
-        if vector.is_floating_point():
-            if not ((vector >= 0) & (vector <= 1)).all():
-                raise ValueError("the label has numbers that are not from 0 to 1")
-            return np.asarray(vector, np.float32)
+def _checked_label(label: Any, classes: int) -> int:
+    """The number of a class. Raises TypeError or ValueError: the label is none."""
     is_scalar = isinstance(label, Tensor | np.ndarray | np.generic) and math.prod(label.shape) == 1
     value = label.item() if is_scalar else label
     if not isinstance(value, int):
-        raise TypeError(f"the label is {_described(label)}, not a whole number")
+        raise TypeError(f"the label is {_described(label)}, not the number of one class")
     if not 0 <= value < classes:
         raise ValueError(f"label {value} of {classes} classes")
     return value

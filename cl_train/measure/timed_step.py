@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.data.device import Batch, MixLabels
@@ -126,11 +125,8 @@ class TimedStep:
         classes = self._classes()
         if classes is not None:
             self.targets = random_labels(len(self.inputs), classes).to(device)
-            if settings.soft_targets:
-                self.targets = F.one_hot(self.targets, classes).float()
-            else:
-                mixing = AugmentConfig(mixup=settings.mixup, cutmix=settings.cutmix)
-                self._mix = label_mix(mixing, classes, 0, Dist(0, 1, device))
+            mixing = AugmentConfig(mixup=settings.mixup, cutmix=settings.cutmix)
+            self._mix = label_mix(mixing, classes, 0, Dist(0, 1, device))
 
         self.model.train()
         if self.layout.is_channels_last and device.type == "cpu":

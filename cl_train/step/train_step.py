@@ -63,7 +63,6 @@ class Loss:
 
 
 CROSS_ENTROPY = Loss()
-NO_LABEL = -100  # as torch's cross_entropy ignores it; equal to no class
 
 
 def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:
@@ -97,7 +96,6 @@ class StepSettings:
     ema_every: int = 1
     mixup: float = 0.0
     cutmix: float = 0.0
-    soft_targets: bool = False  # float [N, classes]: the labels are vectors
     compile: bool = False
     image_sizes: int = 1  # that a compiled model is prepared for
     cuda_graph: bool = False
@@ -196,16 +194,15 @@ def labels_and_top5(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The labels, int64 [N], and the five most probable classes, int64 [N, 5 or fewer].
 
-    Of float targets the class with the largest weight counts, of equal ones (several labels) the
-    most probable; an image without any is `NO_LABEL`.
+    Of float targets (mixed images) the class with the largest weight counts, of equal ones the most
+    probable.
     """
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
     if not targets.is_floating_point():
         return targets, best
     hits = targets.gather(1, best) == targets.amax(1, keepdim=True)
     first_hit = best.gather(1, hits.int().argmax(1, keepdim=True))[:, 0]
-    labels = torch.where(hits.any(1), first_hit, targets.argmax(1))
-    return torch.where(targets.amax(1) > 0, labels, NO_LABEL), best
+    return torch.where(hits.any(1), first_hit, targets.argmax(1)), best
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:

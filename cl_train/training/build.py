@@ -119,8 +119,7 @@ def refuse_nonfinite(model: nn.Module, source: str) -> None:
             raise ConfigError(f"{source} holds {value} in {name}")
 
 
-def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) -> StepSettings:
-    """soft: the labels of the data are vectors."""
+def step_settings(cfg: Config, precision: Precision, dist: Dist) -> StepSettings:
     is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
     can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
     return StepSettings(
@@ -133,7 +132,6 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist, *, soft: bool) 
         ema_every=cfg.ema_every,
         mixup=cfg.augment.mixup,
         cutmix=cfg.augment.cutmix,
-        soft_targets=soft,
         compile=cfg.compile,
         image_sizes=len(size_schedule(cfg.data).image_sizes),
         cuda_graph=cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record),
@@ -249,7 +247,7 @@ def try_model(
             # cuDNN's choice of kernels may stay for training: zeros would be faster than images.
             images = batch_format.place(torch.randn(*shape, device=device))
             labels = torch.randint(num_classes, (shape[0],), device=device)
-            is_soft = settings.soft_targets or max(settings.mixup, settings.cutmix) > 0
+            is_soft = max(settings.mixup, settings.cutmix) > 0
             targets = F.one_hot(labels, num_classes).float() if is_soft else labels
             parts = make_step(copied, replace(settings, compile=False), device)
             train_step(parts, [Batch(images, targets)])

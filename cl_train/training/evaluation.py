@@ -6,8 +6,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -30,7 +28,6 @@ from cl_train.system.failures import explain_failure
 from cl_train.system.processes import StopRequest
 from cl_train.training.console import progress_bar
 
-MAP = "mean_average_precision"
 EVALUATED = ("loss", "top1", "top5", "images")
 
 
@@ -60,13 +57,13 @@ def evaluate_model(
     # BatchNorm's statistics, as rank 0 saves them.
     for buffer in model.buffers() if dist.world_size > 1 else ():
         torch.distributed.broadcast(buffer, src=0)
-    skipped_before, is_binary = data.bad_images.skipped, bool(data.label_shape)
+    skipped_before = data.bad_images.skipped
     batches = _until_signal(data.validation(batch_format), signals, data.val_images, dist)
     rows_of_batches = [torch.empty(0, len(COLUMNS), dtype=torch.float64, device=dist.device)]
     logits_and_targets = []
     for logits, targets in outputs(model, batches, precision, flip=flip):
-        rows_of_batches.append(rows_of(logits, targets, binary=is_binary))
-        if metrics or is_binary:
+        rows_of_batches.append(rows_of(logits, targets))
+        if metrics:
             logits_and_targets.append((logits.cpu(), targets.cpu()))
 
     rows = torch.cat(rows_of_batches)
@@ -84,14 +81,11 @@ def evaluate_model(
 
     result: dict[str, Any] = {"loss": loss / images, "top1": 100 * correct1 / images}
     result |= {"top5": 100 * correct5 / images, "images": int(images)}
-    if metrics or is_binary:
+    if metrics:
         of_ranks = gather_objects(logits_and_targets, dist)
         everything = [batch for of_rank in of_ranks for batch in of_rank]
         logits, targets = (torch.cat(column) for column in zip(*everything, strict=True))
-        if is_binary:
-            result[MAP] = mean_average_precision(logits.numpy(), targets.numpy() > 0.5)
-        if metrics is not None:
-            result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
+        result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
     return result, rows
 
 
@@ -102,8 +96,7 @@ def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) ->
     """
     kind = "val_average" if (best_by or "").startswith("average.") else "val"
     result = evaluated.get(kind, {})
-    default = "top1" if result.get(MAP) is None else MAP
-    name = (best_by or default).removeprefix("average.")
+    name = (best_by or "top1").removeprefix("average.")
     value = result.get(name)
     if value is None or math.isnan(value):
         return -math.inf
@@ -117,37 +110,18 @@ def check_evaluation(loss: float | None) -> None:
         raise TrainingFault(f"{what}: weights or outputs hold NaN or Inf")
 
 
-def mean_average_precision(
-    scores: npt.NDArray[np.float32], positives: npt.NDArray[np.bool_]
-) -> float:
-    """Percent, over [images, classes], as scikit-learn's; of classes with a positive image."""
-    of_classes = []
-    for score, positive in zip(scores.T, positives.T, strict=True):
-        order = np.argsort(-score, kind="stable")
-        # Images with equal scores have one threshold.
-        ends = np.append(np.diff(score[order]) != 0, True)
-        hits = np.cumsum(positive[order])
-        precision = hits[ends] / (np.flatnonzero(ends) + 1)
-        if hits[-1]:
-            of_classes.append((np.diff(hits[ends], prepend=0) * precision).sum() / hits[-1])
-    return 100 * float(np.mean(of_classes)) if of_classes else math.nan
-
-
 def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
     """Rank 0 calls `metrics` with noise of an evaluation's size, before hours of training.
 
     Raises ConfigError: it does not return numbers, or there is no number `best_by`.
     """
     images, classes = data.val_images or 2 * data.num_classes, data.num_classes
-    names = ["top1", "top5", "loss", *([MAP] if data.label_shape else [])]
-
+    names = ["top1", "top5", "loss"]
     if cfg.metrics is not None:
         metrics = user_function("metrics", cfg.metrics)
 
         def names_of() -> list[str]:
             targets = torch.arange(images) % classes
-            if data.label_shape:  # some metrics need both labels in each class
-                targets = ((torch.arange(images)[:, None] + torch.arange(classes)) % 2).float()
             return list(_numbers(metrics, torch.randn(images, classes), targets))
 
         try:
@@ -177,26 +151,19 @@ def _numbers(
 COLUMNS = ("label", "predicted", "probability", "probability of the label", "loss", "in top 5")
 
 
-def rows_of(logits: torch.Tensor, targets: torch.Tensor, *, binary: bool = False) -> torch.Tensor:
+def rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The `COLUMNS` of each image, float64 [N, 6], on the device; the host does not wait.
 
-    The loss is the plain cross-entropy, whatever `loss=` is. targets: int64 [N] with `NO_LABEL`, or
-    float [N, classes]. binary: each class has a probability of its own (several labels).
+    The loss is the plain cross-entropy, whatever `loss=` is.
     """
-    if binary:
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-        loss, probabilities = losses.mean(1), logits.sigmoid()
-    else:
-        loss = nn.functional.cross_entropy(logits, targets, reduction="none")
-        probabilities = logits.softmax(1)
-    labels, best = labels_and_top5(logits, targets)
-    of_label = probabilities.gather(1, labels.clamp(min=0).unsqueeze(1))[:, 0]
+    probabilities = logits.softmax(1)
+    _, best = labels_and_top5(logits, labels)
     columns = (
         labels,
         best[:, 0],
         probabilities.amax(1),
-        torch.where(labels >= 0, of_label, torch.nan),
-        loss,
+        probabilities.gather(1, labels.unsqueeze(1))[:, 0],
+        nn.functional.cross_entropy(logits, labels, reduction="none"),
         (best == labels.unsqueeze(1)).any(1),
     )
     return torch.stack([column.double() for column in columns], 1)

@@ -39,13 +39,12 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
     # A model may have more outputs than there are classes.
     outputs = max(len(data.classes), int(rows[:, 1].max(initial=0)) + 1)
     names = [*data.classes, *(f"output {n}" for n in range(len(data.classes), outputs))]
-    labelled = rows[rows[:, 0] >= 0]
     counts = np.zeros((outputs, outputs), np.int64)
-    np.add.at(counts, tuple(labelled[:, :2].astype(int).T), 1)
+    np.add.at(counts, tuple(rows[:, :2].astype(int).T), 1)
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     try:
         folder.mkdir(exist_ok=True)
-        write_csv(folder / "per_class.csv", per_class(labelled, counts, names), ["class"])
+        write_csv(folder / "per_class.csv", per_class(rows, counts, names), ["class"])
         header = ["true", "predicted", "images"]
         write_csv(folder / "confusions.csv", confusions(counts, names), header)
         content = json.dumps(finite_or_null(page_data(rows, counts, data, names)))

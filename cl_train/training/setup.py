@@ -91,7 +91,7 @@ def set_up(
     plan = Plan.of(cfg, data.train_images, dist.world_size)
 
     # 3. The model, its optimizer and its step.
-    step = step_settings(cfg, precision, dist, soft=bool(data.label_shape))
+    step = step_settings(cfg, precision, dist)
     check_metrics(cfg, data, dist)
     state = build_train_state(cfg, step, data.num_classes, dist, plan.lr_at(Progress()))
     if isinstance(state.train_step, GraphedStep):
@@ -172,8 +172,6 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack) -> Data:
     stack.callback(data.close)
     if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
         raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
-    if data.label_shape and cfg.loss == "cross_entropy":
-        raise ConfigError("the labels of data.dataset are vectors: use loss=bce, or your own")
     of_machine = ("data.root", "data.workers", "data.prefetch", "data.dataset")
     of_all_ranks = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
     check_ranks_agree(of_all_ranks | {"data": data.fingerprint}, dist)

@@ -140,7 +140,7 @@ def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch):
         # DDP times its first ten iterations with events, which cannot be recorded.
         for ranks, warm_up in ((1, 3), (2, 11)):
             dist = Dist(0, ranks, CUDA)
-            settings = build.step_settings(cfg, BY_NAME["fp16"], dist, soft=False)
+            settings = build.step_settings(cfg, BY_NAME["fp16"], dist)
             state = build.build_train_state(cfg, settings, 3, dist, lr=0.1)
             step = state.train_step
             assert set(streams.values()) == {step._recorder.stream} != {device.current}

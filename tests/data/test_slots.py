@@ -17,7 +17,7 @@ FORMAT = DeviceFormat(CUDA, torch.float16, torch.channels_last)
 
 
 class Reader:
-    dtype, label_shape = torch.uint8, ()
+    dtype = torch.uint8
     name = str
 
     def __len__(self):

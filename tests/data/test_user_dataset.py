@@ -269,9 +269,6 @@ def test_a_stream_repeats_no_images(monkeypatch):
         wrong_data(monkeypatch, wrong.Stream, augment=AugmentConfig(repeats=2))
 
 
-VECTORS = dict.fromkeys(range(12), (wrong.ZEROS, torch.tensor([0.0, 1.0, 0.0])))
-
-
 def with_attributes(**attributes):
     def made():
         dataset = wrong.Samples()
@@ -288,7 +285,6 @@ def with_attributes(**attributes):
         *((with_attributes(num_classes=number), "classes") for number in ("x", 0, 2.5, None)),
         (with_attributes(classes=("a",), num_classes=2), "classes"),
         *((partial(wrong.Samples, (), number), "length|empty") for number in (0, -1, "x", None)),
-        (partial(wrong.Samples, VECTORS), "labels of one split are vectors"),
         (lambda: None, "must return a Dataset.*TypeError"),
         (partial(os.listdir, "/nowhere"), "must return a Dataset.*FileNotFoundError.*/nowhere"),
     ],

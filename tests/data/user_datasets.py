@@ -117,7 +117,12 @@ IMAGES = [
     (Image.new("I;16", (SIZE, SIZE)), "mode I;16"),
 ]
 LABELS = [(1.0, "1.0"), ("1", "'1'"), (-1, "-1 of 3 classes"), (3, "3 of 3 classes")]
+LABELS += [
+    (torch.tensor(1.5), "float32"),
+    (torch.tensor([0, 1, 0]), r"int64 \[3\], not the number of one class"),
+]
 LABELS += [(torch.tensor(1.5), "float32"), (torch.tensor([0, 1, 0]), r"\[3\]")]
+LABELS += [(torch.tensor([0.0, 1.0, 1.0]), r"float32 \[3\], not the number of one class")]
 
 # What a sample may be instead of (image, label), and the words that its message must have.
 BAD_SAMPLES = [

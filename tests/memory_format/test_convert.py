@@ -266,7 +266,7 @@ def loss_after_looking(words, dist):
         settings = {"model": "tests.networks:small", "precision": "fp32", "channels_last": True}
         cfg = checked_config({**settings, "device": "cpu", "data": {"name": "synthetic"}, **words})
         precision = resolve_precision("fp32", dist.device)
-        step = step_settings(cfg, precision, dist, soft=False)
+        step = step_settings(cfg, precision, dist)
         state = build_train_state(cfg, step, 3, dist, lr=0.1)
         for number in range(6):
             generator = torch.Generator().manual_seed(10 * number + dist.rank)

@@ -15,7 +15,7 @@ from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer
 from cl_train.step.precision import BY_NAME, Fp32Weights, cast_model, resolve_precision
-from cl_train.step.train_step import Loss, StepParts, loss_of, train_step
+from cl_train.step.train_step import Loss, StepParts, labels_and_top5, loss_of, train_step
 from cl_train.training.build import TrainState
 from tests.networks import small
 
@@ -145,6 +145,15 @@ def test_cross_entropy_is_timms_and_float32_for_half_precision_logits():
     for loss in (ours, Loss("bce")):
         for targets in (LABELS, mixed()):
             assert loss(LOGITS.bfloat16(), targets).dtype == torch.float32
+
+
+def test_the_label_of_a_mixed_image_is_the_larger_share_of_equal_ones_the_more_probable():
+    logits = torch.tensor([[7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]]).repeat(3, 1)
+    targets = torch.zeros(3, 7)
+    for row, (first, second, share) in enumerate([(0, 1, 0.3), (4, 2, 0.5), (6, 0, 0.7)]):
+        targets[row, first], targets[row, second] = share, 1 - share
+    labels, best = labels_and_top5(logits, targets)
+    assert labels.tolist() == [1, 2, 6] and best.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
 @pytest.mark.slow

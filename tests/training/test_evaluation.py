@@ -20,8 +20,7 @@ from cl_train.errors import ConfigError, TrainingFault
 from cl_train.models import sources
 from cl_train.models.sources import build_model, log_preprocessing, published_preprocessing
 from cl_train.step.precision import BY_NAME
-from cl_train.step.train_step import labels_and_top5
-from cl_train.training.evaluation import MAP, outputs, rows_of, score_of
+from cl_train.training.evaluation import outputs, rows_of, score_of
 from tests import networks
 from tests.conftest import Run
 from tests.data.image_folders import folder_data, write_folder
@@ -171,17 +170,13 @@ def test_report_of_more_outputs_than_classes(train, monkeypatch):
     assert rows and all(row.split(",")[1].startswith("output ") for row in rows)
 
 
-SOFT = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-
-
 @pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize("targets", [SOFT, torch.tensor([0, -100, 1, 2])])
-def test_evaluation_is_exact_and_changes_nothing(targets, flip):
+def test_evaluation_is_exact_and_changes_nothing(flip):
     torch.manual_seed(0)
+    labels = torch.tensor([0, 2, 1, 2])
     model, images = networks.small(3), torch.randn(4, 3, 32, 32)
-    labels = targets.argmax(1) if targets.ndim == 2 else targets
     statistics = model[1].running_mean.clone()
-    batches = [Batch(images[:3], targets[:3]), Batch(images[3:], targets[3:])]
+    batches = [Batch(images[:3], labels[:3]), Batch(images[3:], labels[3:])]
     evaluated = outputs(model, batches, BY_NAME["bf16"], flip=flip)
     rows = torch.cat([rows_of(*logits_and_targets) for logits_and_targets in evaluated])
     assert model.training and torch.equal(model[1].running_mean, statistics)
@@ -192,24 +187,12 @@ def test_evaluation_is_exact_and_changes_nothing(targets, flip):
         if flip:
             logits = (logits + torch.cat([model(x.flip(3)) for x in parts])) / 2
     logits = logits.float()
-    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-    shares, in_top5 = logits.softmax(1), labels >= 0  # of three classes
-    of_label = shares[range(4), labels.clamp(min=0)].where(labels >= 0, math.nan)
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    shares, in_top5 = logits.softmax(1), torch.ones(4)  # of three classes
+    of_label = shares[range(4), labels]
     columns = (labels, logits.argmax(1), shares.amax(1), of_label, losses, in_top5)
     for column, expected in enumerate(columns):
-        torch.testing.assert_close(rows[:, column].float(), expected.float(), equal_nan=True)
-
-
-def test_several_labels_have_probabilities_of_their_own_and_an_image_may_have_none():
-    logits = torch.tensor([[4.0, 4.0, 4.0], [-2.0, 2.0, 0.0]])
-    targets = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    rows = rows_of(logits, targets, binary=True)
-    label, _, probability, of_label, _, in_top5 = rows.T
-    assert label.tolist() == [1, -100] and in_top5.tolist() == [1, 0]
-    torch.testing.assert_close(probability, logits.sigmoid().amax(1).double())
-    assert of_label[0] == pytest.approx(0.98201, abs=1e-5) and of_label[1].isnan()
-    hits = labels_and_top5(logits, targets)
-    assert (hits[1] == hits[0].unsqueeze(1)).any(1).tolist() == [True, False]
+        torch.testing.assert_close(rows[:, column].float(), expected.float())
 
 
 def by_score(evaluation):
@@ -224,7 +207,6 @@ def by_score(evaluation):
 def test_what_makes_an_evaluation_the_best(best_by, best):
     scores = [score_of(by_score(evaluation), best_by) for evaluation in range(3)]
     assert scores.index(max(scores)) == best
-    assert score_of({"val": {"top1": 5.0, MAP: 7.0}}, None) == 7.0
     for value in (None, math.nan):
         assert score_of({"val": {"loss": value}}, "loss") == -math.inf
 

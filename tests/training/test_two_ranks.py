@@ -42,7 +42,7 @@ def evaluation_is_eager_with_compile(folder):
     """
     with processes("cpu", LIMIT_S) as dist:
         cfg = settings(folder, compile=True)
-        step = build.step_settings(cfg, BY_NAME["fp32"], dist, soft=False)
+        step = build.step_settings(cfg, BY_NAME["fp32"], dist)
         state = build.build_train_state(cfg, step, 3, dist, lr=0.1)
         assert state.model._compiled_call_impl is None
         assert state.parts.wrapped_model._compiled_call_impl is not None
