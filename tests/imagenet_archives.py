@@ -113,27 +113,17 @@ def _pax_bomb() -> bytes:
 
 
 EIGHT_GIB = b"77777777777\0"
-EVIL = b"owned"
 ONE, THREE = class_tar(WNIDS[0], 1), class_tar(WNIDS[0], 3)
 SECOND = "n01440764_2.JPEG"
 HOSTILE: dict[str, bytes] = {
-    "traversal in the outer archive": tar_of([("../n01440764.tar", ONE)]),
-    "traversal in a class archive": _inner(("../../evil_1.JPEG", EVIL)),
-    "symlink, then a file through it": _inner(
-        (SECOND, b"", tarfile.SYMTYPE, "../../.."), (SECOND, EVIL)
-    ),
+    "traversal in a class archive": _inner(("../../evil_1.JPEG", b"owned")),
     "hard link to a file outside": _inner((SECOND, b"", tarfile.LNKTYPE, "../../../secret")),
-    "FIFO": _inner((SECOND, b"", tarfile.FIFOTYPE, "")),
     "the same name twice": _inner(("n01440764_1.JPEG", jpeg(2))),
     "a file of 8 GiB that is not there": _outer(
         _with_size(tar_of([("n01440764_1.JPEG", jpeg(2))]), EIGHT_GIB)
     ),
     "a file of negative size": _with_size(_outer(ONE), b"\xff" * 10 + b"\xfc\x00"),
     "a pax header of 8 GiB": _pax_bomb(),
-    "truncated class archive": _outer(THREE[:2048]),
-    "truncated outer archive": _outer(THREE)[:-10_000],
     "cut between two images": _outer(THREE[: 512 + -(-len(jpeg(0)) // 512) * 512]),
-    "an image of another class": _outer(class_tar(WNIDS[1], 1)),
-    "no archive at all": b"hello" * 1000,
     "an empty class archive": _outer(tar_of([])),
 }

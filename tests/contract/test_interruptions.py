@@ -20,9 +20,9 @@ from cl_train.errors import ConfigError
 from cl_train.system import checkpoints, files
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore
 from cl_train.system.files import AppendFile, write_text
-from cl_train.training import records
+from cl_train.training import loop, records
 from cl_train.training.console import RunLog
-from tests.conftest import write_images
+from tests.conftest import Run
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 TERMINATED = "model=tests.networks:terminated_in_evaluation"
@@ -59,20 +59,11 @@ def test_evaluate_only_stopped_by_a_signal_says_so(train):
     assert done.summary["status"] == "interrupted" and done.summary["val"] is None
 
 
-@pytest.mark.slow
 def test_the_epoch_is_saved_before_its_evaluation(train, monkeypatch, tmp_path):
-    """A kill in the evaluation loses nothing, and the resumed run ends like one that nothing
-    disturbed.
-    """
-    from cl_train.training import loop
-
-    whole = train(folder=tmp_path / "whole")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(loop, "evaluate_model", Mock(side_effect=KeyboardInterrupt))
-        train(folder=tmp_path / "killed")
-    resumed = train("resume=auto", folder=tmp_path / "killed")
-    assert [record["step"] for record in resumed.records("val")] == [3, 6]
-    assert resumed.losses == whole.losses and resumed.summary["val"] == whole.summary["val"]
+    monkeypatch.setattr(loop, "evaluate_model", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train(folder=tmp_path)
+    assert Run(tmp_path, 1).saved_step() == 3
 
 
 @pytest.mark.slow
@@ -163,18 +154,6 @@ def test_what_cannot_be_saved_is_found_before_the_first_step(train, tmp_path):
     (tmp_path / "b" / "checkpoints").write_text("in the way")
     with pytest.raises(ConfigError, match="checkpoints"):
         train(folder=tmp_path / "b")
-
-
-def test_skipped_images_and_the_load_of_others_are_recorded(train, tmp_path):
-    images = tmp_path / "images"
-    write_images(images, {"train": 32, "val": 7})
-    for number in (3, 5):
-        (images / "train" / "red" / f"{number:03d}.JPEG").write_bytes(b"")
-    done = train(f"data.root={images}", "data.on_bad_image=skip", "epochs=1")
-    assert done.summary["skipped_images"] == done.records("train")[-1]["skipped_images"] == 2
-    assert "others_pct" in done.summary
-    log = done.log
-    assert "Bad images 2" in log and "2 bad images" in log
 
 
 def test_names_that_are_no_utf_8_are_written_as_they_are(tmp_path):

@@ -61,22 +61,6 @@ def test_the_wheel_holds_configuration_types_and_licence(wheel):
 
 
 @pytest.mark.slow
-def test_commands_of_the_wheel(cl_train, tmp_path):
-    words = ("channels_last=true", "experiment=smoke", "max_steps=4")
-    trained = cl_train("train", *words, f"hydra.run.dir={tmp_path}/a")
-    assert trained.returncode == 0, trained.stderr
-    assert json.loads((tmp_path / "a/summary.json").read_text())["status"] == "completed"
-    small = ["data.image_size=64", "batch_size=2", "precision=fp32"]
-    out = f"out={tmp_path}/audit.json"
-    audited = cl_train("audit", "model=resnet18", "measure=false", out, *small)
-    assert audited.returncode == 0 and (tmp_path / "audit.json").is_file(), audited.stderr
-    fast = ["model=squeezenet1_1", "time_limit_s=0.5", "parity=false"]
-    measured = cl_train("benchmark", *fast, *small, f"out={tmp_path}/benchmark.json")
-    assert measured.returncode == 0, measured.stderr
-    assert "channels_last" in measured.stdout.splitlines()[-1]
-
-
-@pytest.mark.slow
 def test_sweep_and_comparison_of_the_wheel(cl_train, tmp_path):
     words = "-m channels_last=true,false experiment=smoke data=synthetic max_steps=6 log_every=1"
     words += f" data.synthetic_images=96 warmup_steps=1 hydra.sweep.dir={tmp_path}/sweep"

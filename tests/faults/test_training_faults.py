@@ -1,8 +1,7 @@
-"""NaN, failing loader workers, a folder that moves, a long run."""
+"""NaN, failing loader workers, a long run."""
 
 import contextlib
 import os
-import shutil
 import signal
 import time
 from functools import partial
@@ -57,15 +56,6 @@ def test_failing_loader_worker(bench):
             assert code == 1 and is_told, f"{run.name}: exit code {code}, says {output[-500:]}"
             tiny.check_loadable(run)
         running.kill_group()
-
-
-def test_moved_run_folder(bench):
-    """A folder that moves between kill and resume."""
-    with bench.attempt():
-        run, elsewhere = bench.folder / "here", bench.folder / "moved"
-        bench.start(run, partial(plants.signal_after_save, 5, signal.SIGKILL)).wait()
-        shutil.move(run, elsewhere)
-        bench.check_resumed(elsewhere, bench.reference())
 
 
 def test_long_run_stays_bounded(bench):

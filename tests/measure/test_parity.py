@@ -5,6 +5,7 @@ Unusual models: tests/training/test_odd_models.py.
 
 import json
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -235,6 +236,11 @@ def test_a_check_that_could_not_fail_has_not_passed(model, given, reason):
 
 def viewing():
     return with_head(lambda head, x: head(x.view(len(x), -1)), nn.Linear(8 * 16 * 16, 4))
+
+
+def test_a_compiled_model_is_compared_eager():
+    backend = Mock(side_effect=AssertionError)
+    assert check_parity(torch.compile(features(), backend=backend), image_size=12).passed
 
 
 def test_the_line_of_a_view_is_named():

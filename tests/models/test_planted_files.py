@@ -3,7 +3,6 @@ it.
 """
 
 import contextlib
-import io
 import os
 import pickle
 import zipfile
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.commands import audit
 from cl_train.errors import ConfigError
 from cl_train.models.convert_file import NotConverted, convert_file
 from cl_train.models.sources import load_weights_file
@@ -58,8 +56,6 @@ class Setting(nn.Module):
 
 
 TOUCH = Touch()
-PICKLE, UNSAFE = pickle.dumps(TOUCH, protocol=2), io.BytesIO()
-torch.save({"a": TOUCH}, UNSAFE)
 WEIGHT = {"weight": torch.zeros(4, 3, 3, 3)}
 
 
@@ -68,7 +64,7 @@ def saved(content, **options):
     return Path("saved.pth")
 
 
-def raw(content, name="raw.pth"):
+def raw(content, name):
     Path(name).write_bytes(content)
     return Path(name)
 
@@ -109,18 +105,12 @@ def checkpoint(content):
 
 
 FILES = {
-    "pickle": lambda: raw(pickle.dumps({"a": TOUCH})),
-    "pickle in a zip": lambda: pickle_zip({"a": TOUCH}),
-    "pickle under state_dict": lambda: pickle_zip({"state_dict": {"a": TOUCH}}),
-    "torch.save of an object": lambda: raw(UNSAFE.getvalue()),
+    "pickle named safetensors": lambda: raw(pickle.dumps(TOUCH), "pickle.safetensors"),
+    "pickle in a zip": lambda: pickle_zip({"state_dict": {"a": TOUCH}}),
     "legacy format of an object": lambda: saved({"a": TOUCH}, _use_new_zipfile_serialization=False),
-    "pickle named safetensors": lambda: raw(PICKLE, "pickle.safetensors"),
     "exported program": exported,
-    "exported program named pth": lambda: exported().rename("renamed.pth"),
-    "TorchScript with __setstate__": scripted,
     "TorchScript named pth": lambda: scripted().rename("renamed.pth"),
     "state dict and a program": lambda: rewritten(saved(WEIGHT), {"code/a.py": b"x"}),
-    "state dict of another pickle": lambda: pickle_zip(TOUCH),
     "checkpoint with a program's name": lambda: checkpoint(
         {"model": {"weight": torch.zeros(2, 2)}, "facts": {"model": "os:system"}}
     ),
@@ -147,9 +137,3 @@ def test_planted_file(name):
             read.add(reader)
         assert not EXECUTED.exists()
     assert read == HARMLESS.get(name, set())
-
-
-def test_a_command_refuses_and_says_how_to_trust():
-    with pytest.raises(ConfigError, match="trust=true"):
-        audit.main(["model=resnet18", f"weights={scripted()}"])
-    assert not EXECUTED.exists()

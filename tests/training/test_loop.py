@@ -294,6 +294,9 @@ def test_bad_images_are_left_out(train, tmp_path):
     for workers in (0, 1):
         done = train(*words, f"data.workers={workers}")
         assert done.exit_code == 0 and done.summary["val"]["images"] == 21
+        skipped = done.records("train")[-1]["skipped_images"]
+        assert done.summary["skipped_images"] == skipped > 0
+        assert f"Bad images {skipped}" in done.log and " bad images" in done.log
     for path in (images / "val").rglob("*.JPEG"):
         path.write_bytes(b"\xff\xd8\xff broken")
     with pytest.raises(TrainingFault, match="none of the 21 validation images"):
