@@ -5,7 +5,7 @@ unpack.
 import gzip
 import io
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -39,37 +39,32 @@ def class_tar(wnid: str, images: int, first_seed: int = 0, prefix: str = "") -> 
     return tar_of((name, jpeg(first_seed + number)) for number, name in enumerate(names))
 
 
-def train_tar(per_class: int = 4, prefix: str = "", wnids: Sequence[str] = WNIDS) -> bytes:
-    tars = [class_tar(wnid, per_class, 1000 * place, prefix) for place, wnid in enumerate(wnids)]
-    return tar_of((f"{prefix}{wnid}.tar", tar) for wnid, tar in zip(wnids, tars, strict=True))
+def train_tar(prefix: str = "") -> bytes:
+    tars = [class_tar(wnid, 4, 1000 * place, prefix) for place, wnid in enumerate(WNIDS)]
+    return tar_of((f"{prefix}{wnid}.tar", tar) for wnid, tar in zip(WNIDS, tars, strict=True))
 
 
-def val_wnid(number: int, wnids: Sequence[str] = WNIDS) -> str:
-    return wnids[number * 7 % len(wnids)]
+def val_wnid(number: int) -> str:
+    return WNIDS[number * 7 % len(WNIDS)]
 
 
-def devkit(val_images: int, wnids: Sequence[str] = WNIDS) -> bytes:
-    """With ILSVRC2012_IDs as in the official ground truth; classes that ImageNet lacks are written
-    as they are.
-    """
-    labels = [val_wnid(number, wnids) for number in range(1, val_images + 1)]
-    truth = "".join(f"{SYNSETS.index(wnid) + 1 if wnid in SYNSETS else wnid}\n" for wnid in labels)
+def devkit(val_images: int) -> bytes:
+    """With ILSVRC2012_IDs, as the official ground truth."""
+    labels = [val_wnid(number) for number in range(1, val_images + 1)]
+    truth = "".join(f"{SYNSETS.index(wnid) + 1}\n" for wnid in labels)
     readme = "ILSVRC2012_devkit_t12/readme.txt", b"hello"
     path = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
     return gzip.compress(tar_of([readme, (path, truth.encode())]))
 
 
-def make_archives(
-    folder: Path, per_class: int = 4, val_images: int = 9, wnids: Sequence[str] = WNIDS
-) -> dict[str, Path]:
+def make_archives(folder: Path) -> dict[str, Path]:
     """The three official archives, shrunk; `unpack(out, **make_archives(folder))`."""
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = range(1, val_images + 1)
-    val = tar_of((f"ILSVRC2012_val_{number:08d}.JPEG", jpeg(-number % 9999)) for number in numbers)
+    val = tar_of((f"ILSVRC2012_val_{n:08d}.JPEG", jpeg(-n % 9999)) for n in range(1, 10))
     contents = {
-        "train": ("ILSVRC2012_img_train.tar", train_tar(per_class, wnids=wnids)),
+        "train": ("ILSVRC2012_img_train.tar", train_tar()),
         "val": ("ILSVRC2012_img_val.tar", val),
-        "devkit": ("ILSVRC2012_devkit_t12.tar.gz", devkit(val_images, wnids)),
+        "devkit": ("ILSVRC2012_devkit_t12.tar.gz", devkit(9)),
     }
     for name, content in contents.values():
         (folder / name).write_bytes(content)

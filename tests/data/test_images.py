@@ -293,6 +293,7 @@ def test_unusual_images_decode(name, recwarn):
         (jpeg()[:200], None),
         (encoded(PICTURE, "PNG")[:900], "truncated"),
         (encoded(PICTURE, "GIF"), "not a JPEG or PNG"),
+        (encoded(Image.new("1", (20_000, 6_000)), "PNG"), "20000 x 6000 pixels, more than"),
     ],
 )
 def test_broken_images_are_refused_with_a_reason(tmp_path, content, reason):

@@ -1,31 +1,25 @@
-"""What a run reads: fuzzed images, hostile archives, damaged shards, preparation that is
-killed.
-"""
+"""What a run reads: fuzzed images, hostile archives, damaged shards; a preparation is killed."""
 
-import os
 import shutil
 import signal
 import struct
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cl_train.data.decode import BadImage, EncodedImage, read_file
+from cl_train.data.decode import BadImage, EncodedImage
 from cl_train.errors import ConfigError
 from cl_train.imagenet.archives import unpack
-from cl_train.imagenet.folders import resize_folder, verify
+from cl_train.imagenet.folders import resize_folder
 from tests.conftest import contents, write_images
-from tests.data.image_folders import FLOAT_CHANNELS_LAST, encoded, folder_data, noise
+from tests.data.image_folders import encoded, noise
 from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
-from tests.faults.bench import MAX_ORPHAN_S, check_ended, peak_mib
-from tests.imagenet_archives import HOSTILE, make_archives
+from tests.faults.bench import MAX_ORPHAN_S, check_ended
+from tests.imagenet_archives import HOSTILE
 
-WNIDS = tuple(f"n{90_000_000 + number}" for number in range(12))
 MAX_SECONDS_PER_IMAGE = 2.0
-MAX_MEMORY_MIB = 1024
 PNG_MODES = ("RGB", "L", "LA", "RGBA", "P", "1")
 SIZES = ((1, 1), (500, 1), (1, 500), (33, 500))
 JPEGS = (
@@ -79,61 +73,22 @@ def mutate(data, rng):
     return bytes(result)
 
 
-@pytest.mark.slow
 def test_fuzzed_images(bench):
-    """Pixels or a counted, named error, alone and through the real loader; bounded memory."""
-    root, count, files = bench.new_folder(), bench.count(300, 50_000), sound_files()
+    """Pixels, or an error with a reason, in bounded time; the loader: tests/data/test_loader.py."""
+    files = sound_files()
     for data in files:
         assert EncodedImage(data).decode().shape[2:] == (3,)
-    for split, number in (("train", count), ("val", 8)):
-        (root / split / "a").mkdir(parents=True)
-        for i in range(number):
-            data = mutate(files[i % len(files)], bench.random) if split == "train" else files[0]
-            (root / split / "a" / f"{i:06d}.JPEG").write_bytes(data)
-    bad = 0
-    for path in sorted((root / "train/a").iterdir()):
+    for number in range(bench.count(300, 50_000)):
+        data, reason = mutate(files[number % len(files)], bench.random), "none"
         with bench.attempt():
-            found = decoded(path)
-            assert found, f"{path.name}: refused without a reason"
-            bad += isinstance(found, str)
-    with bench.attempt():
-        check_loader(root, count, bad)
-    shutil.rmtree(root)
-
-
-def decoded(path):
-    """Height and width of a file, or why it is refused."""
-    started = time.thread_time()  # CPU time: other processes do not make an image slow
-    try:
-        pixels = EncodedImage(read_file(path)).decode()
-        assert pixels.dtype == np.uint8 and pixels.shape[2:] == (3,), path.name
-        found = pixels.shape[:2]
-    except BadImage as error:
-        found = str(error)
-    seconds = time.thread_time() - started
-    assert seconds <= MAX_SECONDS_PER_IMAGE, f"{path.name}: took {seconds:.1f} s of CPU time"
-    return found
-
-
-def check_loader(root, count, expected_bad):
-    """The real loader must see and count exactly the images that cannot be decoded."""
-    options = {"workers": 2, "batch_size": 8, "max_bad_images": 10 * count}
-    data = folder_data(root, on_bad_image="skip", **options)
-    images, shared = 0, peak_mib(os.getpid(), "VmRSS")
-    try:
-        for batch in data.train(0, FLOAT_CHANNELS_LAST):
-            images += len(batch.images)
-            assert batch.images.isfinite().all(), "the loader gave pixels that are not finite"
-        skipped = data.bad_images.skipped
-        # A fork shares its parent's pages, which count as its own.
-        grown = max(peak_mib(process.pid) for process in data.train_loader._pool.processes) - shared
-    finally:
-        data.close()
-    assert images == data.batch_count() * 8
-    # A bad image is met again where it is tried in place of a bad neighbour; the last batch may be
-    # dropped.
-    assert skipped >= expected_bad - 8, f"the loader counted {skipped} of {expected_bad} bad images"
-    assert grown <= MAX_MEMORY_MIB, f"a worker took {grown:.0f} MiB"
+            started = time.thread_time()  # CPU time: other processes do not make an image slow
+            try:
+                pixels = EncodedImage(data).decode()
+                assert pixels.dtype == np.uint8 and pixels.shape[2:] == (3,), data
+            except BadImage as error:
+                reason = str(error)
+            seconds = time.thread_time() - started
+            assert reason and seconds <= MAX_SECONDS_PER_IMAGE, f"{data}: {seconds:.1f} s: {reason}"
 
 
 def test_hostile_archives(bench):
@@ -163,45 +118,27 @@ def test_damaged_shards(bench):
 
 
 @pytest.mark.slow
-def test_kill_while_unpacking_imagenet(bench):
-    """prepare_imagenet is killed: what has its final name is whole, a rerun completes it."""
-    folder = bench.new_folder()
-    archives = make_archives(folder / "archives", per_class=60, val_images=600, wnids=WNIDS)
-    kill_preparation(bench, bench.count(3, 20), folder, partial(unpack, **archives))
-    with bench.attempt():
-        _, problems = verify(folder / "out-1", deep=True, expect="any", workers=1)
-        assert not problems, problems
-
-
-@pytest.mark.slow
 def test_kill_while_resizing_images(bench):
-    """`prepare_imagenet resize` is killed: no worker stays, the next command finishes the same
-    folder.
+    """`prepare_imagenet resize` is killed twice on its way: no worker stays, the next command
+    finishes the same folder.
     """
     folder = bench.new_folder()
-    write_images(folder / "images", {"train": 300, "val": 5})
+    write_images(folder / "images", {"train": 100, "val": 5})
     resize = partial(resize_folder, folder / "images", max_side=24, workers=2)
-    kill_preparation(bench, bench.count(1, 30), folder, resize)
-
-
-def kill_preparation(bench, kills, folder, prepare):
-    """Each folder is killed twice on its way, and then finished."""
     started = time.monotonic()
-    assert bench.fork(partial(prepare, folder / "out-0")).wait() == 0
+    assert bench.fork(partial(resize, folder / "out-0")).wait() == 0
     duration = time.monotonic() - started
-    for number in range(1, kills + 1):
+    for number in range(1, bench.count(1, 30) + 1):
         out = folder / f"out-{number}"
         with bench.attempt():
             first = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3]
             for signum in (first, signal.SIGKILL):
-                run = bench.fork(partial(prepare, out))
+                run = bench.fork(partial(resize, out))
                 time.sleep(bench.random.uniform(0.0, 0.6 * duration))
                 run.send(signum)
                 run.wait(bench.patience * MAX_ORPHAN_S)
                 check_ended(run.session, bench.patience * MAX_ORPHAN_S)
-                for folder_of_class in filter(Path.is_dir, (out / "train" / w for w in WNIDS)):
-                    assert len(list(folder_of_class.glob("*.JPEG"))) == 60, "it is not whole"
-            again = bench.fork(partial(prepare, out))
+            again = bench.fork(partial(resize, out))
             code = again.wait(bench.patience * (10 * duration + 20))
             again.kill_group()
             assert code == 0, f"the next command: {code}: {again.output()[-400:]}"

@@ -241,6 +241,8 @@ def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_ar
     assert to_memory_format(marked, torch.contiguous_format).stride() == (16, 16, 4, 1)
     scripted = nn.Sequential(torch.jit.script(nn.Conv2d(4, 4, 3)))
     assert convert(scripted, "conv").changed == ["0.weight"]
+    compiled = torch.compile(nn.Sequential(nn.Conv2d(4, 4, 3)))
+    assert convert(compiled).changed == ["0.weight"], "without the wrapper's part"
 
 
 # --- two processes on gloo: gradients share memory and strides with DDP's buckets, graphed or not -
