@@ -194,10 +194,6 @@ class AmpConfig:
     """Dynamic loss scaling (fp16 and fp16_o2 only)."""
 
     init_scale: float = loss_setting(65536.0, "initial loss scale", f"> 0 <= {2.0**64}")
-    growth_interval: int = loss_setting(
-        2000, "steps without overflow before the scale doubles", "1 to 1000000000"
-    )
-    min_scale: float = loss_setting(1.0, "stop the run when the loss scale falls below this", "> 0")
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,7 @@ class Config:
         ["tensorboard"], "get the records; also wandb, mlflow, package.module:function"
     )
     on_nonfinite: str = neutral_setting(
-        "stop", "action for a NaN or Inf loss or gradient", choices=("stop", "skip")
-    )
-    max_nonfinite: int = neutral_setting(
-        10, "on_nonfinite=skip: stop after more than this many", ">= 0"
+        "stop", "at a NaN or Inf loss or gradient; skip = stop after ten", choices=("stop", "skip")
     )
     rank_timeout_s: float = neutral_setting(
         600.0, "end the run if a rank is silent for this many seconds", "> 0 <= 10000000"

@@ -14,7 +14,7 @@ import torch
 import torch.compiler.config
 from torch import nn
 
-from cl_train.config.schema import LOSSES, AmpConfig, OptimConfig
+from cl_train.config.schema import LOSSES, OptimConfig
 from cl_train.config.validation import user_function
 from cl_train.data.device import Batch
 from cl_train.step.optim import build_optimizer, in_memory_order
@@ -90,7 +90,7 @@ class StepSettings:
     precision: Precision
     optim: OptimConfig = field(default_factory=OptimConfig)  # library, decay groups and clip_norm
     loss: Loss = CROSS_ENTROPY
-    amp: AmpConfig = field(default_factory=AmpConfig)
+    init_scale: float = 65536.0  # of the loss, where the precision scales it
     accumulate_steps: int = 1
     ema_decay: float = 0.0  # 0: no moving average
     ema_every: int = 1
@@ -141,10 +141,7 @@ def make_step(
     average = EMA(model, settings.ema_decay) if settings.ema_decay > 0 else None
     optimizer = build_optimizer(settings.optim, model, weights.trainable(), lr, head)
     scaler = torch.amp.GradScaler(
-        device.type,
-        settings.amp.init_scale,
-        growth_interval=settings.amp.growth_interval,
-        enabled=settings.precision.scales_loss,
+        device.type, settings.init_scale, enabled=settings.precision.scales_loss
     )
     trained = model if wrap is None else wrap(model)
     if settings.compile:

@@ -37,6 +37,7 @@ ADVICE = (
     "(instead of fp16 also precision=bf16) or on_nonfinite=skip"
 )
 READ_AT_ONCE = ("cpu",)  # devices whose log lines are read without waiting
+MAX_BAD_STEPS = 10  # of on_nonfinite=skip
 BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
 LEAD_STEPS = 2  # that the device may be behind the host: each holds a batch in memory
 
@@ -201,7 +202,7 @@ class ActiveRun:
         ]
         of_ranks = [step for of_rank in gather_objects(bad, self.dist) for step in of_rank]
         cfg = self.plan.cfg
-        limit = cfg.max_nonfinite if cfg.on_nonfinite == "skip" else 0
+        limit = MAX_BAD_STEPS if cfg.on_nonfinite == "skip" else 0
         return count_bad_steps(of_ranks, self.progress.bad_steps, limit)
 
     def log_steps(self, lr: float) -> None:
@@ -266,13 +267,10 @@ class ActiveRun:
         self.records.append(window.to_record())  # a line of metrics.jsonl, see `read_run`
         step_in_epoch = self.progress.step_in_epoch - (self.progress.step - window.step)
         log.info("%s", console_line(self.epoch_windows, step_in_epoch, self.plan))
-        cfg = self.plan.cfg
         # GradScaler has no minimum (pytorch/pytorch#99640).
-        if scale and scale[0] < cfg.amp.min_scale:
+        if scale and scale[0] < 1:
             what = f"the loss scale fell to {scale[0]:g} at step {window.step}"
-            reason = "gradients overflow fp16 at every scale"
-            limit = f"amp.min_scale={cfg.amp.min_scale:g}"
-            raise TrainingFault(f"{what} ({limit}): {reason}. {ADVICE}")
+            raise TrainingFault(f"{what}: gradients overflow fp16 at every scale. {ADVICE}")
         if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
             self.progress.bad_steps = self._count_bad_steps(rows, window.step)
 
@@ -306,6 +304,6 @@ def count_bad_steps(bad: list[BadStep], earlier: int, limit: int) -> int:
         step, rank, loss = min(bad, key=lambda each: (each[0], math.isfinite(each[2]), each[1]))
         what = "a gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
         what += f" at step {step} on rank {rank}; the update was skipped"
-        which = f"; {count} such steps exceed max_nonfinite={limit}" if limit else ""
+        which = f"; {count} such steps are more than {limit}" if limit else ""
         raise TrainingFault(f"{what}{which}. {ADVICE}")
     return count

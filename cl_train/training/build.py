@@ -126,7 +126,7 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist) -> StepSettings
         precision,
         cfg.optim,
         Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold),
-        cfg.amp,
+        cfg.amp.init_scale,
         accumulate_steps=cfg.accumulate_steps,
         ema_decay=cfg.ema_decay,
         ema_every=cfg.ema_every,

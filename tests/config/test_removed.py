@@ -11,6 +11,9 @@ REMOVED = """
 optim.alpha=0.99
 batch_size=auto
 compile_mode=reduce-overhead
+max_nonfinite=0
+amp.growth_interval=100
+amp.min_scale=0.5
 checkpoint.every_minutes=10
 checkpoint.save_best=false
 checkpoint.background=false
@@ -25,6 +28,9 @@ STILL_TRUE = {
     "optim.alpha": 0.9,
     "data.download": False,
     "compile_mode": "default",
+    "max_nonfinite": 10,
+    "amp.growth_interval": 2000,
+    "amp.min_scale": 1.0,
     "rerun": "missing",
     "max_reruns": 2,
     "wait_for_quiet_s": None,

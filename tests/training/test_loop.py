@@ -126,9 +126,13 @@ def test_many_settings_together_and_a_best_checkpoint_that_is_not_due(train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16_o2"])
-def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(train, tmp_path, precision):
+def test_max_steps_ends_in_mid_epoch_and_resume_goes_on_exactly(
+    train, tmp_path, precision, monkeypatch
+):
     """Random generators (dropout), the loss scale and AdamW's moments are restored."""
-    words = (f"precision={precision}", "amp.growth_interval=2", "data.image_size=16")
+    growing = partial(torch.amp.GradScaler, growth_interval=2)
+    monkeypatch.setattr(torch.amp, "GradScaler", growing)
+    words = (f"precision={precision}", "data.image_size=16")
     words += ("model=tests.networks:dropout", "optim=adamw", "optim.lr=0.01", "channels_last=true")
     folder = tmp_path / "parts"
     whole = train(*words)
@@ -190,7 +194,7 @@ def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
     for words, problem in (
         ("model=tests.networks:nan_at_third_step", "the loss is nan at step 3 on rank 0"),
         (f"{fp16} amp.init_scale=1e19 epochs=7", "21 of 21 updates were skipped"),
-        (f"{fp16} amp.min_scale=1e9", "the loss scale fell to .* at step 1 "),
+        (f"{fp16} amp.init_scale=0.5", "the loss scale fell to 0.5 at step 1:"),
     ):
         folder = tmp_path / words.split()[-1]
         with pytest.raises(TrainingFault, match=problem):
@@ -247,7 +251,7 @@ def test_the_first_cause_is_named_and_a_limit_counts_steps():
     for bad, earlier, limit, problem in (
         ([gradient, later, nan], 0, 0, r"the loss is nan at step 7 on rank 1.*optim\.lr"),
         ([gradient, later], 0, 0, "a gradient is not finite at step 7 on rank 0"),
-        ([nan], 2, 2, "3 .*max_nonfinite=2"),
+        ([nan], 2, 2, "3 such steps are more than 2"),
     ):
         with pytest.raises(TrainingFault, match=problem):
             count_bad_steps(bad, earlier, limit)
