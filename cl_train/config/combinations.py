@@ -19,8 +19,6 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         ("bce_threshold", cfg.loss == "bce", "loss=bce"),
         ("augment.timm_policy", cfg.augment.policy == "timm", "augment.policy=timm"),
         ("schedule.milestones", cfg.schedule.name == "step", "schedule=step"),
-        ("drop_path_constant", cfg.drop_path is not None, "drop_path=RATE"),
-        ("layer_scale", cfg.weights is None, "random weights: trained ones hold their own"),
         ("data.val_fraction", has_class_folders, "data=folder"),
         ("data.val_split", has_class_folders, "data=folder"),
         ("data.extensions", has_class_folders, "data=folder"),

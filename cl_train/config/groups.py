@@ -16,7 +16,7 @@ DATA_SETS = {
     "synthetic": None,
 }
 WITH_CLASS_FOLDERS = ("sample", "imagenet", "folder", "imagenette")
-_OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix", "three_augment")
+_OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix")
 POLICIES = ("none", *_OPERATIONS, "timm")
 
 
@@ -149,9 +149,6 @@ class OptimConfig:
     )
     layer_decay: float = loss_setting(
         1.0, "fine-tuning: lr of a layer / lr of the layer after it", "> 0 <= 1"
-    )
-    head_lr_ratio: float = loss_setting(
-        1.0, "fine-tuning: learning rate of the classifier / lr", "> 0"
     )
     clip_norm: float | None = setting(
         None, "clip gradients to this norm, after unscaling; null = off", "> 0"

@@ -108,12 +108,6 @@ class Config:
     drop_path: float | None = setting(
         None, "stochastic depth; null = the model's default", "0 to 0.999"
     )
-    drop_path_constant: bool = setting(
-        False, "drop_path in every block; false = rising from 0 to it with the depth"
-    )
-    layer_scale: float | None = loss_setting(
-        None, "initial value of layer scale; null = the model's default", "> 0 <= 1"
-    )
     ema_decay: float = setting(0.0, "decay of the moving average of the weights; 0 = off", "0 to 1")
     ema_every: int = setting(1, "optimizer steps between updates of the EMA", ">= 1")
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")

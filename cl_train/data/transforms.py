@@ -185,16 +185,12 @@ def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int
     fill = [round(255 * mean) for mean in data.mean]
     ops, magnitude = cfg.randaugment_ops, cfg.randaugment_magnitude
     bilinear = {"interpolation": v2.InterpolationMode.BILINEAR}
-    blur, solarize = v2.GaussianBlur(13, sigma=(0.1, 2.0)), v2.RandomSolarize(128, p=1.0)
-    one_of_three = v2.RandomChoice([v2.Grayscale(3), solarize, blur])
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "timm": lambda: _timm_policy(cfg.timm_policy, fill, data.interpolation),
         "randaugment": lambda: v2.RandAugment(ops, magnitude, **bilinear),
         "trivialaugment": lambda: v2.TrivialAugmentWide(**bilinear),
         "autoaugment": lambda: v2.AutoAugment(**bilinear),
         "augmix": v2.AugMix,
-        # Touvron et al., "DeiT III: revenge of the ViT", 2022
-        "three_augment": lambda: v2.Compose([one_of_three, v2.ColorJitter(0.3, 0.3, 0.3)]),
     }
     steps = [] if cfg.policy == "none" else [policies[cfg.policy]()]
     if cfg.erase > 0:

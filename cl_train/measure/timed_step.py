@@ -17,7 +17,7 @@ from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.layout import images_in, named_tensors, refuse_lazy
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.models.facts import ModelFacts, facts_of
-from cl_train.models.sources import copy_model, head_parameters, usual_image_size
+from cl_train.models.sources import copy_model, usual_image_size
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable
 from cl_train.step.precision import (
@@ -131,7 +131,7 @@ class TimedStep:
         self.model.train()
         if self.layout.is_channels_last and device.type == "cpu":
             self.facts.refuse_crash()
-        self.parts = make_step(self.model, settings, device, head=head_parameters(self.model))
+        self.parts = make_step(self.model, settings, device)
         if settings.cuda_graph:
             make_capturable(self.parts.optimizer, device)
         self._called = self.parts.wrapped_model

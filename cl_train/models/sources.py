@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
-from torchvision.ops import StochasticDepth
 
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
@@ -164,33 +163,6 @@ def size_options(name: str, image_size: int | None) -> dict[str, int]:
     pretrained = timm.get_pretrained_cfg(_timm_name(name), allow_unregistered=True)
     is_fixed = pretrained is not None and pretrained.fixed_input_size
     return {"img_size": image_size} if is_fixed else {}
-
-
-def set_drop_path(model: nn.Module, rate: float) -> None:
-    """Give every block the same stochastic depth `rate`, as DeiT III has it. Where the rate rises
-    from 0, timm builds the first block without. Raises ConfigError: the model has none.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = [
-        m for m in modules.values() if isinstance(m, StochasticDepth) or hasattr(m, "drop_prob")
-    ]
-    if not kinds:
-        raise ConfigError("drop_path_constant=true: the model has no stochastic depth")
-    depth = copy.deepcopy(kinds[0])
-    setattr(depth, "p" if isinstance(depth, StochasticDepth) else "drop_prob", rate)
-    for path, module in modules.items():
-        if type(module) is type(depth) or path.rpartition(".")[2].startswith("drop_path"):
-            model.set_submodule(path, copy.deepcopy(depth))
-
-
-def set_layer_scale(model: nn.Module, value: float) -> None:
-    """Set the initial values of layer scale (Touvron et al. 2021). Raises ConfigError: none."""
-    names = ("gamma", "gamma_1", "gamma_2", "layer_scale")
-    scales = [p for name, p in model.named_parameters() if name.rpartition(".")[2] in names]
-    if not scales:
-        raise ConfigError(f"layer_scale={value:g}: the model has no layer scale")
-    for scale in scales:
-        nn.init.constant_(scale, value)
 
 
 def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:

@@ -80,15 +80,13 @@ def build_optimizer(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     lr: float | torch.Tensor,
-    head: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`); `head`: the names of
-    the classifier's.
+    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`).
 
     A fused kernel reads loss scale and overflow flag on the device. With any other optimizer
     GradScaler makes the host wait in each step (pytorch/pytorch#80167).
     """
-    groups = _parameter_groups(cfg, model, parameters, lr, head)
+    groups = _parameter_groups(cfg, model, parameters, lr)
     keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
     values = {key: getattr(cfg, key) for key in keys}
     options: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
@@ -158,13 +156,9 @@ def _permute(state: dict[str, Any], order: tuple[int, ...]) -> None:
 
 
 def _parameter_groups(
-    cfg: OptimConfig,
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    lr: Any,
-    head: Collection[str],
+    cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: Any
 ) -> list[dict[str, Any]]:
-    """Groups of equal weight decay and `lr_scale`: `layer_decay` ** (layers after it) x ratio."""
+    """Groups of equal weight decay and `lr_scale`: `layer_decay` ** (layers after it)."""
     exempt = set[str]()
     if not cfg.decay_norm_and_bias:
         # timm's rule: vectors, and the model's own list of tokens and position embedding.
@@ -175,8 +169,7 @@ def _parameter_groups(
     # By exemption, not by decay: a decay of 0 must not change the order of a norm's sum.
     members: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        ratio = cfg.head_lr_ratio if name in head else 1
-        scale = cfg.layer_decay ** (last - layers[name]) * ratio
+        scale = cfg.layer_decay ** (last - layers[name])
         members.setdefault((scale, name in exempt), []).append(parameter)
     return [
         {

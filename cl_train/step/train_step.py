@@ -5,7 +5,7 @@ zero_grad.
 All results stay on the device; the host waits only for an optimizer without a fused kernel.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,18 +128,17 @@ def make_step(
     device: torch.device,
     lr: float = LEARNING_RATE,
     *,
-    head: Collection[str] = (),
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> StepParts:
     """Returns the objects of a step that trains `model`, for `train_step` or `GraphedStep`.
 
     The model has its device, dtypes and memory format already: the average, the optimizer's state,
-    DDP's buckets and the compiled graph take its strides over (pytorch/pytorch#47163). head: names
-    of the classifier's parameters. wrap: puts the model into DDP.
+    DDP's buckets and the compiled graph take its strides over (pytorch/pytorch#47163). wrap: puts
+    the model into DDP.
     """
     weights = Fp32Weights(model, settings.precision)
     average = EMA(model, settings.ema_decay) if settings.ema_decay > 0 else None
-    optimizer = build_optimizer(settings.optim, model, weights.trainable(), lr, head)
+    optimizer = build_optimizer(settings.optim, model, weights.trainable(), lr)
     scaler = torch.amp.GradScaler(
         device.type, settings.init_scale, enabled=settings.precision.scales_loss
     )

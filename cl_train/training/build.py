@@ -73,8 +73,6 @@ def build_train_state(
     if cfg.weights and not cfg.evaluate_only:
         refuse_nonfinite(model, f"weights={cfg.weights}")
     head = models.head_parameters(model)
-    if cfg.optim.head_lr_ratio != 1 and not head:
-        raise ConfigError(f"optim.head_lr_ratio: model={cfg.model} has no nn.Linear as classifier")
     freeze(model, cfg.freeze, head)
     facts = facts_by_size(cfg, model)
     if cfg.sync_batchnorm and dist.world_size > 1:
@@ -103,7 +101,7 @@ def build_train_state(
         with on_stream():
             return wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
 
-    parts = make_step(model, settings, dist.device, lr, head=head, wrap=in_ddp)
+    parts = make_step(model, settings, dist.device, lr, wrap=in_ddp)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
@@ -149,10 +147,6 @@ def model_of(cfg: Config, num_classes: int) -> nn.Module:
         keep_classifier=cfg.evaluate_only and cfg.resume is None,
         entry=cfg.entry,
     )
-    if cfg.drop_path is not None and cfg.drop_path_constant:
-        models.set_drop_path(model, cfg.drop_path)
-    if cfg.layer_scale is not None:
-        models.set_layer_scale(model, cfg.layer_scale)
     refuse_lazy(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or parameter.is_sparse or parameter.is_inference():

@@ -18,6 +18,11 @@ checkpoint.every_minutes=10
 checkpoint.save_best=false
 checkpoint.background=false
 data.download=true
+optim.head_lr_ratio=10
+layer_scale=1e-4
+drop_path_constant=true
+experiment=vit_small_deit3
+augment.policy=three_augment
 rerun=noisy
 max_reruns=0
 wait_for_quiet_s=0
@@ -27,6 +32,9 @@ experiment=resnet18_ffcv_16ep
 STILL_TRUE = {
     "optim.alpha": 0.9,
     "data.download": False,
+    "optim.head_lr_ratio": 1.0,
+    "layer_scale": None,
+    "drop_path_constant": False,
     "compile_mode": "default",
     "max_nonfinite": 10,
     "amp.growth_interval": 2000,

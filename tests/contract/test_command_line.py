@@ -166,8 +166,6 @@ WRONG = [
         "data=shards data.root=/x data.val_split=foo",
         "data=shards data.root=/x data.extensions=[.webp]",
     ),
-    ("no effect without random weights", "layer_scale=1e-4 weights=FILE"),
-    ("no effect without drop_path=RATE", "drop_path_constant=true"),
     ("no effect without optim=sgd", "optim=adamw optim.momentum=0.5"),
     ("no effect without optim=adamw", "optim=sgd optim.beta1=0.5", "optim=sgd optim.beta2=0.5"),
     (

@@ -110,7 +110,7 @@ def test_labels_belong_to_their_images(root):
 @pytest.mark.parametrize(
     "policy",
     [
-        "three_augment",
+        "trivialaugment",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("randaugment", "timm", "augmix")),
     ],
 )

@@ -10,7 +10,6 @@ from torch import nn
 
 from cl_train.config.schema import Config, DataConfig
 from cl_train.errors import ConfigError
-from cl_train.models import sources
 from cl_train.models.sources import build_model, model_names, replace_classifier
 from cl_train.training import build
 from tests import networks
@@ -129,24 +128,3 @@ def test_weights_that_cannot_be_downloaded(monkeypatch):
     monkeypatch.setattr(torchvision.models, "get_model", offline)
     with pytest.raises(ConfigError, match=r"resnet18-f37072fd.pth .*give weights=FILE"):
         build_model("resnet18", num_classes=3, weights="DEFAULT", image_size=32)
-
-
-def test_a_drop_path_that_two_places_share_is_set_at_both():
-    shared = torchvision.ops.StochasticDepth(0.0, "row")
-    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    sources.set_drop_path(model, 0.25)
-    assert [model[index][0].p for index in (0, 1)] == [0.25, 0.25]
-
-
-def test_deit3_drops_every_path_alike_and_scales_its_layers():
-    name = "timm/deit3_small_patch16_224"
-    model = build_model(name, num_classes=2, image_size=32, drop_path=0.05)
-    sources.set_drop_path(model, 0.05)
-    sources.set_layer_scale(model, 1e-4)
-    depths = [module.drop_prob for module in model.modules() if hasattr(module, "drop_prob")]
-    assert depths == [0.05] * 24, "two in each of 12 blocks, also in the first"
-    scales = [p for name, p in model.named_parameters() if name.endswith("gamma")]
-    assert len(scales) == 24 and all((scale == 1e-4).all() for scale in scales)
-    for change in (sources.set_drop_path, sources.set_layer_scale):
-        with pytest.raises(ConfigError, match="the model has no"):
-            change(torch.nn.Linear(2, 2), 0.1)

@@ -72,16 +72,15 @@ def test_layer_decay_equals_timms(name):
     assert by_name(model, optimizer.param_groups, "lr") == pytest.approx(theirs)
 
 
-def test_layer_decay_and_the_heads_ratio_of_other_models():
+def test_layer_decay_of_other_models():
     model = torchvision.models.resnet18(num_classes=3)
-    cfg, named = OptimConfig(layer_decay=0.5, head_lr_ratio=10), dict(model.named_parameters())
-    optimizer = build_optimizer(cfg, model, named, 1.0, {"fc.weight", "fc.bias"})
+    optimizer = optimizer_of(model, lr=1.0, layer_decay=0.5)
     rates = by_name(model, optimizer.param_groups, "lr")
     stages = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
     blocks = ["conv1", *stages, "fc"]
     for depth, block in enumerate(reversed(blocks)):
         of_block = {rate for name, rate in rates.items() if name.startswith(f"{block}.")}
-        assert of_block == {0.5**depth * (10 if block == "fc" else 1)}, block
+        assert of_block == {0.5**depth}, block
     assert rates["bn1.weight"] == rates["conv1.weight"]
     layers = layer_numbers(torchvision.models.VisionTransformer(32, 16, 12, 2, 8, 8, num_classes=3))
     block = "encoder.layers.encoder_layer_"

@@ -40,8 +40,8 @@ def settings(words):
 # What a source does that says nothing of it.
 OFF = settings(
     """
-    loss=cross_entropy bce_threshold=null label_smoothing=0 drop_path=null drop_path_constant=false
-    layer_scale=null ema_decay=0 ema_every=1 evaluate_flip=false data.image_size=224
+    loss=cross_entropy bce_threshold=null label_smoothing=0 drop_path=null
+    ema_decay=0 ema_every=1 evaluate_flip=false data.image_size=224
     data.size_schedule=[] data.val_size=224 data.val_resize=256 data.interpolation=bilinear
     data.val_interpolation=bilinear augment.crop_scale_min=0.08 augment.flip=0.5
     augment.policy=none augment.timm_policy= augment.erase=0 augment.mixup=0 augment.cutmix=0
@@ -82,7 +82,6 @@ RECIPES = [
 _SCRIPT = "pytorch/vision, references/classification/README.md"
 _PAPER = "arXiv 2110.00476, table 2; timm 0387e605, train.py"
 _TIMM = "timm aa4b5850, hfdocs/source/training_script.mdx; ff94ffce, train.py"
-_DEIT = "facebookresearch/deit 7e160fe4, README_revenge.md, engine.py, models_v2.py"
 # The source of each recipe, and what it sets; the rest is `OFF`. "batch": the learning rate's.
 SOURCES = {
     "main_amp": (
@@ -119,14 +118,6 @@ SOURCES = {
         _PAPER,
         f"""{_RSB} epochs=100 data.image_size=160 augment.timm_policy=rand-m6-mstd0.5-inc1
         augment.repeats=1 optim.lr=8e-3""",
-    ),
-    "vit_small_deit3": (
-        _DEIT,
-        """epochs=800 batch=2048 loss=bce bce_threshold=0 drop_path=0.05 drop_path_constant=true
-        layer_scale=1e-4 ema_decay=0.99996 data.interpolation=bicubic
-        data.val_interpolation=bicubic data.val_resize=224 augment.policy=three_augment
-        augment.mixup=0.8 augment.cutmix=1 augment.repeats=3 optim.name=lamb optim.lr=4e-3
-        optim.weight_decay=0.05 optim.decay_norm_and_bias=false schedule.warmup_epochs=5""",
     ),
     **{
         f"resnet{depth}_ffcv epochs={epochs}": (
@@ -170,11 +161,9 @@ def source_lrs(name, epochs):
     if "ffcv" in name:  # train_imagenet.py: get_cyclic_lr
         yield from np.interp(range(epochs), [0, 2, epochs], [1e-4 * peak, peak, 0])
         return
-    if "timm" in name or "deit" in name:
+    if "timm" in name:
         minimum, first = (1e-6, 1e-4)  # the defaults of timm's script in September 2021
-        if "deit" in name:
-            minimum, first = 1e-5, 1e-6
-        elif "timm_ra" in name:
+        if "timm_ra" in name:
             minimum, first = 0.0, 1e-6
         scheduled, _ = timm.scheduler.create_scheduler_v2(
             optimizer,
