@@ -51,7 +51,7 @@ def candidates(line: str) -> list[str]:
     elif key in settings:
         item = settings[key]
         words = ("true", "false") if item.base_type is bool else item.metadata["choices"]
-        choices = [*words, *item.metadata["words"]]
+        choices = [*words, *filter(None, [item.metadata["null_word"]])]
     done, comma, last = value.rpartition(",")
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
 

@@ -69,9 +69,8 @@ def main(words: list[str]) -> int:
 
         check_runs([run.cfg for run in runs])
         if runs[0].cfg.resume_sweep is not None:
-            words = _without_confirmed_code(words, runs)
-            runs = _compose(CommandLine.parse(words))
-        return run_sweep(words, runs, write_dashboard)
+            runs = _compose(CommandLine.parse(_without_confirmed_code(words, runs)))
+        return run_sweep(runs, write_dashboard)
     try:
         return _train(runs[0], command=None).exit_code
     except KeyboardInterrupt:  # in training it is a request to save

@@ -29,7 +29,6 @@ from cl_train.config.fields import suggest
 from cl_train.config.main_amp import settings_of_main_amp
 from cl_train.config.removed import removal_of
 from cl_train.config.schema import (
-    AUTO_REPEATS,
     CHOSEN_BY_GROUP,
     FIELDS,
     GROUPS,
@@ -243,8 +242,7 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
             continue
         if key == "environment" and parse_environment(value.split(",")).is_current():
             continue  # a job of a sweep
-        is_auto = (key, value) == ("repeats", AUTO_REPEATS)
-        word = f"{key}={'auto' if is_auto else show(value)}"
+        word = f"{key}={'auto' if value is None else show(value)}"  # None: repeats
         advice = "leave it out to train once"
         if key == "nproc":
             advice = "for one run: torchrun --standalone --nproc-per-node=N train.py ..."

@@ -28,7 +28,7 @@ class Details(TypedDict, total=False):
     """What `setting` takes by name."""
 
     choices: Collection[str]  # the allowed values of a setting of type str
-    words: Mapping[str, int]  # names for numbers outside the bounds, such as repeats=auto
+    null_word: str | None  # that users write for null: repeats=auto
     # What runs with different values cannot be compared in: "speed" means also the loss.
     affects: Literal["speed", "loss", "nothing"]
     multirun: bool  # of a whole sweep, not of each of its runs
@@ -36,7 +36,9 @@ class Details(TypedDict, total=False):
     key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
 
 
-_LEFT_OUT = Details(choices=(), words={}, affects="speed", multirun=False, required=False, key="")
+_LEFT_OUT = Details(
+    choices=(), null_word=None, affects="speed", multirun=False, required=False, key=""
+)
 
 
 def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details]) -> Any:

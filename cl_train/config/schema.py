@@ -54,7 +54,6 @@ OVERWRITE_HELP = "replace an existing file, or write into a folder that holds ot
 # optim=timm.
 CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name")
 SAMPLE_TRAIN_IMAGES = 1100  # of data=sample
-AUTO_REPEATS = 0  # repeats=auto
 # They take package.module:function, which is imported and called.
 SETTINGS_OF_CODE = ("model", "loss", "metrics", "log_to", "data.dataset")
 HERE = "here"  # environment=here: that of the sweep itself
@@ -173,11 +172,11 @@ class Config:
     environment: str = multirun_setting(
         HERE, "a Python, or variables A=1, that the jobs run in", affects="speed"
     )
-    repeats: int = multirun_setting(
+    repeats: int | None = multirun_setting(
         1,
         "runs of each setting, interleaved A B B A; auto = until every pair is decided",
         ">= 1",
-        words={"auto": AUTO_REPEATS},
+        null_word="auto",
     )
     max_repeats: int = multirun_setting(12, "the most that repeats=auto runs", ">= 2")
     time_limit_s: float | None = multirun_setting(

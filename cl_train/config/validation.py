@@ -84,14 +84,12 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     Raises ValueError, OverflowError: it is of another type or out of range.
     """
     kind = setting.base_type
-    choices, words = setting.metadata["choices"], setting.metadata["words"]
-    if value is None and setting.optional:
+    choices = setting.metadata["choices"]
+    if setting.optional and value in (None, setting.metadata["null_word"]):
         return None
     if list_depth:
         items = value if isinstance(value, list | tuple) else [value]
         return [_converted(item, setting, list_depth - 1) for item in items]
-    if isinstance(value, str) and value in words:
-        return words[value]
     if isinstance(value, bool) and choices:  # YAML reads channels_last=true as a boolean
         value = show(value)
     if kind is bool and value in (0, 1):
@@ -119,7 +117,7 @@ def kind_of(setting: Setting) -> str:
     kind += "|".join(details["choices"]) or names[setting.base_type]
     if details["bounds"]:
         kind += f" {details['bounds']}"
-    return " or ".join([kind, *details["words"]])
+    return " or ".join(filter(None, [kind, details["null_word"]]))
 
 
 def show(value: Any) -> str:

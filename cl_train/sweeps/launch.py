@@ -33,12 +33,8 @@ GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
 _PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
 
 
-def run_sweep(
-    arguments: Sequence[str],
-    runs: Sequence[Composed] | None = None,
-    write_curves: WriteCurves | None = None,
-) -> int:
-    """Run all jobs of train.py's `arguments`, then write the comparison. `runs` as in `plan_sweep`.
+def run_sweep(runs: Sequence[Composed], write_curves: WriteCurves | None = None) -> int:
+    """Run the jobs of a sweep, then write the comparison.
 
     Returns the exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison
     is written too). Raises ConfigError: as `plan_sweep` and `plan_slots`, under torchrun or srun,
@@ -48,7 +44,7 @@ def run_sweep(
         raise ConfigError(
             "torchrun and srun cannot start a sweep: python train.py -m nproc=N starts torchrun"
         )
-    sweep = plan_sweep(arguments, runs)
+    sweep = plan_sweep(runs)
     jobs = missing_jobs(sweep)
     slots = [Slot()]
     if sweep.options.launcher.gpus and jobs:
@@ -98,7 +94,7 @@ class Launcher:
     def run(self, jobs: Sequence[Job]) -> Sweep:
         """Run `jobs`; with repeats=auto, then more repeats of what is undecided."""
         self._run_groups(jobs)
-        while self.sweep.options.is_auto and not self.request.stop:
+        while self.sweep.options.repeats is None and not self.request.stop:
             if not (undecided := undecided_groups(self.sweep)):
                 break
             grown = self.sweep.with_more_repeats(undecided)

@@ -12,10 +12,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
-from cl_train.config.command_line import CommandLine, Composed, compose, quoted
+from cl_train.config.command_line import Composed, quoted
 from cl_train.config.environment import parse_environment
 from cl_train.config.schema import (
-    AUTO_REPEATS,
     FIELDS,
     GROUPS,
     HERE,
@@ -56,7 +55,7 @@ class Job:
 class Options:
     """How a sweep runs: the settings of multirun, with their names."""
 
-    repeats: int = Config.repeats
+    repeats: int | None = 1  # None: added until every pair is decided
     max_repeats: int = Config.max_repeats
     time_limit_s: float | None = None
     launcher: LauncherConfig = LauncherConfig()
@@ -66,14 +65,9 @@ class Options:
         return cls(**{item.name: getattr(cfg, item.name) for item in fields(cls)})
 
     @property
-    def is_auto(self) -> bool:
-        """Whether repeats are added until every pair is decided."""
-        return self.repeats == AUTO_REPEATS
-
-    @property
     def looks(self) -> int:
-        """The repeats after which verdicts are read; repeats=auto: after 2, 4, 6 ... repeats."""
-        return (self.max_repeats + 1) // 2 if self.is_auto else 1
+        """How often verdicts are read; repeats=auto: after 2, 4, 6 ... repeats."""
+        return (self.max_repeats + 1) // 2 if self.repeats is None else 1
 
 
 @dataclass(frozen=True)
@@ -88,15 +82,9 @@ class Sweep:
 
     def save(self) -> None:
         """Write `sweep.json`, which `resume_sweep` and `compare` read."""
-        options = asdict(self.options) | ({"repeats": "auto"} if self.options.is_auto else {})
-        document = {
-            "schema_version": 2,
-            "compare_by": self.compare_by,
-            "looks": self.looks,
-            "options": options,
-            "jobs": list(map(asdict, self.jobs)),
-        }
-        write_json(self.folder / "sweep.json", document)
+        plan = asdict(self)
+        del plan["folder"]
+        write_json(self.folder / "sweep.json", {"schema_version": 2, **plan})
 
     def resume_command(self, *words: str) -> str:
         """The command that continues the sweep; code that its jobs name must be repeated in it."""
@@ -181,16 +169,14 @@ def _is_plain(job: Job) -> bool:
 # --- planning ---
 
 
-def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None) -> Sweep:
-    """The jobs of train.py's arguments, or those of the sweep that `resume_sweep=` names.
+def plan_sweep(runs: Sequence[Composed]) -> Sweep:
+    """The jobs of these runs, or those of the sweep that `resume_sweep=` names.
 
-    `runs`: what `compose` returned for the arguments; None = call it, 0.1 s per run. Raises
-    ConfigError: a setting of the sweep itself, or a folder that is in use.
+    Raises ConfigError: a setting of the sweep itself, or a folder that is in use.
     """
-    runs = compose(CommandLine.parse(arguments)) if runs is None else runs
-    by_place = [set(words) for words in zip(*(run.words for run in runs), strict=True)]
-    fixed = [*chain(*(words for words in by_place if len(words) == 1))]
-    varied = {_key(words.pop()) for words in by_place if len(words) > 1}
+    places = [*zip(*(run.words for run in runs), strict=True)]
+    fixed = [words[0] for words in places if len({*words}) == 1]
+    varied = {_key(words[0]) for words in places if len({*words}) > 1}
     if problems := [*_problems(fixed, varied, runs)]:
         raise ConfigError(problems)
 
@@ -204,13 +190,13 @@ def plan_sweep(arguments: Sequence[str], runs: Sequence[Composed] | None = None)
                 " max_repeats, time_limit_s and launcher.gpus can be added"
             )
         return _resumed(read_sweep(Path(cfg.resume_sweep)), cfg, typed)
-    if "max_repeats" in typed and cfg.repeats != AUTO_REPEATS:
+    if "max_repeats" in typed and cfg.repeats is not None:
         raise ConfigError("max_repeats needs repeats=auto")
 
     options, folder = Options.of(cfg), runs[0].folder("sweep")
     jobs = _first_jobs(words, varied, runs)
     sweep = Sweep(folder, cfg.compare_by, jobs, options, options.looks)
-    sweep = sweep.with_repeats(2 if options.is_auto else options.repeats)
+    sweep = sweep.with_repeats(options.repeats or 2)
     names = ("sweep.json", *(job.name for job in sweep.jobs))
     if clashes := [name for name in names if (folder / name).exists()]:
         advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues"
@@ -267,15 +253,13 @@ def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
     keys = {key.partition(".")[0] for key in typed} & {item.name for item in fields(Options)}
     options = replace(sweep.options, **{key: getattr(cfg, key) for key in keys})
     before = max(job.repeat for job in sweep.jobs)
-    looks = sweep.looks
-    if options.is_auto:
-        looks = max(looks, options.looks)
-    elif options.repeats > before:
-        looks += 1
+    looks, count = max(sweep.looks, options.looks), options.repeats
+    if count is None:
+        count = max(2, before + before % 2)  # repeats=auto adds them in pairs
+    elif count > before:
+        looks = sweep.looks + 1
     elif "repeats" in keys:
-        raise ConfigError(f"repeats={options.repeats}: {sweep.folder} has {before} already")
-    # repeats=auto adds them in pairs.
-    count = max(2, before + before % 2) if options.is_auto else options.repeats
+        raise ConfigError(f"repeats={count}: {sweep.folder} has {before} already")
     return replace(sweep, options=options, looks=looks).with_repeats(count)
 
 

@@ -198,7 +198,7 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     words = [f"repeats={count}"] if count else ["repeats=auto"]
     # repeats=N adds them to the decided pairs too.
     all_undecided = all(other.verdict == "inconclusive" for other in report.pairs)
-    if sweep and (sweep.options.is_auto or not all_undecided):
+    if sweep and (sweep.options.repeats is None or not all_undecided):
         words = until_decided
     if sweep:
         return f"{what}: {sweep.resume_command(*words)}"

@@ -26,7 +26,7 @@ from cl_train.sweeps.slots import Slot
 from cl_train.system import files
 from cl_train.system.run_folder import SUMMARY, Run
 from tests.processes import LIMIT_S, wait_until
-from tests.sweeps.test_plan import BOTH, saved_plan
+from tests.sweeps.test_plan import BOTH, runs_of, saved_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,11 +98,11 @@ def problems(folder):
 
 
 def sweep(folder, *words):
-    return run_sweep(["-m", f"hydra.sweep.dir={folder}", *words])
+    return run_sweep(runs_of(f"hydra.sweep.dir={folder}", *words))
 
 
 def resume(folder, *words):
-    return run_sweep(["-m", f"resume_sweep={folder}", *words])
+    return run_sweep(runs_of(f"resume_sweep={folder}", *words))
 
 
 def compared(folder, key="pairs"):
@@ -115,8 +115,9 @@ def launch(stand_in, folder, models):
         "import sys; from cl_train.sweeps import job, launch as sweep, report; "
         f"job.PROGRAM = [{str(stand_in)!r}]; "
         "report.write_chart = lambda *_: False; "
-        f"words = ['-m', 'channels_last=true', 'model={models}', 'hydra.sweep.dir={folder}']; "
-        "sys.exit(sweep.run_sweep(words))"
+        "from tests.sweeps.test_plan import runs_of; "
+        f"runs = runs_of('channels_last=true', 'model={models}', 'hydra.sweep.dir={folder}'); "
+        "sys.exit(sweep.run_sweep(runs))"
     )
     command = [sys.executable, "-c", program]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -176,7 +177,7 @@ def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in, tmp_pat
     damaged.
     """
     words = [BOTH, "model=resnet18,resnet34"]
-    planned = plan_sweep(["-m", *words, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    planned = plan_sweep(runs_of(*words, f"hydra.sweep.dir={tmp_path / 'sweep'}"))
     started, saved, foreign, ended = (planned.folder / job.name for job in planned.jobs)
     for folder in (started, saved / "checkpoints", foreign, ended / "checkpoints"):
         folder.mkdir(parents=True)
@@ -255,7 +256,7 @@ def test_a_killed_launcher_takes_its_job_along_and_resumes(stand_in, folder, cap
     monkeypatch.setattr(files, "time", waiting)
     with launch(stand_in, folder, "vgg16,resnet18") as launcher:
         with pytest.raises(ConfigError, match=str(launcher.pid)):
-            run_sweep(["-m", f"resume_sweep={folder}"])
+            run_sweep(runs_of(f"resume_sweep={folder}"))
         (stand_in.parent / "mended").touch()
         launcher.kill()
     assert outcome_of(folder / "vgg16_channels_last") == "runs, or was killed"
@@ -346,7 +347,7 @@ def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder, capsys):
             f"gives up with 1 of 1 groups undecided: .*{name}", capsys.readouterr().out
         )
         assert "repeats=auto" in compared(limited)[0]["to_decide"]
-    more = plan_sweep(["-m", f"resume_sweep={limited}", "repeats=auto", "max_repeats=20"])
+    more = plan_sweep(runs_of(f"resume_sweep={limited}", "repeats=auto", "max_repeats=20"))
     assert more.looks == 10, "each of more looks may err less"
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from cl_train.config.command_line import CommandLine, compose
 from cl_train.errors import ConfigError
 from cl_train.sweeps import launch as sweep_module
 from cl_train.sweeps import slots as slots_module
@@ -17,8 +18,12 @@ from cl_train.system.processes import usable_cores
 BOTH = "channels_last=true,false"
 
 
+def runs_of(*words):
+    return compose(CommandLine.parse(["-m", *words]))
+
+
 def saved_plan(folder):
-    planned = plan_sweep(["-m", BOTH, f"hydra.sweep.dir={folder}"])
+    planned = plan_sweep(runs_of(BOTH, f"hydra.sweep.dir={folder}"))
     planned.folder.mkdir()
     planned.save()
     return planned
@@ -49,7 +54,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("words", "ends"), NAMES)
 def test_the_names_of_jobs(words, ends):
-    planned = plan_sweep(["-m", *words.split(), "epochs=2"])
+    planned = plan_sweep(runs_of(*words.split(), "epochs=2"))
     assert str(planned.folder.parent) == "multirun"
     for job, end in zip(planned.jobs, ends.split(), strict=True):
         assert job.name.endswith(end)
@@ -72,7 +77,7 @@ def test_the_names_of_jobs(words, ends):
     ],
 )
 def test_a_sweep_without_a_verdict_is_announced(words, expected, capsys):
-    plan_sweep(["-m", *words.split()])
+    plan_sweep(runs_of(*words.split()))
     output = capsys.readouterr().out
     assert expected in output and bool(expected) == bool(output)
 
@@ -112,7 +117,7 @@ def test_what_is_refused(words, named, folder, monkeypatch):
     for word in torchrun.split() if named == "nproc=N" else ():
         monkeypatch.setenv(*word.split("="))
     with pytest.raises(ConfigError, match=named):
-        run_sweep(["-m", *words.format(sweep=folder).split()])
+        run_sweep(runs_of(*words.format(sweep=folder).split()))
     assert not (folder / "new").exists()
 
 
@@ -136,7 +141,7 @@ def test_a_job_knows_what_its_settings_say_however_they_are_typed(words, tmp_pat
         )
         (tmp_path / name).write_text(f"# @package _global_\n{group}{text}")
     words = f"{BOTH} {words} loss=my:loss" if words != "experiment=mine" else f"{BOTH} {words}"
-    planned = plan_sweep(["-m", *words.split()])
+    planned = plan_sweep(runs_of(*words.split()))
     planned.folder.mkdir(parents=True)
     planned.save()
     for jobs in (planned.jobs, read_sweep(planned.folder).jobs):
