@@ -4,7 +4,6 @@ what to do.
 
 import subprocess
 import sys
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from cl_train.config.fields import setting_fields
 from cl_train.config.schema import OPTIMIZERS, Config, OptimConfig
 from cl_train.config.validation import checked_config as load
 from cl_train.errors import ConfigError
-from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,9 +94,7 @@ WRONG = [
     ("did you mean optim.lr", "lr=0.1"),
     ("loss=bce", "bce_threshold=0.2"),
     ("augment.policy=timm", "augment.timm_policy=rand-m9-mstd0.5"),
-    ("did you mean data.workers", "data.worker=2"),
     ("leave out the '+'", "+epochs=3", "+hydra.run.dir=/x", "-m +hydra.run.dir=/x"),
-    ("unknown setting", "+model._target_=os.system"),
     ("cannot be removed", "~epochs"),
     ("batch_size=abc: expected whole number >= 1", "batch_size=abc"),
     ("expected whole number", "batch_size=1.5", "batch_size=true", "batch_size=null"),
@@ -106,16 +102,13 @@ WRONG = [
     ("data.synthetic_classes=", "data=synthetic data.synthetic_classes=100000000"),
     ("amp.init_scale=1e+308: expected", "amp.init_scale=1e308"),
     ("freeze={'a': 1}: expected list of text", "freeze={a:1}"),
-    ("did you mean epochs?", "epoch=3"),
     ("did you mean optim.lr?", "optim.learning_rate=0.1"),
-    ("did you mean optim.weight_decay?", "wd=0.1"),
     ("experiment=main_amp model=resnet50 batch_size=200", "-a resnet50 --b 200"),
     (
         "experiment=main_amp model=resnet50 data.workers=16 batch_size=200 channels_last=true "
         "precision=fp16_o2 data.root=./data",
         "-a resnet50 --b 200 --workers 16 --opt-level O2 --channels-last true ./data",
     ),
-    ("epochs=0: expected whole number 1 to", "epochs=0"),
     ("expected number > 0", "optim.lr=-1", "optim.lr=nan", "optim.lr=inf"),
     ("expected true|false|auto", "channels_last=maybe", "channels_last=1"),
     ("did you mean fp16", "precision=fp61"),
@@ -134,12 +127,10 @@ WRONG = [
     ("several values need multirun", "channels_last=true,false"),
     ("setting of multirun", "nproc=2", "repeats=auto", "launcher.gpus=all"),
     ("settings are written key=value, such as model=mobilenet_v2", "mobilenet_v2"),
-    ("expected list of number", "data.mean=[[1],[2],[3]]"),
     ("at least 0.01", "augment.mixup=1e-300"),
     ("is empty", "resume="),
     ("hydra.run.dir and hydra.sweep.dir", "hydra=1", "hydra.job.chdir=true"),
     ("sweep.sbatch", "-m launcher.partition=gpu", "launcher=slurm"),
-    ("sweep.sbatch", "-m hydra/launcher=submitit_slurm"),
     ("named after its settings", "-m hydra.sweep.subdir=x"),
     ("needs a folder", "hydra.run.dir=", "-m hydra.sweep.dir=/a,/b channels_last=true,false"),
     ("hydra.run.dir=${nosuch}: ", "hydra.run.dir=${nosuch}"),
@@ -150,15 +141,10 @@ WRONG = [
     ("write optim=adamw", "optim.name=adamw"),
     ("only optim=timm", "optim.name=lamb"),
     ("write optim=timm", "optim.library=timm"),
-    ("write data=synthetic", "data.name=synthetic"),
-    ("write schedule=step,linear", "-m schedule.name=step,linear"),
     ("--cfg job", "--cfg"),
     ("cannot be combined", "-m --cfg job", "config=conf/config.yaml experiment=smoke"),
     ("channels_last=flase: expected true|false|auto", "-m channels_last=true,flase"),
-    ("seed=x: expected whole number", "-m seed=1,x"),
     ("seed=1.0: expected whole number", "seed=1.0"),
-    ("batch_size=1000000000.0: expected whole number", "batch_size=1e9"),
-    ("0 to 256", "data.workers=100000"),
     ("leave out one", "resume=auto overwrite=true"),
     (
         "no effect without data=folder",
@@ -173,19 +159,13 @@ WRONG = [
         "optim=sgd optim.eps=1e-5",
     ),
     ("optim=glob(z*): the pattern or the range has no value", "-m optim=glob(z*)"),
-    ("epochs=range(2,1): the pattern or the range has no value", "-m epochs=range(2,1)"),
     ("optim.lr=interval(0.1,0.2): list the values", "-m optim.lr=interval(0.1,0.2)"),
     (
         "resume_sweep=multirun/x: a setting of multirun, cl-train train -m resume_sweep=",
         "resume_sweep=multirun/x",
     ),
-    (
-        "compare_by=precision: a setting of multirun, cl-train train -m compare_by=precision",
-        "compare_by=precision",
-    ),
     ("no such file", "config=/no/such"),
     ("unknown setting 'name'", "config=conf/optim/sgd.yaml"),
-    *((f"did you mean {name}", f"optim={name}q") for name in OPTIMIZERS),
 ]
 LINES = [(line, said) for said, *lines in WRONG for line in lines]
 
@@ -234,22 +214,6 @@ def test_help_shows_settings_groups_and_examples_without_torch(capsys):
         assert word in shown, word
     assert main(["train", "--cfg", "job", "epochs=7"]) == 0
     assert "epochs: 7" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [("model=resnt50", "resnet50"), ("data=folder data.root=FOLDER", "has no folder 'val'")],
-)
-def test_what_only_the_program_can_tell_is_refused_without_a_traceback(words, said, tmp_path):
-    (tmp_path / "train").mkdir()
-    words = f"{words} hydra.run.dir={tmp_path}/run".replace("FOLDER", str(tmp_path))
-    refused = Forked(partial(train_script, words.split()), tmp_path / "log")
-    assert refused.wait() == 2
-    output = refused.output()
-    assert said in output and "Traceback" not in output and "run folder" not in output
-    assert ("did you mean" in output) == ("model=" in words)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_a_name():

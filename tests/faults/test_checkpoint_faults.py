@@ -112,32 +112,14 @@ def test_disk_full_while_writing_checkpoint(bench):
         shutil.rmtree(folder)
 
 
-def damaged(bench):
-    """A sound checkpoint, and the path of a later one, which is to be damaged."""
+def test_bit_flip_in_checkpoint(bench):
+    """One bit flipped anywhere in a checkpoint is detected, or leaves the values the same."""
     folder = bench.new_folder()
     generator = torch.Generator().manual_seed(0)
     weights = {f"{i}.weight": torch.randn(16, 16, 3, 3, generator=generator) for i in range(8)}
     progress = {"step": 7, "random": [{"cpu": torch.get_rng_state()}], "classes": ["ant", "bee"]}
-    write(folder / "step-00000001.pt", {"model": weights, "progress": progress})
-    return folder / "step-00000001.pt", folder / "step-00000002.pt"
-
-
-def test_truncated_checkpoint(bench):
-    """A checkpoint truncated at a random length is named, and the one before it is used."""
-    good, bad = damaged(bench)
-    whole, store = good.read_bytes(), CheckpointStore(good.parent)
-    for number in range(bench.count(50, 1000)):
-        lengths = (bench.random.randrange(len(whole)), number // 3, len(whole) - number // 3 - 1)
-        bad.write_bytes(whole[: lengths[number % 3]])
-        with bench.attempt():
-            found, _, skipped = store.newest()
-            assert found == good and str(bad) in skipped[0]
-
-
-def test_bit_flip_in_checkpoint(bench):
-    """One bit flipped anywhere in a checkpoint is detected, or leaves the values the same."""
-    good, bad = damaged(bench)
-    small = good.parent / "small.pt"
+    good, small, bad = (folder / f"{name}.pt" for name in ("good", "small", "bad"))
+    write(good, {"model": weights, "progress": progress})
     write(small, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
     length, random = 8 * good.stat().st_size, bench.random
     bits = [(good, random.randrange(length)) for _ in range(bench.count(50, 2000))]
