@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from cl_train.config.schema import PRECISIONS
 from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
-from cl_train.system.machine import matrix_product, thread_s
+from cl_train.system.machine import thread_s
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -82,8 +82,8 @@ def bf16_is_faster_on_cpu() -> bool:
     instructions do not tell. With AMX bf16 was four times as fast as fp32; the same generation of
     CPUs with AVX512-BF16 alone needed twice the time, and others emulate bf16.
     """
-    dtypes = (torch.float32, torch.bfloat16)
-    products = [matrix_product(512, dtype, torch.device("cpu")) for dtype in dtypes]
+    fp32 = torch.rand(2, 512, 512, generator=torch.Generator().manual_seed(0))
+    products = [partial(torch.matmul, *values) for values in (fp32, fp32.bfloat16())]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the time of one thread excludes what other processes take
     try:

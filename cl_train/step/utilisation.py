@@ -1,4 +1,4 @@
-"""The share of a device's arithmetic that a model uses: its FLOPs per image against the peak."""
+"""The share of a GPU's arithmetic that a model uses: its FLOPs per image against the data sheet."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,11 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cl_train.step.precision import Precision, kernel_selection
-from cl_train.system.machine import is_out_of_memory, matrix_product, timed_s
+from cl_train.step.precision import Precision
 
 # TFLOP/s of data sheets, dense: fp16 and bf16 (tensor cores, fp32 sums), TF32, fp32. A GPU's is the
 # first whose words are all in its name.
@@ -24,9 +22,6 @@ _DATA_SHEETS = {
     "L4": (121.0, 60.5, 30.3), "T4": (65.0, None, 8.1),
     "V100 PCIE": (112.0, None, 14.0), "V100": (125.0, None, 15.7),
 }  # fmt: skip
-_MATMUL = {"cuda": 8192, "cpu": 512}  # rows and columns
-_IMAGES = {"cuda": 256, "cpu": 8}  # of 14 px with 256 channels
-_REPEATS = 15
 
 
 def flop_counter() -> FlopCounterMode:
@@ -61,30 +56,17 @@ def utilisation(
     images_per_s: float,
     precision: Precision,
     device: torch.device,
-) -> dict[str, Any] | None:
-    """TFLOP/s of `images_per_s` on one device, and its percentage of the published peak (or None)
-    and of the measured one: the faster of a matrix product and a 3x3 convolution in channels_last.
+) -> dict[str, Any]:
+    """TFLOP/s of `images_per_s` on one device, and its percentage of the data sheet's peak.
 
-    GFLOP: of a forward pass, and of all passes of a step. None: no memory is left to measure in,
-    0.8 GiB on a GPU.
+    GFLOP: of a forward pass, and of all passes of a step.
     """
-    try:
-        peaks = measured_tflop_per_s(precision, device)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-    fastest = max(peaks, key=lambda name: peaks[name])
     published = data_sheet_tflop_per_s(precision, device)
     tflop_per_s = step_gflop_per_image * images_per_s / 1000
     return {
         "gflop_per_image": round(gflop_per_image, 4),
         "step_gflop_per_image": round(step_gflop_per_image, 4),
         "tflop_per_s": round(tflop_per_s, 4),
-        "matmul_tflop_per_s": round(peaks["matrix product"], 3),
-        "convolution_tflop_per_s": round(peaks["3x3 convolution"], 3),
-        "peak": fastest,
-        "peak_pct": round(100 * tflop_per_s / peaks[fastest], 2),
         "data_sheet_tflop_per_s": published,
         "data_sheet_pct": round(100 * tflop_per_s / published, 2) if published else None,
     }
@@ -102,39 +84,6 @@ def data_sheet_tflop_per_s(precision: Precision, device: torch.device) -> float 
 
 def describe(used: dict[str, Any]) -> str:
     """A result of `utilisation` in one line."""
-    slower = min(used["matmul_tflop_per_s"], used["convolution_tflop_per_s"])
-    faster = max(used["matmul_tflop_per_s"], used["convolution_tflop_per_s"])
-    other = "matrix product" if used["peak"] == "3x3 convolution" else "3x3 convolution"
-    line = (
-        f"{used['gflop_per_image']:.3g} GFLOP per image, {used['tflop_per_s']:.3g} TFLOP/s: "
-        f"{used['peak_pct']:.0f} % of a {used['peak']}'s ({faster:.3g}; a {other}'s: {slower:.3g})"
-    )
-    if used["peak_pct"] > 100:
-        line += ", which was measured in another moment and is not this machine's peak"
-    if used["data_sheet_pct"]:
-        line += f", {used['data_sheet_pct']:.0f} % of the data sheet's peak"
-    return line
-
-
-def measured_tflop_per_s(precision: Precision, device: torch.device) -> dict[str, float]:
-    """The rates of a product of square matrices and of a 3x3 convolution in channels_last, in the
-    dtype of the model's convolutions.
-    """
-    dtype, channels, pixels = precision.input_dtype, 256, 14
-    size, images = _MATMUL.get(device.type, 1024), _IMAGES.get(device.type, 64)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, device=device).to(dtype, memory_format=torch.channels_last)
-
-    image, weight = random(images, channels, pixels, pixels), random(channels, channels, 3, 3)
-
-    def fastest_s(work: Callable[[], object]) -> float:
-        with kernel_selection(tf32=precision.tf32, autotune=False), torch.no_grad():
-            return min(timed_s(work, device) for _ in range(_REPEATS))
-
-    matmul_s = fastest_s(matrix_product(size, dtype, device))
-    convolution_s = fastest_s(lambda: nn.functional.conv2d(image, weight, padding=1))
-    return {
-        "matrix product": 2 * size**3 / matmul_s / 1e12,
-        "3x3 convolution": 2 * image.numel() * channels * 9 / convolution_s / 1e12,
-    }
+    line = f"{used['gflop_per_image']:.3g} GFLOP per image, {used['tflop_per_s']:.3g} TFLOP/s"
+    share = used["data_sheet_pct"]
+    return line if share is None else f"{line}: {share:.0f} % of the data sheet's peak"

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -268,14 +267,3 @@ def thread_s(work: Callable[[], object]) -> float:
     started_at = time.thread_time()
     work()
     return time.thread_time() - started_at
-
-
-def matrix_product(
-    size: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], torch.Tensor]:
-    """Work to be timed, 2 * size**3 FLOPs: two square matrices of random numbers, multiplied. The
-    program's generators stay as they are.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    values = torch.rand(2, size, size, device=device, generator=generator).to(dtype)
-    return partial(torch.matmul, *values)

@@ -15,7 +15,6 @@ from cl_train.config.schema import Config
 from cl_train.config.validation import user_function
 from cl_train.data.loader_report import first_reasons
 from cl_train.errors import TrainingFault
-from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import (
     gather_objects,
@@ -87,8 +86,6 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                 run.save()
 
         # 4. The summary.
-        if isinstance(run.state.train_step, GraphedStep):
-            run.state.train_step.release(None)  # nothing else can use its memory
         summary = finish(run)
         return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
 

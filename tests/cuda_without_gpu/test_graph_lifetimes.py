@@ -72,13 +72,6 @@ def test_no_graph_is_left_though_a_traceback_refers_to_it(train, destroyed, monk
     assert Run(tmp_path, 1).summary["status"] == "failed"
 
 
-def test_a_graph_is_released_at_the_end_before_memory_is_needed(train, destroyed, monkeypatch):
-    alive = []
-    monkeypatch.setattr(loop, "utilisation_of", lambda *_: alive.append(len(Graph.alive)))
-    assert train(*WORDS.split()).summary["utilisation"] is None
-    assert alive == destroyed == [0]
-
-
 def test_recordings_are_registered_and_share_a_pool():
     """On the stream of the warm-up; the loader's threads may call CUDA meanwhile. Those of another
     device have another pool."""

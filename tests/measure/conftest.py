@@ -16,11 +16,8 @@ from cl_train.measure.statistics import EARLY_ERROR, Alternation, verdict_of
 def quick(monkeypatch, tmp_path) -> None:
     """Measurements have blocks of one step; auto has a cache of its own."""
     from cl_train.measure import paired
-    from cl_train.step import utilisation
 
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
-    monkeypatch.setitem(utilisation._MATMUL, "cpu", 16)
-    monkeypatch.setattr(utilisation, "_REPEATS", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
