@@ -20,6 +20,7 @@ import torch
 
 from cl_train.cli import exit_code
 from cl_train.config.arguments import settings_from_arguments
+from cl_train.config.fields import Range
 from cl_train.config.schema import setting
 from cl_train.system.files import read_json, write_json
 from cl_train.system.machine import document_of
@@ -30,8 +31,8 @@ TRAIN = """-m cl_train train -m seed=0,1 compare_by=seed repeats=auto max_repeat
 
 @dataclass
 class Settings:
-    sweeps: int = setting(30, "number of sweeps", ">= 1")
-    time_limit_s: float = setting(1800.0, "begin no sweep that would end later", "> 0")
+    sweeps: int = setting(30, "number of sweeps", Range(1))
+    time_limit_s: float = setting(1800.0, "begin no sweep that would end later", Range(above=0))
     work: str = setting("outputs/aa_sweeps", "folder for the sweeps")
     out: str | None = setting(None, "JSON file to write")
 

@@ -30,6 +30,7 @@ import torch
 
 from cl_train.cli import exit_code
 from cl_train.commands import Result, print_result
+from cl_train.config.fields import Range
 from cl_train.config.schema import JsonResult, LoaderBenchmarkSettings, OptimConfig, setting
 from cl_train.config.validation import checked_config, optional_module
 from cl_train.errors import ConfigError
@@ -52,12 +53,12 @@ CPU = torch.device("cpu")
 @dataclass
 class OverheadSettings(JsonResult):
     model: str = setting("resnet18", "name of a model")
-    batch_size: int = setting(32, "images per step", ">= 1")
+    batch_size: int = setting(32, "images per step", Range(1))
     image_size: int = setting(
-        224, "height and width of the images, pixels", ">= 8", key="data.image_size"
+        224, "height and width of the images, pixels", Range(8), key="data.image_size"
     )
-    steps: int = setting(10, "measured steps per block, after as many for warm-up", ">= 2")
-    rounds: int = setting(4, "rounds, each of two blocks per side", ">= 1")
+    steps: int = setting(10, "measured steps per block, after as many for warm-up", Range(2))
+    rounds: int = setting(4, "rounds, each of two blocks per side", Range(1))
 
 
 def overhead(settings: OverheadSettings) -> Result:
@@ -125,8 +126,8 @@ def cl_train_step_s(settings: OverheadSettings, device: torch.device) -> float:
 @dataclass
 class UpdateSettings(JsonResult):
     model: list[str] = setting(["resnet18", "resnet50"], "names of models")
-    threads: list[int] = setting([1, 2], "numbers of threads", ">= 1")
-    time_limit_s: float = setting(180.0, "seconds for all of them", "> 0")
+    threads: list[int] = setting([1, 2], "numbers of threads", Range(1))
+    time_limit_s: float = setting(180.0, "seconds for all of them", Range(above=0))
 
 
 UPDATES = ("sgd", "adamw", "adam", "rmsprop", "ema")

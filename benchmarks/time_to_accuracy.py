@@ -28,6 +28,7 @@ import torch
 
 from cl_train.cli import exit_code
 from cl_train.config.arguments import settings_from_arguments
+from cl_train.config.fields import Range
 from cl_train.config.schema import setting
 from cl_train.data.sample import ensure_sample
 from cl_train.errors import ConfigError
@@ -86,8 +87,8 @@ class Settings:
     torchvision_references: str | None = setting(None, "torchvision's references/classification")
     data: list[str] = setting(["digits", "sample"], "data sets", choices=("digits", "sample"))
     same_recipe: bool = setting(False, "the others with the recipe of train.py only")
-    seeds: int = setting(5, "runs of each program on each data set", ">= 1")
-    time_limit_s: float | None = setting(None, "begin no seed that would end later", "> 0")
+    seeds: int = setting(5, "runs of each program on each data set", Range(1))
+    time_limit_s: float | None = setting(None, "begin no seed that would end later", Range(above=0))
     work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
     out: str | None = setting(None, "JSON file to write")
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from cl_train.commands import Result, optional_file, print_result
 from cl_train.config import schema
+from cl_train.config.fields import Range
 from cl_train.config.schema import JsonResult, ModelInput, setting
 from cl_train.config.validation import optional_module
 from cl_train.errors import ConfigError
@@ -38,25 +39,25 @@ class AuditSettings(ModelInput, JsonResult):
     select: list[str] = setting(
         [], "patterns: modules to convert, or with operators=true operators"
     )
-    batch_size: int = setting(2, "images per batch", ">= 1")
-    image_size: int = setting(224, "sides of the images, pixels", ">= 8", key="data.image_size")
-    num_classes: int = setting(1000, "number of classes", ">= 2")
+    batch_size: int = setting(2, "images per batch", Range(1))
+    image_size: int = setting(224, "sides of the images, pixels", Range(8), key="data.image_size")
+    num_classes: int = setting(1000, "number of classes", Range(2))
     output_entry: str | None = setting(None, "entry of the output: a key, an attribute, an index")
     precision: str = setting("auto", schema.PRECISION_HELP, choices=schema.PRECISIONS)
     backward: bool = setting(True, "false: forward only, in eval mode")
     measure: bool = setting(True, "time the step, and the copies by their bytes")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
-    time_limit_s: float = setting(30.0, "time=true: for all rounds, at least four", "> 0")
+    time_limit_s: float = setting(30.0, "time=true: for all rounds, at least four", Range(above=0))
     repro: str | None = setting(None, "file for a program of the worst operator or difference")
     chart: str | None = setting(None, "time=true: file (.png, .svg) for a bar chart")
-    max_lost: int | None = setting(None, "exit with 1 if more calls lose channels_last", ">= 0")
+    max_lost: int | None = setting(None, "exit with 1 if more calls lose channels_last", Range(0))
     operators: bool = setting(False, "instead of a model: what torch's operators keep here")
     against: list[str] = setting(
         [],
         "operators=true: also as fake tensors, as decompositions, compiled (takes minutes)",
         choices=("fake", "decompose", "compile"),
     )
-    max_differences: int | None = setting(None, "against=: exit with 1 if more differ", ">= 0")
+    max_differences: int | None = setting(None, "against=: exit with 1 if more differ", Range(0))
 
 
 SETTINGS = {"settings": AuditSettings}

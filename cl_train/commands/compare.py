@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cl_train.commands import settings_and_files
 from cl_train.config import schema
-from cl_train.config.fields import setting, suggest
+from cl_train.config.fields import Range, setting, suggest
 from cl_train.config.schema import FIELDS, OnDevice
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_folder
@@ -36,9 +36,9 @@ class CompareSettings(OnDevice):
     model: str | None = setting(None, f"parity=true: {schema.MODEL_HELP}")
     precision: str = setting("fp32", "parity=true: of the step", choices=schema.PRECISIONS)
     image_size: int | None = setting(
-        None, "parity=true: pixels; null = the model's", ">= 8", key="data.image_size"
+        None, "parity=true: pixels; null = the model's", Range(8), key="data.image_size"
     )
-    seed: int = setting(0, "parity=true: seed of the weights", ">= 0")
+    seed: int = setting(0, "parity=true: seed of the weights", Range(0))
 
 
 USAGE = "[FOLDER ...] [key=value ...]"

@@ -17,6 +17,7 @@ not compared; 2 wrong usage or an unreadable file.
 from dataclasses import dataclass
 
 from cl_train.commands import settings_and_files
+from cl_train.config.fields import Range
 from cl_train.config.schema import OVERWRITE_HELP, setting
 from cl_train.errors import ConfigError
 
@@ -30,7 +31,7 @@ class ConvertSettings:
     overwrite: bool = setting(False, OVERWRITE_HELP)
     model: str | None = setting(None, "the model of a file of weights; null = the file names it")
     weights: str | None = setting(None, "of a model given by name: DEFAULT, ..., or a file")
-    input: list[int] = setting([], "shape of random images to compare with; empty = 2", ">= 1")
+    input: list[int] = setting([], "shape of random images to compare with; empty = 2", Range(1))
     entry: str | None = setting(None, "entry of a checkpoint that holds the weights: model_ema")
     prefix: str | None = setting(None, "take only the names with it, and remove it: backbone.")
     trust: bool = setting(False, "load a program, which runs the code in the file")

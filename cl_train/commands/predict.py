@@ -20,6 +20,7 @@ from typing import Any
 
 from cl_train.config import schema
 from cl_train.config.arguments import settings_from_arguments
+from cl_train.config.fields import Range
 from cl_train.config.schema import DataConfig, OnDevice, setting
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_file
@@ -37,7 +38,7 @@ class PredictSettings(OnDevice):
     model: str | None = setting(None, f"null = the one that the weights name; {schema.MODEL_HELP}")
     entry: str | None = setting(None, "entry of a checkpoint that holds the weights: average = EMA")
     image_size: int | None = setting(
-        None, "pixels, if weights record none", ">= 8", key="data.image_size"
+        None, "pixels, if weights record none", Range(8), key="data.image_size"
     )
     extensions: list[str] = setting(
         [],
@@ -45,11 +46,11 @@ class PredictSettings(OnDevice):
         choices=tuple(schema.IMAGE_FORMATS),
         key="data.extensions",
     )
-    batch_size: int = setting(64, "images per batch", ">= 1")
+    batch_size: int = setting(64, "images per batch", Range(1))
     precision: str | None = setting(None, "null = as the run, or auto", choices=schema.PRECISIONS)
     channels_last: bool | None = setting(None, "memory format; null = the recorded one")
     evaluate_flip: bool = setting(False, "average the logits of each image and of its mirror image")
-    workers: int | None = setting(None, "processes; null = cores", ">= 0", key="data.workers")
+    workers: int | None = setting(None, "processes; null = cores", Range(0), key="data.workers")
     on_bad_image: str = setting(
         "error", "skip = leave damaged out", choices=("error", "skip"), key="data.on_bad_image"
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.arguments import settings_from_arguments
-from cl_train.config.fields import suggest
+from cl_train.config.fields import Range, suggest
 from cl_train.config.removed import removal_of
 from cl_train.config.schema import OVERWRITE_HELP, setting
 from cl_train.errors import ConfigError
@@ -32,7 +32,7 @@ class _Output:
 @dataclass
 class _Folder:
     root: str = setting("", "folder of train/<class>/* and val/*", key="data.root", required=True)
-    workers: int | None = setting(None, "processes; null = cores", ">= 1", key="data.workers")
+    workers: int | None = setting(None, "processes; null = cores", Range(1), key="data.workers")
 
 
 @dataclass
@@ -56,17 +56,17 @@ class Verify(_Folder):
 class Resize(_Output, _Folder):
     """Copy a folder with smaller images, which load faster."""
 
-    max_side: int | None = setting(None, "longest side, pixels; 400 without short_side", ">= 8")
-    short_side: int | None = setting(None, "shortest side, pixels", ">= 8")
-    quality: int = setting(90, "JPEG quality of the copies", "1 to 100")
+    max_side: int | None = setting(None, "longest side, pixels; 400 without short_side", Range(8))
+    short_side: int | None = setting(None, "shortest side, pixels", Range(8))
+    quality: int = setting(90, "JPEG quality of the copies", Range(1, 100))
 
 
 @dataclass
 class Shards(_Output, _Folder):
     """Copy any folder of images into tar shards for data=shards and WebDataset."""
 
-    images_per_shard: int = setting(1000, "images in each shard", ">= 1")
-    seed: int = setting(0, "seed of the assignment of images to shards", ">= 0")
+    images_per_shard: int = setting(1000, "images in each shard", Range(1))
+    seed: int = setting(0, "seed of the assignment of images to shards", Range(0))
 
 
 TASKS: dict[str, type] = {task.__name__.lower(): task for task in (Tars, Verify, Resize, Shards)}

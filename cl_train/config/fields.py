@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-import re
+import math
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -41,10 +41,31 @@ _LEFT_OUT = Details(
 )
 
 
-def setting(default: Any, help: str, bounds: str = "", **details: Unpack[Details]) -> Any:
-    """A dataclass field. bounds: of a number, as in --help: `>= 1`, `> 0 <= 1`, `0 to 1`."""
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may have. Whole ones up to 2**62 fit into an int64 of torch."""
+
+    least: float = -(2.0**62)
+    most: float = 2.0**62
+    above: float = -math.inf  # not this number itself
+
+    def __contains__(self, number: float) -> bool:
+        return self.least <= number <= self.most and number > self.above
+
+    def __str__(self) -> str:
+        """As in --help: `0 to 1`, `>= 1`, `> 0 <= 1`; empty for all numbers."""
+        has_most = self.most != Range.most
+        if self.above > -math.inf:
+            return f"> {self.above}" + (f" <= {self.most}" if has_most else "")
+        if self.least == Range.least:
+            return ""
+        return f"{self.least} to {self.most}" if has_most else f">= {self.least}"
+
+
+def setting(default: Any, help: str, range: Range = Range(), **details: Unpack[Details]) -> Any:
+    """A dataclass field; `range` is that of a number."""
     help = f"multirun: {help}" if details.get("multirun") else help
-    metadata = {**_LEFT_OUT, "default": default, "help": help, "bounds": bounds, **details}
+    metadata = {**_LEFT_OUT, "default": default, "help": help, "range": range, **details}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -62,19 +83,11 @@ class Setting:
     base_type: type  # bool, int, float or str: of the value, or of the items of a list
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
-    metadata: Mapping[str, Any]  # `default`, `help`, `bounds` and `Details`
+    metadata: Mapping[str, Any]  # `default`, `help`, `range` and `Details`
 
     @property
     def default(self) -> Any:
         return self.metadata["default"]
-
-    @property
-    def bounds(self) -> list[tuple[str, float]]:
-        """Such as (">=", 1.0)."""
-        low, is_range, high = self.metadata["bounds"].partition(" to ")
-        text = f">= {low} <= {high}" if is_range else low
-        assert re.fullmatch(r"((>=|>|<=) \S+ ?)*", text), f"bounds {text}"
-        return [(sign, float(limit)) for sign, limit in re.findall(r"(>=|>|<=) (\S+)", text)]
 
 
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:

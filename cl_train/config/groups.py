@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cl_train.config.fields import loss_setting, multirun_setting, neutral_setting, setting
+from cl_train.config.fields import Range, loss_setting, multirun_setting, neutral_setting, setting
 
 _CLASSES = "train/<class>/* and val/<class>/* (no data? data=sample)"
 # What data.root must hold; None: it may be left out
@@ -38,22 +38,22 @@ class DataConfig:
         None, "folder of the validation images; null = val, valid, validation or test"
     )
     val_fraction: float | None = setting(
-        None, "share of the training images used for validation", "> 0 <= 0.9"
+        None, "share of the training images used for validation", Range(above=0, most=0.9)
     )
     extensions: list[str] = setting(
         [".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff"
     )
     image_size: int = setting(
-        224, "training crop, pixels; sample sets 48, imagenette 128", "8 to 4096"
+        224, "training crop, pixels; sample sets 48, imagenette 128", Range(8, 4096)
     )
     size_schedule: list[list[int]] = setting(
         [], "growing images: [[epoch,size],...]; linear in between, rounded to 32"
     )
     val_size: int | None = setting(
-        None, "side of the validation crop; null = image_size", "8 to 4096"
+        None, "side of the validation crop; null = image_size", Range(8, 4096)
     )
     val_resize: int | None = setting(
-        None, "validation: short side before the crop; null = val_size * 8/7", "8 to 8192"
+        None, "validation: short side before the crop; null = val_size * 8/7", Range(8, 8192)
     )
     interpolation: str = setting(
         "bilinear", "of the resize in training, antialiased", choices=("bilinear", "bicubic")
@@ -62,20 +62,20 @@ class DataConfig:
         "bilinear", "of the validation's resize", choices=("bilinear", "bicubic")
     )
     workers: int | None = setting(
-        None, "loader workers; null = cores / ranks, at most 32", "0 to 256"
+        None, "loader workers; null = cores / ranks, at most 32", Range(0, 256)
     )
     decoder: str = setting(
         "simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow")
     )
-    prefetch: int = setting(3, "batches prepared in advance by all workers together", "1 to 64")
+    prefetch: int = setting(3, "batches prepared in advance by all workers together", Range(1, 64))
     worker_timeout_s: float = setting(
-        60.0, "stop if no worker finishes an image for this many seconds", "> 0"
+        60.0, "stop if no worker finishes an image for this many seconds", Range(above=0)
     )
     on_bad_image: str = neutral_setting(
         "error", "when an image cannot be decoded", choices=("error", "skip")
     )
     max_bad_images: int = neutral_setting(
-        100, "on_bad_image=skip: stop after more than this many", ">= 0"
+        100, "on_bad_image=skip: stop after more than this many", Range(0)
     )
     mean: list[float] = setting(
         [0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale"
@@ -83,8 +83,8 @@ class DataConfig:
     std: list[float] = setting(
         [0.229, 0.224, 0.225], "each channel is divided by it, on the 0-1 scale"
     )
-    synthetic_images: int = setting(1280, "data=synthetic: images per epoch", ">= 1")
-    synthetic_classes: int = setting(1000, "data=synthetic: number of classes", "2 to 1000000")
+    synthetic_images: int = setting(1280, "data=synthetic: images per epoch", Range(1))
+    synthetic_classes: int = setting(1000, "data=synthetic: number of classes", Range(2, 1000000))
 
     @property
     def eval_size(self) -> int:  # of validation images, pixels
@@ -96,23 +96,25 @@ class AugmentConfig:
     """Augmentation of the training images; augment=imagenet has ImageNet's."""
 
     crop_scale_min: float = setting(
-        0.35, "smallest area of the crop / area of the image", "> 0 <= 1"
+        0.35, "smallest area of the crop / area of the image", Range(above=0, most=1)
     )
-    crop_scale_max: float = setting(1.0, "largest area of the crop / area of the image", "> 0 <= 1")
-    crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", "> 0")
-    crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", "> 0")
-    flip: float = setting(0.0, "probability of a horizontal flip", "0 to 1")
+    crop_scale_max: float = setting(
+        1.0, "largest area of the crop / area of the image", Range(above=0, most=1)
+    )
+    crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", Range(above=0))
+    crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", Range(above=0))
+    flip: float = setting(0.0, "probability of a horizontal flip", Range(0, 1))
     policy: str = setting("none", "operations on each image", choices=POLICIES)
     timm_policy: str = setting(
         "rand-m7-mstd0.5-inc1", "policy=timm: timm's name of an automatic policy (--aa)"
     )
-    randaugment_ops: int = setting(2, "RandAugment: operations per image", "1 to 14")
-    randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", "0 to 30")
-    erase: float = setting(0.0, "probability of random erasing", "0 to 1")
-    mixup: float = setting(0.0, "alpha of MixUp; 0 = off", ">= 0")
-    cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", ">= 0")
+    randaugment_ops: int = setting(2, "RandAugment: operations per image", Range(1, 14))
+    randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", Range(0, 30))
+    erase: float = setting(0.0, "probability of random erasing", Range(0, 1))
+    mixup: float = setting(0.0, "alpha of MixUp; 0 = off", Range(0))
+    cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", Range(0))
     repeats: int = setting(
-        1, "repeated augmentation: copies of an image per batch; same epoch length", ">= 1"
+        1, "repeated augmentation: copies of an image per batch; same epoch length", Range(1)
     )
 
 
@@ -125,33 +127,33 @@ class OptimConfig:
         "sgd", "optim=timm: the name of the optimizer, such as lamb, lion, muon, nadamw, rmsproptf"
     )
     lr: float = loss_setting(
-        0.1, "learning rate for a global batch of `reference_batch_size`", "> 0"
+        0.1, "learning rate for a global batch of `reference_batch_size`", Range(above=0)
     )
     reference_batch_size: int = loss_setting(
-        256, "lr is scaled by global batch size / this; 0 = not scaled", ">= 0"
+        256, "lr is scaled by global batch size / this; 0 = not scaled", Range(0)
     )
     momentum: float = loss_setting(
-        0.9, "SGD, RMSprop and timm's optimizers with momentum", "0 to 1"
+        0.9, "SGD, RMSprop and timm's optimizers with momentum", Range(0, 1)
     )
     nesterov: bool = setting(False, "SGD: use Nesterov momentum")
-    weight_decay: float = loss_setting(1e-4, "weight decay", ">= 0")
+    weight_decay: float = loss_setting(1e-4, "weight decay", Range(0))
     decay_norm_and_bias: bool = setting(
         True, "false: no weight decay on vectors: normalisation layers, biases, ..."
     )
     beta1: float | None = loss_setting(
-        None, "decay of the first moment; null = default", "0 to 0.999999"
+        None, "decay of the first moment; null = default", Range(0, 0.999999)
     )
     beta2: float | None = loss_setting(
-        None, "decay of the second moment; null = default", "0 to 0.999999"
+        None, "decay of the second moment; null = default", Range(0, 0.999999)
     )
     eps: float | None = loss_setting(
-        None, "added to the denominator; null = the optimizer's default", "> 0"
+        None, "added to the denominator; null = the optimizer's default", Range(above=0)
     )
     layer_decay: float = loss_setting(
-        1.0, "fine-tuning: lr of a layer / lr of the layer after it", "> 0 <= 1"
+        1.0, "fine-tuning: lr of a layer / lr of the layer after it", Range(above=0, most=1)
     )
     clip_norm: float | None = setting(
-        None, "clip gradients to this norm, after unscaling; null = off", "> 0"
+        None, "clip gradients to this norm, after unscaling; null = off", Range(above=0)
     )
 
 
@@ -163,10 +165,10 @@ class ScheduleConfig:
         "cosine", "curve after the warm-up", choices=("cosine", "step", "linear", "constant")
     )
     warmup_epochs: float = loss_setting(
-        0.0, "length of the linear warm-up in epochs (fractions allowed)", ">= 0"
+        0.0, "length of the linear warm-up in epochs (fractions allowed)", Range(0)
     )
     warmup_start: float = loss_setting(
-        0.01, "learning rate at the start of the warm-up / lr", "0 to 1"
+        0.01, "learning rate at the start of the warm-up / lr", Range(0, 1)
     )
     warmup_prefix: bool = loss_setting(
         True, "cosine, linear: begin after the warm-up; false = at step 0, as in timm"
@@ -175,14 +177,14 @@ class ScheduleConfig:
         False, "change the learning rate between epochs only, as torchvision and timm do"
     )
     step_epochs: float = loss_setting(
-        30.0, "schedule=step: multiply by gamma every this many epochs", "> 0"
+        30.0, "schedule=step: multiply by gamma every this many epochs", Range(above=0)
     )
     milestones: list[float] = loss_setting(
-        [], "schedule=step: the epochs to multiply at, instead of every step_epochs", "> 0"
+        [], "schedule=step: the epochs to multiply at, instead of every step_epochs", Range(above=0)
     )
-    gamma: float = loss_setting(0.1, "schedule=step: the factor", "> 0 <= 1")
+    gamma: float = loss_setting(0.1, "schedule=step: the factor", Range(above=0, most=1))
     final_lr_ratio: float = loss_setting(
-        0.0, "cosine and linear: final learning rate / lr", "0 to 1"
+        0.0, "cosine and linear: final learning rate / lr", Range(0, 1)
     )
 
 
@@ -190,16 +192,18 @@ class ScheduleConfig:
 class AmpConfig:
     """Dynamic loss scaling (fp16 and fp16_o2 only)."""
 
-    init_scale: float = loss_setting(65536.0, "initial loss scale", f"> 0 <= {2.0**64}")
+    init_scale: float = loss_setting(65536.0, "initial loss scale", Range(above=0, most=2.0**64))
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, and when besides the end, SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
 
-    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", ">= 0")
-    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", ">= 0")
-    keep: int = neutral_setting(2, "number of newest checkpoints to keep, besides the best", ">= 1")
+    every_epochs: int = setting(1, "save every this many epochs; 0 = only at the end", Range(0))
+    every_steps: int = setting(0, "save every this many optimizer steps; 0 = off", Range(0))
+    keep: int = neutral_setting(
+        2, "number of newest checkpoints to keep, besides the best", Range(1)
+    )
 
 
 @dataclass(frozen=True)

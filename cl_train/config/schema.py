@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from cl_train.config.fields import (
+    Range,
     loss_setting,
     multirun_setting,
     neutral_setting,
@@ -74,11 +75,11 @@ class Config:
     entry: str | None = loss_setting(
         None, "the entry of weights=FILE with the weights: average = the EMA of a run"
     )
-    batch_size: int = setting(32, "images per device and micro-step", ">= 1")
-    epochs: int = loss_setting(5, "passes over the training images", "1 to 1000000")
-    max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", ">= 1")
+    batch_size: int = setting(32, "images per device and micro-step", Range(1))
+    epochs: int = loss_setting(5, "passes over the training images", Range(1, 1000000))
+    max_steps: int | None = loss_setting(None, "stop after this many optimizer steps", Range(1))
     seed: int = loss_setting(
-        0, "seed of weights, image order, augmentation, dropout", "0 to 4294967295"
+        0, "seed of weights, image order, augmentation, dropout", Range(0, 4294967295)
     )
     device: str = setting("auto", "cuda if available, else cpu", choices=DEVICES)
     compile: bool = setting(False, "compile the model with torch.compile")
@@ -90,9 +91,9 @@ class Config:
         "full", "what channels_last converts: all, convolutions, or `select`", choices=CONVERSIONS
     )
     select: list[str] = setting([], "conversion=select: names of modules (shell patterns)")
-    accumulate_steps: int = setting(1, "micro-steps per optimizer step", ">= 1")
+    accumulate_steps: int = setting(1, "micro-steps per optimizer step", Range(1))
     global_batch_size: int | None = setting(
-        None, "images of a step of all processes; sets accumulate_steps", ">= 1"
+        None, "images of a step of all processes; sets accumulate_steps", Range(1)
     )
     freeze: list[str] = setting(
         [], "parts that are not trained, such as layer1*; backbone = all but the classifier"
@@ -101,21 +102,23 @@ class Config:
         "cross_entropy", "cross_entropy, bce or your package.module:function(logits, targets)"
     )
     bce_threshold: float | None = loss_setting(
-        None, "loss=bce: targets above it are 1, others 0", "0 to 1"
+        None, "loss=bce: targets above it are 1, others 0", Range(0, 1)
     )
-    label_smoothing: float = setting(0.0, "label smoothing of the loss", "0 to 0.999")
+    label_smoothing: float = setting(0.0, "label smoothing of the loss", Range(0, 0.999))
     drop_path: float | None = setting(
-        None, "stochastic depth; null = the model's default", "0 to 0.999"
+        None, "stochastic depth; null = the model's default", Range(0, 0.999)
     )
-    ema_decay: float = setting(0.0, "decay of the moving average of the weights; 0 = off", "0 to 1")
-    ema_every: int = setting(1, "optimizer steps between updates of the EMA", ">= 1")
+    ema_decay: float = setting(
+        0.0, "decay of the moving average of the weights; 0 = off", Range(0, 1)
+    )
+    ema_every: int = setting(1, "optimizer steps between updates of the EMA", Range(1))
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
     ddp_static_graph: bool = setting(
         False, "tell DDP that every step uses the same parameters in the same order"
     )
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = neutral_setting(
-        1, "epochs between evaluations; 0 = only at the end, -1 = never", ">= -1"
+        1, "epochs between evaluations; 0 = only at the end, -1 = never", Range(-1)
     )
     evaluate_flip: bool = loss_setting(
         False, "evaluation averages the logits of each image and of its mirror image"
@@ -129,7 +132,7 @@ class Config:
         "of the EMA, such as average.top1; null = top1",
     )
     patience: int | None = loss_setting(
-        None, "stop after this many evaluations in a row without a gain", ">= 1"
+        None, "stop after this many evaluations in a row without a gain", Range(1)
     )
     evaluate_only: bool = setting(
         False, "evaluate `resume`, with the settings of its run, or `weights`"
@@ -142,10 +145,10 @@ class Config:
         None, "start from the settings of a run folder or a YAML file"
     )
     log_every: int = neutral_setting(
-        10, "optimizer steps per window: one console line and one record", ">= 1"
+        10, "optimizer steps per window: one console line and one record", Range(1)
     )
     warmup_steps: int = neutral_setting(
-        10, "first steps left out of the speed; not schedule.warmup_epochs", ">= 0"
+        10, "first steps left out of the speed; not schedule.warmup_epochs", Range(0)
     )
     overwrite: bool = neutral_setting(
         False, "delete the records and checkpoints of an earlier run in the run folder"
@@ -163,11 +166,13 @@ class Config:
         "stop", "at a NaN or Inf loss or gradient; skip = stop after ten", choices=("stop", "skip")
     )
     rank_timeout_s: float = neutral_setting(
-        600.0, "end the run if a rank is silent for this many seconds", "> 0 <= 10000000"
+        600.0,
+        "end the run if a rank is silent for this many seconds",
+        Range(above=0, most=10000000),
     )
 
     nproc: int = multirun_setting(
-        1, "processes per job; above 1 each job runs under torchrun", ">= 1"
+        1, "processes per job; above 1 each job runs under torchrun", Range(1)
     )
     environment: str = multirun_setting(
         HERE, "a Python, or variables A=1, that the jobs run in", affects="speed"
@@ -175,12 +180,12 @@ class Config:
     repeats: int | None = multirun_setting(
         1,
         "runs of each setting, interleaved A B B A; auto = until every pair is decided",
-        ">= 1",
+        Range(1),
         null_word="auto",
     )
-    max_repeats: int = multirun_setting(12, "the most that repeats=auto runs", ">= 2")
+    max_repeats: int = multirun_setting(12, "the most that repeats=auto runs", Range(2))
     time_limit_s: float | None = multirun_setting(
-        None, "add no repeat that would end later than this", "> 0"
+        None, "add no repeat that would end later than this", Range(above=0)
     )
     resume_sweep: str | None = multirun_setting(
         None, "run what is missing in this folder of a sweep; repeats=N adds repeats"
@@ -219,9 +224,9 @@ class OnDevice:
 @dataclass
 class ModelInput(OnDevice):
     image_size: int | None = setting(
-        None, "pixels; null = 224, inception_v3: 299, video: 112", ">= 8", key="data.image_size"
+        None, "pixels; null = 224, inception_v3: 299, video: 112", Range(8), key="data.image_size"
     )
-    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", ">= 0")
+    frames: int = setting(0, "above 0: video [N,C,D,H,W] with that many frames", Range(0))
 
 
 @dataclass
@@ -244,7 +249,7 @@ class BenchmarkSettings(ModelInput, JsonResult):
         ["train"], "train (forward, backward, optimizer) or infer", choices=("train", "infer")
     )
     precision: list[str] = setting(["auto"], PRECISION_HELP, choices=PRECISIONS)
-    batch_size: list[int] = setting([32], "images per step", ">= 1")
+    batch_size: list[int] = setting([32], "images per step", Range(1))
     compile: list[bool] = setting([False], "compile the model with torch.compile")
     cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
     layouts: list[str] = setting(
@@ -254,12 +259,12 @@ class BenchmarkSettings(ModelInput, JsonResult):
     )
     optimizer: str = setting("sgd", "optimizer of the training step", choices=OPTIMIZERS)
     target_ci: float = setting(
-        0.02, "stop when the 95 % interval of the ratio is at most this wide", "> 0"
+        0.02, "stop when the 95 % interval of the ratio is at most this wide", Range(above=0)
     )
     time_limit_s: float | None = setting(
         None,
         "seconds for all combinations, undecided ones last; null = 60 each, without warm-up",
-        ">= 0",
+        Range(0),
     )
     parity: bool = setting(True, "first check that the layouts compute the same")
     against: list[str] = setting(
@@ -275,17 +280,17 @@ class LoaderBenchmarkSettings(JsonResult):
     root: str | None = setting(
         None, "folder of train/<class>/* and val/<class>/*; null = the sample", key="data.root"
     )
-    image_size: int = setting(224, "side of the crops, pixels", ">= 8", key="data.image_size")
+    image_size: int = setting(224, "side of the crops, pixels", Range(8), key="data.image_size")
     workers: list[int] = setting(
-        [], "numbers to try; empty = 1, 2, 4, ... cores", ">= 1", key="data.workers"
+        [], "numbers to try; empty = 1, 2, 4, ... cores", Range(1), key="data.workers"
     )
-    batch_size: int = setting(64, "images per batch", ">= 1")
+    batch_size: int = setting(64, "images per batch", Range(1))
     images: int = setting(
-        2048, "images per pipeline and round, at most one epoch (fairest: all of it)", ">= 1"
+        2048, "images per pipeline and round, at most one epoch (fairest: all of it)", Range(1)
     )
-    rounds: int = setting(3, "interleaved rounds A B B A, after one warm-up", ">= 1")
+    rounds: int = setting(3, "interleaved rounds A B B A, after one warm-up", Range(1))
     gpu_images_per_s: float = setting(
-        5400.0, "training speed, images/s, for which cores are computed", "> 0"
+        5400.0, "training speed, images/s, for which cores are computed", Range(above=0)
     )
 
 
@@ -297,8 +302,8 @@ class ZooSettings(ModelInput):
         ["tutorial"], "tutorial, torchvision, timm, video, or names and shell patterns"
     )
     precision: str = setting("auto", PRECISION_HELP, choices=PRECISIONS)
-    batch_size: int = setting(32, "images per step of the timing", ">= 1")
+    batch_size: int = setting(32, "images per step of the timing", Range(1))
     speed: bool = setting(True, "time both layouts")
-    time_limit_s: float = setting(20.0, "seconds for each timing", "> 0")
-    model_time_limit_s: float = setting(900.0, "timeout per model, seconds", "> 0")
+    time_limit_s: float = setting(20.0, "seconds for each timing", Range(above=0))
+    model_time_limit_s: float = setting(900.0, "timeout per model, seconds", Range(above=0))
     out: str = setting("results", "folder for the tables")

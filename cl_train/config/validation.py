@@ -5,7 +5,6 @@ Every problem is reported at once, one line each.
 
 import dataclasses
 import importlib
-import operator
 import sys
 import types
 import typing
@@ -21,8 +20,6 @@ from cl_train.config.schema import Config
 from cl_train.errors import ConfigError
 
 T = TypeVar("T")
-_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
-_LARGEST = 2.0**62  # of numbers without a maximum: whole ones fit into an int64 of torch
 
 
 def from_mapping(
@@ -101,9 +98,7 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     if isinstance(converted, str):
         is_allowed = converted in (choices or (converted,))
     else:
-        largest = max([_LARGEST, *(limit for _, limit in setting.bounds)])
-        is_allowed = abs(converted) <= largest
-        is_allowed &= all(_COMPARE[sign](converted, limit) for sign, limit in setting.bounds)
+        is_allowed = converted in setting.metadata["range"]
     if not is_allowed:
         raise ValueError
     return converted
@@ -115,8 +110,7 @@ def kind_of(setting: Setting) -> str:
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
     kind = "list of " * setting.list_depth
     kind += "|".join(details["choices"]) or names[setting.base_type]
-    if details["bounds"]:
-        kind += f" {details['bounds']}"
+    kind = f"{kind} {details['range']}".rstrip()
     return " or ".join(filter(None, [kind, details["null_word"]]))
 
 

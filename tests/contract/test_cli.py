@@ -17,7 +17,7 @@ from cl_train.commands.audit import AuditSettings
 from cl_train.commands.completion import candidates
 from cl_train.commands.convert import ConvertSettings
 from cl_train.config.arguments import command_help, is_setting, settings_from_arguments
-from cl_train.config.fields import setting_fields
+from cl_train.config.fields import Range, setting_fields
 from cl_train.config.schema import Config, setting
 from cl_train.errors import ConfigError
 from tests.processes import LIMIT_S
@@ -31,8 +31,8 @@ class Example:
 
     root: str | None = setting(None, "folder of images", key="data.root")
     models: list[str] = setting(["resnet18"], "models")
-    sizes: list[int] = setting([224], "sizes", ">= 8")
-    time_limit_s: float = setting(1.5, "seconds", "> 0")
+    sizes: list[int] = setting([224], "sizes", Range(8))
+    time_limit_s: float = setting(1.5, "seconds", Range(above=0))
     deep: bool = setting(False, "decode")
     json: bool = setting(False, "print JSON")
     out: str | None = setting(None, "file")
