@@ -2,11 +2,12 @@
 
 import itertools
 import operator
+import re
 from collections.abc import Iterator
 
 from cl_train.config import schema as defined
 from cl_train.config.fields import suggest
-from cl_train.config.groups import DATA_SETS, WITH_CLASS_FOLDERS
+from cl_train.config.groups import DATA_SETS, POLICIES, TIMM_POLICIES, WITH_CLASS_FOLDERS
 from cl_train.config.schema import FIELDS, AugmentConfig, Config, DataConfig, OptimConfig
 
 
@@ -17,7 +18,6 @@ def combination_problems(cfg: Config) -> Iterator[str]:
         ("label_smoothing", cfg.loss in defined.LOSSES, "loss=cross_entropy"),
         ("patience", cfg.evaluate_every > 0, "evaluate_every=1"),
         ("bce_threshold", cfg.loss == "bce", "loss=bce"),
-        ("augment.timm_policy", cfg.augment.policy == "timm", "augment.policy=timm"),
         ("schedule.milestones", cfg.schedule.name == "step", "schedule=step"),
         ("data.val_fraction", has_class_folders, "data=folder"),
         ("data.val_split", has_class_folders, "data=folder"),
@@ -62,6 +62,10 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
     for key in ("crop_scale", "crop_ratio"):
         if getattr(augment, f"{key}_min") > getattr(augment, f"{key}_max"):
             yield f"augment.{key}_min is above augment.{key}_max"
+    policy = augment.policy
+    if policy not in POLICIES and not re.match(TIMM_POLICIES, policy):
+        there_are = f"(there are {', '.join(POLICIES)}, and timm's, such as rand-m9-mstd0.5-inc1)"
+        yield f"augment.policy={policy}: no such policy{suggest(policy, POLICIES)} {there_are}"
     if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
         yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
     points = data.size_schedule

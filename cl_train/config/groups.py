@@ -16,8 +16,8 @@ DATA_SETS = {
     "synthetic": None,
 }
 WITH_CLASS_FOLDERS = ("sample", "imagenet", "folder", "imagenette")
-_OPERATIONS = ("randaugment", "trivialaugment", "autoaugment", "augmix")
-POLICIES = ("none", *_OPERATIONS, "timm")
+POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix")
+TIMM_POLICIES = r"(rand|augmix)-|(v0|original)r?(-|$)|3a(-|$)"  # how their names begin
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,9 @@ class AugmentConfig:
     crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", Range(above=0))
     crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", Range(above=0))
     flip: float = setting(0.0, "probability of a horizontal flip", Range(0, 1))
-    policy: str = setting("none", "operations on each image", choices=POLICIES)
-    timm_policy: str = setting(
-        "rand-m7-mstd0.5-inc1", "policy=timm: timm's name of an automatic policy (--aa)"
+    policy: str = setting(
+        "none", f"operations on each image: {', '.join(POLICIES)}, or timm's name of some (--aa)"
     )
-    randaugment_ops: int = setting(2, "RandAugment: operations per image", Range(1, 14))
     randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", Range(0, 30))
     erase: float = setting(0.0, "probability of random erasing", Range(0, 1))
     mixup: float = setting(0.0, "alpha of MixUp; 0 = off", Range(0))

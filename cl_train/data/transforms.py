@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms import v2
 
+from cl_train.config.groups import POLICIES
 from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, DataConfig
 from cl_train.config.validation import optional_module
 from cl_train.data.decode import EncodedImage, Pixels
@@ -180,19 +181,20 @@ def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int
 
     Rotations and shears interpolate as in the reference scripts: torchvision's policies bilinear,
     timm's as the crop. Erased pixels take the data's mean colour. Raises ConfigError: timm is
-    missing, or `timm_policy` fails.
+    missing, or its policy fails.
     """
     fill = [round(255 * mean) for mean in data.mean]
-    ops, magnitude = cfg.randaugment_ops, cfg.randaugment_magnitude
     bilinear = {"interpolation": v2.InterpolationMode.BILINEAR}
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-        "timm": lambda: _timm_policy(cfg.timm_policy, fill, data.interpolation),
-        "randaugment": lambda: v2.RandAugment(ops, magnitude, **bilinear),
+        "randaugment": lambda: v2.RandAugment(magnitude=cfg.randaugment_magnitude, **bilinear),
         "trivialaugment": lambda: v2.TrivialAugmentWide(**bilinear),
         "autoaugment": lambda: v2.AutoAugment(**bilinear),
         "augmix": v2.AugMix,
     }
-    steps = [] if cfg.policy == "none" else [policies[cfg.policy]()]
+    is_timms = cfg.policy not in POLICIES
+    steps = [policies[cfg.policy]()] if cfg.policy in policies else []
+    if is_timms:
+        steps.append(_timm_policy(cfg.policy, fill, data.interpolation))
     if cfg.erase > 0:
         steps.append(v2.RandomErasing(cfg.erase, value=list(map(float, fill))))
     if not steps:
@@ -200,7 +202,7 @@ def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int
 
     def augment(image: Tensor, seed: int) -> Tensor:
         # timm draws from the generators of Python and numpy.
-        with seeded_everywhere(seed, 0, 0) if cfg.policy == "timm" else seeded(seed):
+        with seeded_everywhere(seed, 0, 0) if is_timms else seeded(seed):
             for step in steps:
                 image = step(image)
         return image
@@ -210,7 +212,7 @@ def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int
 
 def _timm_policy(name: str, fill: list[int], interpolation: str) -> Callable[[Tensor], Tensor]:
     """Returns timm's policy of this name, with the arguments of `timm.data.create_transform`."""
-    timm = optional_module("timm.data.auto_augment", "augment.policy=timm")
+    timm = optional_module("timm.data.auto_augment", f"augment.policy={name}")
     makers = {"rand": timm.rand_augment_transform, "augm": timm.augment_and_mix_transform}
     make = makers.get(name[:4], timm.auto_augment_transform)
     settings = {"img_mean": tuple(fill), "interpolation": Image.Resampling[interpolation.upper()]}
@@ -235,7 +237,7 @@ def _timm_policy(name: str, fill: list[int], interpolation: str) -> Callable[[Te
             with seeded_everywhere(seed, 0, 0):
                 augment(torch.full((3, 32, 32), 128, dtype=torch.uint8))
     except Exception as error:
-        what = f"augment.timm_policy={name}: timm cannot read it, or fails on some images"
+        what = f"augment.policy={name}: timm cannot read it, or fails on some images"
         raise ConfigError(f"{what} ({error}): choose another") from error
     return augment
 

@@ -18,6 +18,9 @@ checkpoint.every_minutes=10
 checkpoint.save_best=false
 checkpoint.background=false
 data.download=true
+augment.policy=timm
+augment.timm_policy=v0
+augment.randaugment_ops=3
 optim.head_lr_ratio=10
 layer_scale=1e-4
 drop_path_constant=true
@@ -32,6 +35,8 @@ experiment=resnet18_ffcv_16ep
 STILL_TRUE = {
     "optim.alpha": 0.9,
     "data.download": False,
+    "augment.timm_policy": "rand-m7-mstd0.5-inc1",
+    "augment.randaugment_ops": 2,
     "optim.head_lr_ratio": 1.0,
     "layer_scale": None,
     "drop_path_constant": False,

@@ -111,7 +111,7 @@ def test_labels_belong_to_their_images(root):
     "policy",
     [
         "trivialaugment",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("randaugment", "timm", "augmix")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("randaugment", "v0", "augmix")),
     ],
 )
 def test_policies_are_seeded_per_image_and_leave_the_global_generator_alone(root, policy):

@@ -34,7 +34,7 @@ DRAWS = 3000
 
 
 def timm_augment(name, **data):
-    return image_augment(AugmentConfig(policy="timm", timm_policy=name), DataConfig(**data))
+    return image_augment(AugmentConfig(policy=name), DataConfig(**data))
 
 
 def boxes(height, width, augment=AUGMENT, count=DRAWS):

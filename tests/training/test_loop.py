@@ -276,7 +276,7 @@ def test_settings_and_models_that_cannot_train_are_refused(train, tiny):
     ):
         with pytest.raises(ConfigError, match=problem):
             train(*words)
-    policy = tiny("augment.policy=timm", "augment.timm_policy=nonsense")
+    policy = tiny("augment.policy=rand-q5")
     wrong = [tiny("model=resnt18"), tiny("model=vgg99"), tiny("log_to=[tensorbord]"), policy]
     said = r"log_to=tensorbord: [\s\S]*did you mean tensorboard"
     with pytest.raises(ConfigError, match=said) as caught:

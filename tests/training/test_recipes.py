@@ -44,7 +44,7 @@ OFF = settings(
     ema_decay=0 ema_every=1 evaluate_flip=false data.image_size=224
     data.size_schedule=[] data.val_size=224 data.val_resize=256 data.interpolation=bilinear
     data.val_interpolation=bilinear augment.crop_scale_min=0.08 augment.flip=0.5
-    augment.policy=none augment.timm_policy= augment.erase=0 augment.mixup=0 augment.cutmix=0
+    augment.policy=none augment.erase=0 augment.mixup=0 augment.cutmix=0
     augment.repeats=1 optim.name=sgd optim.momentum=0.9 optim.nesterov=false optim.eps=null
     optim.decay_norm_and_bias=true optim.clip_norm=null schedule.warmup_epochs=0
     """
@@ -60,7 +60,7 @@ _TORCHVISION_V2 = """
 # bce_threshold is of commands like the paper's, not of the paper: docs/recipes.md
 _RSB = """
     batch=2048 loss=bce bce_threshold=0.2 data.interpolation=bicubic data.val_interpolation=bicubic
-    data.val_resize=235 augment.policy=timm augment.timm_policy=rand-m7-mstd0.5-inc1
+    data.val_resize=235 augment.policy=rand-m7-mstd0.5-inc1
     augment.mixup=0.1 augment.cutmix=1 augment.repeats=3 optim.name=lamb optim.lr=5e-3
     optim.weight_decay=0.02 optim.decay_norm_and_bias=false schedule.warmup_epochs=5
 """
@@ -104,7 +104,7 @@ SOURCES = {
     "efficientnet_b0_timm_ra": (
         _TIMM,
         """epochs=450 batch=768 ema_decay=0.9999 data.val_interpolation=bicubic
-        augment.policy=timm augment.timm_policy=rand-m9-mstd0.5 augment.erase=0.2
+        augment.policy=rand-m9-mstd0.5 augment.erase=0.2
         optim.name=rmsproptf optim.lr=0.048 optim.eps=0.001 optim.weight_decay=1e-5
         optim.decay_norm_and_bias=false schedule.warmup_epochs=3""",
     ),
@@ -116,7 +116,7 @@ SOURCES = {
     "resnet50_timm_a2": (_PAPER, f"{_RSB} epochs=300 drop_path=0.05"),
     "resnet50_timm_a3": (
         _PAPER,
-        f"""{_RSB} epochs=100 data.image_size=160 augment.timm_policy=rand-m6-mstd0.5-inc1
+        f"""{_RSB} epochs=100 data.image_size=160 augment.policy=rand-m6-mstd0.5-inc1
         augment.repeats=1 optim.lr=8e-3""",
     ),
     **{
@@ -138,8 +138,6 @@ def settings_of(cfg):
     stated = {key: plain[key] for key in (*OFF, "epochs", "optim.lr", "optim.weight_decay")}
     stated |= {"data.val_size": size, "data.val_resize": cfg.data.val_resize or size * 8 // 7}
     stated["batch"] = cfg.optim.reference_batch_size or cfg.global_batch_size
-    if cfg.augment.policy != "timm":
-        stated["augment.timm_policy"] = ""
     return stated
 
 
