@@ -28,13 +28,7 @@ from cl_train.config.environment import parse_environment
 from cl_train.config.fields import suggest
 from cl_train.config.main_amp import settings_of_main_amp
 from cl_train.config.removed import removal_of
-from cl_train.config.schema import (
-    CHOSEN_BY_GROUP,
-    FIELDS,
-    GROUPS,
-    MULTIRUN_KEYS,
-    Config,
-)
+from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, MULTIRUN_KEYS, Config
 from cl_train.config.start_file import StartFile, code_named, on_one_line, refuse_code
 from cl_train.config.validation import checked_config, show, train_program
 from cl_train.errors import ConfigError
@@ -166,63 +160,74 @@ def _expanded(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
         hint = "" if "=" in word else f"; settings are written key=value, such as model={example}"
         what = f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"
         raise ConfigError(what) from None
-    key, value = override.key_or_group, override.value()
+    if problem := _problem_with(override, word, multirun):
+        raise ConfigError(f"{word}: {problem}")
     is_sweep = override.is_sweep_override()
-    values = _values_of_sweep(override, folders) if is_sweep and multirun else [str(value)]
-    for is_wrong, problem in (
-        (override.is_delete(), "a setting cannot be removed; give it another value"),
-        (is_sweep and not multirun, f"several values need multirun, {train_program()} -m ..."),
-        (not values, "the pattern or the range has no value"),
-        (key == "hydra.sweep.subdir", "the folder of a job is named after its settings"),
-        (key in HYDRA_KEYS and (is_sweep or not value), "needs a folder"),
-        (key in GROUPS and isinstance(value, dict), f"write {key}=NAME, or {key}.key=value"),
-        (key in CHOSEN_BY_GROUP, _chosen_by_group(word)),
-        (
-            key in (*FIELDS, *HYDRA_KEYS) and word.startswith("+"),
-            "the setting exists, so leave out the '+'",
-        ),
-        (word == "resume=", "the value is empty: give a checkpoint, a run folder or auto"),
-    ):
-        if is_wrong:
-            raise ConfigError(f"{word}: {problem}")
-    if problems := [problem for each in values for problem in _key_problems(key, each, folders)]:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    values = _values_of_sweep(override, folders) if is_sweep else [str(override.value())]
+    problems = [_key_problem(override.key_or_group, each, folders) for each in values]
+    if any(problems):
+        raise ConfigError(list(dict.fromkeys(filter(None, problems))))
     if not is_sweep:
         return [str(override.input_line)]
     return [f"{override.get_key_element()}={each}" for each in values]
 
 
+def _problem_with(override: Override, word: str, multirun: bool) -> str | None:
+    """What is wrong with a word, whatever its values are."""
+    key, value = override.key_or_group, override.value()
+    is_sweep = override.is_sweep_override()
+    if override.is_delete():
+        return "a setting cannot be removed; give it another value"
+    if is_sweep and not multirun:
+        return f"several values need multirun, {train_program()} -m ..."
+    if key == "hydra.sweep.subdir":
+        return "the folder of a job is named after its settings"
+    if key in HYDRA_KEYS and (is_sweep or not value):
+        return "needs a folder"
+    if key in GROUPS and isinstance(value, dict):
+        return f"write {key}=NAME, or {key}.key=value"
+    if key in CHOSEN_BY_GROUP:
+        return _chosen_by_group(word)
+    if key in (*FIELDS, *HYDRA_KEYS) and word.startswith("+"):
+        return "the setting exists, so leave out the '+'"
+    if word == "resume=":
+        return "the value is empty: give a checkpoint, a run folder or auto"
+    return None
+
+
 def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
-    value = override.value()
-    if isinstance(value, Glob):
-        return list(value.filter(group_choices(override.key_or_group, folders)))
+    value, word = override.value(), override.input_line
     try:
-        values = list(override.sweep_string_iterator())
+        if isinstance(value, Glob):
+            values = value.filter(group_choices(override.key_or_group, folders))
+        else:
+            values = list(override.sweep_string_iterator())
     except HydraException:
-        raise ConfigError(f"{override.input_line}: list the values, or use range()") from None
+        raise ConfigError(f"{word}: list the values, or use range()") from None
+    if not values:
+        raise ConfigError(f"{word}: the pattern or the range has no value")
     typed = {"True": "true", "False": "false", "None": "null"}
     return [typed.get(each, each) for each in values]
 
 
-def _key_problems(key: str, value: str, folders: Sequence[Path]) -> list[str]:
-    """Whether there is such a setting, or such a choice of a group."""
+def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:
+    """Whether there is no such setting, or no such choice of a group."""
     if removed := removal_of(key, value):
-        return [removed]
+        return removed
     if key in GROUPS:
         choices = group_choices(key, folders)
-        if value in choices:
-            return []
         of_timm = "; of timm optim=timm optim.name=NAME" if key == "optim" else ""
         there_are = f"(there are {', '.join(choices)}{of_timm})"
-        return [f"{key}={value}: no such choice{suggest(value, choices)} {there_are}"]
+        what = f"{key}={value}: no such choice{suggest(value, choices)} {there_are}"
+        return None if value in choices else what
     if key in FIELDS or key in HYDRA_KEYS:
-        return []
+        return None
     if re.match(r"(hydra[./])?launcher\b", key):
         advice = "a sweep on Slurm is one allocation: sbatch scripts/slurm/sweep.sbatch FOLDER ..."
-        return [f"{key}: {advice} (docs/clusters.md)"]
+        return f"{key}: {advice} (docs/clusters.md)"
     if re.match(r"hydra\b", key):
-        return [f"{key}: of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here"]
-    return [f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"]
+        return f"{key}: of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here"
+    return f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"
 
 
 def _chosen_by_group(word: str) -> str:
@@ -234,7 +239,7 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
     """Settings of a sweep, or of the choice of a group."""
     problems = []
     if run.cfg.optim.library == "torch":
-        names = [word for word in run.words if "optim.name=" in word]
+        names = [word for word in run.words if word.startswith("optim.name=")]
         problems = [f"{word}: {_chosen_by_group(word)}" for word in names]
     for key in () if line.multirun else MULTIRUN_KEYS:
         value = operator.attrgetter(key)(run.cfg)
@@ -243,11 +248,10 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
         if key == "environment" and parse_environment(value.split(",")).is_current():
             continue  # a job of a sweep
         word = f"{key}={'auto' if value is None else show(value)}"  # None: repeats
-        advice = "leave it out to train once"
+        once = "leave it out to train once"
         if key == "nproc":
-            advice = "for one run: torchrun --standalone --nproc-per-node=N train.py ..."
-        program = train_program()
-        problems.append(f"{word}: a setting of multirun, {program} -m {word} ...; {advice}")
+            once = "for one run: torchrun --standalone --nproc-per-node=N train.py ..."
+        problems.append(f"{word}: a setting of multirun, {train_program()} -m {word} ...; {once}")
     return problems
 
 
@@ -331,7 +335,7 @@ def _start_settings(
     for key, value in settings.items():
         if key in HYDRA_KEYS and not start.is_trusted:
             problems.append(f"{key}: a run does not say where the next one writes")
-        problems += _key_problems(key, str(value), folders)
+        problems += filter(None, [_key_problem(key, str(value), folders)])
     if problems:
         raise ConfigError([f"{start.path}: {problem}" for problem in problems])
     return settings
