@@ -130,6 +130,7 @@ WRONG = [
     ("settings are written key=value, such as model=mobilenet_v2", "mobilenet_v2"),
     ("at least 0.01", "augment.mixup=1e-300"),
     ("is empty", "resume="),
+    ("use some of .jpg", "data.extensions=[]", "data.extensions=[.jpg,.gif]"),
     ("hydra.run.dir and hydra.sweep.dir", "hydra=1", "hydra.job.chdir=true"),
     ("sweep.sbatch", "-m launcher.partition=gpu", "launcher=slurm"),
     ("named after its settings", "-m hydra.sweep.subdir=x"),

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cl_train.errors import ConfigError
 from cl_train.system import checkpoints, files
-from cl_train.system.checkpoints import CheckpointError, CheckpointStore
+from cl_train.system.checkpoints import CheckpointError
 from cl_train.system.files import AppendFile, write_text
 from cl_train.training import loop, records
 from cl_train.training.console import RunLog
@@ -64,29 +64,6 @@ def test_the_epoch_is_saved_before_its_evaluation(train, monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(folder=tmp_path)
     assert Run(tmp_path, 1).saved_step() == 3
-
-
-@pytest.mark.slow
-def test_a_second_run_in_a_used_folder_is_refused(train, tmp_path):
-    folder = tmp_path / "run"
-    first = train(folder=folder)
-    assert first.saved_step("best.pt") == best_step(first)
-    newest = CheckpointStore(folder / "checkpoints").newest()
-    assert newest[1]["progress"]["step"] == 6, "best.pt is no second file"
-
-    def contents():
-        files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-        return {path: path.read_bytes() for path in files}
-
-    before = contents()
-    with pytest.raises(ConfigError, match=r"resume=auto.*hydra\.run\.dir.*overwrite=true"):
-        train("epochs=1", folder=folder)
-    assert contents() == before
-    assert train("resume=auto", folder=folder).summary["val"] == first.summary["val"]
-    replaced = train("epochs=1", "overwrite=true", folder=folder)
-    assert replaced.steps == [1, 2, 3]
-    names = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert names == {"step-00000003.pt", "best.pt"}
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def test_classes_labels_and_nested_images(tmp_path):
     root = write_folder(tmp_path, train=6, val=4, classes=3)
     (root / "train/class_1/deep/er").mkdir(parents=True)
     (root / "train/class_1/deep/er/x.PNG").write_bytes(b"1")
+    (root / "train/class_1/folder.jpg").mkdir()
     (root / "train/class_1/notes.txt").write_text("not an image")
     (root / "test").mkdir()  # val is preferred
     source = list_folder(root)

@@ -21,10 +21,8 @@ from tests.data.image_folders import (
     DeviceFormat,
     all_pixels,
     data_of,
-    encoded,
     folder_data,
     jpeg,
-    noise,
     same,
     train_batches,
     val_count,
@@ -200,24 +198,6 @@ def test_each_bottleneck_has_its_setting(times, workers, expected, setting):
     assert (
         bottleneck_advice(times, workers=workers, cores=8, seconds=10, data_wait_pct=10.0) is None
     )
-
-
-def test_odd_sizes_a_folder_with_an_images_name_and_other_extensions_are_read(tmp_path):
-    root = write_folder(tmp_path, train=2, val=2)
-    for split in ("train", "val"):
-        for height, width in ((1, 1), (1, 500), (500, 1), (33, 500), (2, 3), (1100, 1000)):
-            (root / split / "class_0" / f"{height}x{width}.jpg").write_bytes(
-                encoded(noise(height, width))
-            )
-    (root / "train/class_1/folder.jpg").mkdir()
-    (root / "train/class_1/folder.jpg/inner.jpg").write_bytes(jpeg())
-    data = folder_data(root, batch_size=9)
-    assert train_batches(data)[0][0].shape == (9, 3, 32, 32) and val_count(data) == 8
-    (root / "val/class_0/picture.TIF").write_bytes(encoded(noise(9, 9), "TIFF"))
-    assert val_count(folder_data(root, extensions=[".JPG", ".tif"])) == 9
-    for wrong in ([".jpg", ".gif"], [".jpg", "jpg"], []):  # before the sample is generated
-        with pytest.raises(ConfigError, match=r"data\.extensions=.*: use some of \.jpg"):
-            checked_config({"data": {"name": "sample", "extensions": wrong}})
 
 
 def test_an_error_names_the_file_and_what_to_do(tmp_path):

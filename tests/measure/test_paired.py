@@ -5,12 +5,10 @@ refusals.
 import copy
 import itertools
 import json
-import math
 from dataclasses import fields, replace
 from functools import partial
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from torch import nn
 from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, timed_step
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
-from cl_train.measure.statistics import alternate, verdict_of
+from cl_train.measure.statistics import alternate
 from cl_train.measure.taken_time import Block, rounds_that_count, timed_block
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
@@ -57,16 +55,6 @@ def test_blocks_alternate_until_the_interval_is_narrow_or_time_is_over():
     done = alternate([lambda: next(slower)] * 3)
     assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0] * 3)
     assert done.round_ratios(2) == pytest.approx([1.0] * done.rounds)
-
-
-@pytest.mark.slow
-def test_equal_blocks_are_rarely_called_different():
-    """Heavy-tailed noise; to stop as soon as the interval is narrow costs 1 % of false verdicts."""
-    for noise in (0.01, 0.015):
-        rng = np.random.default_rng(0)
-        blocks = [lambda: 0.01 * math.exp(noise * rng.standard_t(4))] * 2  # noqa: B023
-        ratios = [alternate(blocks, time_limit_s=math.inf).speed_ratios()[1] for _ in range(300)]
-        assert sum(verdict_of(ratio) in ("faster", "slower") for ratio in ratios) <= 24
 
 
 def test_both_sides_have_the_same_weights_and_images_in_their_layout():

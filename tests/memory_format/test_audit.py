@@ -213,28 +213,6 @@ def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(operator
         model(x).square().sum().backward()
 
 
-def test_models_take_batches_of_any_form():
-    def scaled(image, scale):
-        return {"out": body(image) * scale}
-
-    def detect(images, targets=()):
-        features = body(torch.stack(images).to(memory_format=torch.channels_last))
-        return {"loss": features.mean() * (1 + len(targets))}
-
-    body = converted(nn.Sequential(nn.Conv2d(3, 8, 3), Call(LOSSES["contiguous"])))
-    bf16 = Precision("bf16", autocast_dtype=torch.bfloat16)
-    image, scale, found = images(), torch.ones(()), [torch.randn(3, 16, 16), torch.randn(3, 16, 16)]
-    of_detection = (found, (found,), (found, [{"boxes": torch.ones(1, 4)}]), {"images": found})
-    of_one = ({"image": image, "scale": scale}, (image, scale))
-    for forward, batches in ((scaled, of_one), (detect, of_detection)):
-        for batch in batches:
-            (lost,) = audit(Call(forward, body), batch).of("lost", "forward")
-            assert (lost.module, lost.dtype) == ("body.1", "float32")
-            report = audit(Call(forward, body), batch, precision=bf16, backward=False)
-            assert report.of("lost")[0].dtype == "bfloat16"
-            assert {call.direction for call in report.calls} == {"forward"}
-
-
 def test_video_is_watched_in_five_dimensions():
     layers = nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), Call(LOSSES["contiguous"])
     model = converted(nn.Sequential(*layers, nn.Conv3d(8, 8, 3)))
@@ -254,6 +232,10 @@ def test_a_frozen_model_and_one_that_returns_classes_are_audited_forward():
     assert audit(classes, images(), backward=False).calls
     with pytest.raises(ConfigError, match="output=KEY"):
         audit(classes, images())
+    model, bf16 = model_with("contiguous"), Precision("bf16", autocast_dtype=torch.bfloat16)
+    report = audit(model, images(2, 3, 16, 16), precision=bf16, backward=False)
+    assert {call.direction for call in report.calls} == {"forward"}
+    assert [call.dtype for call in report.of("lost")] == ["bfloat16"]
     one = torch.ones(1, requires_grad=True)
     assert audit(Call(lambda x: "cat"), images(), loss=lambda output: one.sum()).totals
     with pytest.raises(ConfigError, match="scalar"):

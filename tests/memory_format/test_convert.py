@@ -140,18 +140,14 @@ def test_conversion_keeps_parameters_hooks_requires_grad_and_gradients():
     assert calls == [1, 2, 1, 2]
 
 
-def test_conversion_keeps_ties_and_aliases_and_leaves_memory_shared_in_two_shapes():
-    model = nn.ModuleDict({name: nn.Conv2d(3, 8, 3) for name in "abcd"})
+def test_conversion_keeps_ties_and_aliases():
+    model = nn.ModuleDict({name: nn.Conv2d(3, 8, 3) for name in "abc"})
     model["b"].weight = model["a"].weight  # tied: one Parameter
     model["c"].weight = nn.Parameter(model["a"].weight.data)  # aliased: two Parameters, one memory
-    model["linear"] = nn.Linear(27, 6)
-    model["linear"].weight = nn.Parameter(model["d"].weight.data[2:].view(6, 27))  # overlaps
-    report = convert(model)
+    convert(model)
     assert model["b"].weight is model["a"].weight
     assert model["c"].weight.data_ptr() == model["a"].weight.data_ptr()
     assert model["a"].weight.stride() == model["c"].weight.stride() == (27, 1, 9, 3)
-    assert [*report.left] == ["d.weight"] and model["d"].weight.is_contiguous()
-    assert "shares its memory" in str(report)
 
 
 def test_overlapping_parts_of_a_larger_memory_stay_tied():
