@@ -12,7 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
-from cl_train.config.command_line import Composed, quoted
+from cl_train.config.command_line import HYDRA_KEYS, Composed, quoted
 from cl_train.config.environment import parse_environment
 from cl_train.config.schema import (
     FIELDS,
@@ -181,8 +181,8 @@ def plan_sweep(runs: Sequence[Composed]) -> Sweep:
         raise ConfigError(problems)
 
     cfg = runs[0].cfg
-    typed = {_key(word) for word in fixed if _is_own(word)}
-    words = [word for word in fixed if not _is_own(word) and not word.startswith("hydra.")]
+    typed = {*MULTIRUN_KEYS} & {*map(_key, fixed)}
+    words = [word for word in fixed if _key(word) not in (*MULTIRUN_KEYS, *HYDRA_KEYS)]
     if cfg.resume_sweep is not None:
         if words or varied or typed & {"compare_by", "nproc"}:
             raise ConfigError(
@@ -210,7 +210,7 @@ def _problems(
     fixed: Sequence[str], varied: Collection[str], runs: Sequence[Composed]
 ) -> Iterator[str]:
     """What is wrong with the words of a sweep, apart from their values."""
-    for key in sorted(key for key in varied if _is_own(key) and key not in _OF_JOBS):
+    for key in sorted({*varied} & {*MULTIRUN_KEYS} - {*_OF_JOBS}):
         yield f"{key} belongs to the whole sweep and takes one value"
     [(words, times)] = Counter(run.words for run in runs).most_common(1)
     if times > 1:
@@ -228,12 +228,12 @@ def _why_no_verdict(varied: set[str], runs: Sequence[Composed]) -> str | None:
     if by not in varied and varied <= FIELDS.keys():
         advice = " or ".join(f"compare_by={key}" for key in sorted(varied))
         return f"all jobs have the same {by}, so nothing is compared; use {advice}"
-    for cfg in (run.cfg for run in runs):
-        if _has_few_windows(cfg):
-            windows = f"{MIN_WINDOWS} windows of log_every={cfg.log_every} steps"
-            needed = f"it needs {windows} after warmup_steps={cfg.warmup_steps}"
-            return f"no verdict: {needed}; use more steps or a smaller log_every"
-    return None
+    short = [run.cfg for run in runs if _has_few_windows(run.cfg)]
+    if not short:
+        return None
+    windows = f"{MIN_WINDOWS} windows of log_every={short[0].log_every} steps"
+    needed = f"it needs {windows} after warmup_steps={short[0].warmup_steps}"
+    return f"no verdict: {needed}; use more steps or a smaller log_every"
 
 
 def _has_few_windows(cfg: Config) -> bool:
@@ -261,11 +261,6 @@ def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
     elif "repeats" in keys:
         raise ConfigError(f"repeats={count}: {sweep.folder} has {before} already")
     return replace(sweep, options=options, looks=looks).with_repeats(count)
-
-
-def _is_own(word: str) -> bool:
-    """Whether a setting, as `key=value` or the key, belongs to the sweep, not to its jobs."""
-    return _key(word) in MULTIRUN_KEYS
 
 
 def _key(word: str) -> str:

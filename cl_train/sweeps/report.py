@@ -2,7 +2,7 @@
 
 import shlex
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -73,34 +73,30 @@ def _common(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all of these have in common."""
     first = facts[0] if facts else {}
     return {
-        key: value
-        for key, value in first.items()
-        if all(one.get(key, "") == value for one in facts)
+        key: first[key] for key in first if all(one.get(key, "") == first[key] for one in facts)
     }
 
 
 def _row(pair: Pair, to_decide: str | None) -> dict[str, Any]:
-    def medians(name: str, digits: int) -> dict[str, float | None]:
-        by_side: dict[str, float | None] = {}
+    def medians(name: str, digits: int) -> Iterator[tuple[str, float | None]]:
         for side, runs in zip(("baseline", "candidate"), pair.sides.values(), strict=True):
             values = [run.results[name] for run in runs if name in run.results]
-            by_side[f"{side}_{name}"] = round(statistics.median(values), digits) if values else None
-        return by_side
+            yield f"{side}_{name}", round(statistics.median(values), digits) if values else None
 
     interval = pair.interval.to_dict() if pair.interval else {"ratio": None, "ci95": None}
     return {
         **pair.facts,
         "speed": "compute" if pair.held_equal.get("data") == "synthetic" else "end_to_end",
-        **medians("images_per_s", 2),
+        **dict(medians("images_per_s", 2)),
         **interval,
         "n": len(pair.runs) // 2,
         "verdict": pair.verdict,
         "repeats_to_decide": pair.repeats_to_decide,
         "to_decide": to_decide,
         "loss_gap": None if pair.loss_gap is None else round(pair.loss_gap, 5),
-        **medians("top1", 2),
+        **dict(medians("top1", 2)),
         "bottleneck": pair.bottleneck,
-        **medians("peak_memory_gib", 3),
+        **dict(medians("peak_memory_gib", 3)),
         "notes": pair.notes,
     }
 
@@ -177,29 +173,25 @@ def read_report(folder: Path, by: str | None = None) -> Report:
 
 def _to_decide(pair: Pair, report: Report) -> str | None:
     """The command that probably decides the pair, and its time; None if it is decided."""
-    sweep = report.sweep
-    # Twice those of a side, if it is unknown how many decide it.
-    needed = pair.repeats_to_decide or len(pair.runs)
-    until_decided = ["repeats=auto"]
-    if sweep:
-        until_decided += [f"max_repeats={max(needed, sweep.options.max_repeats)}"]
+    sweep, count = report.sweep, pair.repeats_to_decide
+    words = [f"repeats={count or 'auto'}"]
+    # repeats=N adds them to the decided pairs too.
+    all_undecided = all(other.verdict == "inconclusive" for other in report.pairs)
+    if sweep and (sweep.options.repeats is None or not all_undecided):
+        needed = count or len(pair.runs)  # twice those of a side
+        words = ["repeats=auto", f"max_repeats={max(needed, sweep.options.max_repeats)}"]
     if sweep and pair.is_disturbed:
-        again = f"{_duration(pair.runs, 4)} for 2 more repeats"
+        again = f"{_duration(pair.runs, 4)} for 2 more repeats: {sweep.resume_command(*words)}"
         here = f"; on this one: {_benchmark(pair)}" if report.by == "channels_last" else ""
-        return f"on a quieter machine, {again}: {sweep.resume_command(*until_decided)}{here}"
+        return f"on a quieter machine, {again}{here}"
+
     values = [str(runs[0].settings.get(report.by)) for runs in pair.sides.values()]
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
-    count = pair.repeats_to_decide
     what = "not even 100 repeats would decide it at this spread; a quieter machine may"
     if count:
         more = 2 * count - (len(pair.runs) if sweep else 0)
         what = f"{_duration(pair.runs, more)} for about {count} repeats"
-    words = [f"repeats={count}"] if count else ["repeats=auto"]
-    # repeats=N adds them to the decided pairs too.
-    all_undecided = all(other.verdict == "inconclusive" for other in report.pairs)
-    if sweep and (sweep.options.repeats is None or not all_undecided):
-        words = until_decided
     if sweep:
         return f"{what}: {sweep.resume_command(*words)}"
     if report.by != "channels_last":
@@ -237,9 +229,9 @@ def write_report(report: Report, folder: Path) -> None:
     write_json(folder / "comparison.json", document, indent=2)
     cells = []  # a number, or a text, in each
     for row in report.rows:
-        ends = dict(zip(("ci95_low", "ci95_high"), row["ci95"] or (None, None), strict=True))
-        cells.append(row | {"notes": " | ".join(row["notes"])} | ends)
-        del cells[-1]["ci95"]
+        low, high = row["ci95"] or (None, None)
+        cell = row | {"notes": " | ".join(row["notes"]), "ci95_low": low, "ci95_high": high}
+        cells.append({key: value for key, value in cell.items() if key != "ci95"})
     write_csv(folder / "comparison.csv", cells, [] if cells else ["verdict"])
 
     bars = []

@@ -1,9 +1,8 @@
 """Which runs may be compared with which, and the verdict on each pair."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -92,12 +91,12 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1)
     pairs = []
     alone: dict[str, list[list[Run]]] = {}  # repeats of one value, by model
     for group in groups.values():
-        first, *others = sorted(group.values(), key=partial(_baseline_first, by))
+        first, *others = _baseline_first(group.values(), by)
         pairs += [compare_pair(first, other, by, looks) for other in others]
         if not others:
             alone.setdefault(str(first[0].fact("model")), []).append(first)
     for repeats in alone.values():
-        first, *others = sorted(repeats, key=partial(_baseline_first, by))
+        first, *others = _baseline_first(repeats, by)
         for one in others:
             value = _value(one[0], by)
             partners = [side for side in (first, others[-1]) if _value(side[0], by) != value]
@@ -106,10 +105,10 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1)
 
 
 def compare_pair(
-    one: Sequence[Run], other: Sequence[Run], by: str = "channels_last", looks: int = 1
+    one: list[Run], other: list[Run], by: str = "channels_last", looks: int = 1
 ) -> Pair:
     """The verdict on repeats of one setting against repeats of another, in either order."""
-    repeats = _repeats(*sorted((one, other), key=partial(_baseline_first, by)))
+    repeats = _repeats(*_baseline_first((one, other), by))
     # What others did does not depend on the side.
     quiet = [pair for pair in repeats if not any(run.is_disturbed for run in pair)]
     left_out = len(repeats) - len(quiet) if len(quiet) >= 2 else 0
@@ -127,12 +126,11 @@ def compare_pair(
     waits_pct = [statistics.median(run.data_wait_pct for run in runs) for runs in sides.values()]
     is_loader_bound = max(waits_pct) >= LOADER_BOUND_PCT
     is_explained = _waiting_explains(verdict, *waits_pct)
+    verdict = "not_comparable" if is_explained else verdict
     if is_loader_bound or is_explained:
         waits = _of_both([f"{pct:.0f} %" for pct in waits_pct], sides)
         advice = "use more data.workers, a local disk, or data=synthetic"
         notes.append(f"loader-bound: the step waited for its batch {waits}; {advice}")
-    if is_explained:
-        verdict = "not_comparable"
 
     notes += _remarks(sides, by)
     if left_out:
@@ -169,11 +167,15 @@ def _value(run: Run, by: str) -> str:
     return str(run.settings.get(by))
 
 
-def _baseline_first(by: str, repeats: Sequence[Run]) -> tuple[bool, float, str]:
-    """Sort key: `false` and `fp32` first, then numbers by size: the usual value is the baseline."""
-    value = _value(repeats[0], by)
-    is_number = value.replace(".", "", 1).isdecimal()
-    return value.lower() not in ("false", "fp32"), float(value) if is_number else 0.0, value
+def _baseline_first(sides: Iterable[list[Run]], by: str) -> list[list[Run]]:
+    """`false` and `fp32` first, then numbers by size: the usual value is the baseline."""
+
+    def place(repeats: Sequence[Run]) -> tuple[bool, float, str]:
+        value = _value(repeats[0], by)
+        is_number = value.replace(".", "", 1).isdecimal()
+        return value.lower() not in ("false", "fp32"), float(value) if is_number else 0.0, value
+
+    return sorted(sides, key=place)
 
 
 def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
