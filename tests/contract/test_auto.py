@@ -1,5 +1,7 @@
 """`channels_last=auto` trains in the layout that it finds faster, timed with the run's own step."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,7 @@ def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkey
         return auto.Choice(candidate, "planted", 0.0)
 
     monkeypatch.setattr(layout_choice, "choose_layout", chosen)
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=lambda model, **_: model))
     run = train(WORDS[0], "max_steps=1")
     words = [*WORDS[:2], "evaluate_only=true", f"weights={run.folder}", "data.val_size=48"]
     summary = train(*words, "compile=true", "conversion=conv").summary

@@ -179,10 +179,10 @@ def test_random_models_agree_and_planted_errors_in_them_are_found(draw):
 conv3d = F.conv3d
 
 
-def wrong_conv3d(*arguments):
+def wrong_conv3d(images, *arguments):
     """As torch has had it for bf16 in channels_last: other values."""
-    output = conv3d(*arguments)
-    is_converted = output.is_contiguous(memory_format=torch.channels_last_3d)
+    output = conv3d(images, *arguments)
+    is_converted = images.is_contiguous(memory_format=torch.channels_last_3d)
     if output.dtype == torch.bfloat16 and is_converted:
         output = output * torch.linspace(0.5, 1.5, output.shape[-1], dtype=output.dtype)
     return output

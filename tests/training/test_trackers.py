@@ -2,9 +2,11 @@
 
 import json
 import os
+import sys
 import threading
 import time
 from functools import partial
+from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -93,6 +95,7 @@ def test_trackers_are_checked_before_the_first_step(train, tmp_path, monkeypatch
     received.clear()
     for name, tracker in (("wandb", cannot_begin), ("mlflow", begins_late)):
         monkeypatch.setitem(trackers._TRACKERS, name, tracker)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # as if it were installed
     folder = tmp_path / "run"
     with pytest.raises(ConfigError, match="log_to=wandb cannot begin the run: PermissionError"):
         train("log_to=[wandb]", "epochs=1", folder=folder)
