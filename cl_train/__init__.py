@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cl_train.memory_format.convert import convert as convert
     from cl_train.memory_format.guard import layout_guard as layout_guard
     from cl_train.memory_format.layout import classify as classify
-    from cl_train.models.convert_file import load_model as load_model
+    from cl_train.models.load import load_model as load_model
 
 __version__ = "0.2.0"
 
@@ -38,7 +38,7 @@ _MODULES = {
     "convert": "cl_train.memory_format.convert",
     "image_loader": "cl_train.data.for_other_loops",
     "layout_guard": "cl_train.memory_format.guard",
-    "load_model": "cl_train.models.convert_file",
+    "load_model": "cl_train.models.load",
     "train": "cl_train.commands.train",
 }
 __all__ = [*_MODULES, "ConfigError", "LayoutLost", "TrainingFault", "errors", "__version__"]

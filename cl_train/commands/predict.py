@@ -84,7 +84,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.data.device import DeviceFormat
     from cl_train.data.loader_report import first_reasons
     from cl_train.errors import BadImageError
-    from cl_train.models.convert_file import load_saved
+    from cl_train.models.load import load_saved
     from cl_train.step.precision import kernel_selection, resolve_precision
     from cl_train.system.distributed import Dist, choose_device
     from cl_train.system.machine import keep_freed_memory

@@ -11,7 +11,8 @@ from torchvision.transforms import v2
 
 from cl_train.commands import predict
 from cl_train.errors import ConfigError
-from cl_train.models.convert_file import convert_file, load_model
+from cl_train.models.convert_file import convert_file
+from cl_train.models.load import load_model
 
 SMALL = "tests.networks:small"
 

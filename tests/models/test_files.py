@@ -15,8 +15,9 @@ from torch import nn
 from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
-from cl_train.models.convert_file import PROGRAMS, convert_file, load_model
+from cl_train.models.convert_file import PROGRAMS, convert_file
 from cl_train.models.files import read_weights
+from cl_train.models.load import load_model
 from cl_train.models.sources import build_model
 from cl_train.system import checkpoints
 from tests import networks
