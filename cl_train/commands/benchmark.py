@@ -6,8 +6,6 @@ memory.
     cl-train benchmark model=resnet18,resnet50 precision=fp32,bf16 time_limit_s=300
     cl-train benchmark compile=false,true out=results/train-fp16.json
     cl-train benchmark model=r3d_18 frames=16 batch_size=4
-    cl-train benchmark against=/opt/venv-2.14/bin/python time=true     slower since the upgrade?
-    cl-train benchmark against=OMP_NUM_THREADS=4                       faster with this variable?
 
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at
 most target_ci wide or time_limit_s is over. With time_limit_s for several models each ends with its
@@ -17,12 +15,10 @@ scaling included. `out` is written after each combination: stopped before the en
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 """
 
-from pathlib import Path
 from typing import Any
 
 from cl_train.commands import Result, print_result
 from cl_train.config.schema import BenchmarkSettings
-from cl_train.errors import ConfigError
 
 SETTINGS = {"settings": BenchmarkSettings}
 
@@ -34,9 +30,6 @@ def main(words: list[str]) -> int:
 
 def measure(settings: BenchmarkSettings) -> Result:
     """The result, and one line: the verdict on each layout of each combination."""
-    if settings.against:
-        return measure_against(settings)
-
     from cl_train.measure.suite import run_suite
 
     document = run_suite(settings)
@@ -51,35 +44,6 @@ def measure(settings: BenchmarkSettings) -> Result:
         decided = sum(bool(outcome) and outcome.isdisjoint(undecided) for outcome in outcomes)
         verdicts.append(f"{decided} of {len(results)} are decided")
     return document, "; ".join(verdicts)
-
-
-def measure_against(settings: BenchmarkSettings) -> Result:
-    """The result, and one line: the verdict on this environment against the other, per layout."""
-    from cl_train.measure import environments
-    from cl_train.models.sources import check_model
-    from cl_train.system.distributed import choose_device
-    from cl_train.system.files import write_json
-    from cl_train.system.machine import document_of
-
-    several = ("mode", "precision", "batch_size", "compile")
-    if many := [name for name in several if len(getattr(settings, name)) != 1]:
-        raise ConfigError([f"against= compares one {name}, not several" for name in many])
-    if "channels_last_conv" in settings.layouts:
-        raise ConfigError("against= converts all of a model: layouts=contiguous,channels_last")
-    for model in settings.model:
-        check_model(model)
-    pairs: list[dict[str, Any]] = []
-    device = choose_device(settings.device)
-    document = document_of(settings, device, complete=False, results=[{"pairs": pairs}])
-    for model in settings.model:
-        for layout in settings.layouts:
-            pair = environments.compare_environments(settings, model, layout)
-            pairs.append(pair)
-            print(environments.describe(pair), flush=True)
-            if settings.out:
-                write_json(Path(settings.out), document)
-    verdicts = [f"{pair['model']} {pair['layout']}: {_verdict(pair)}" for pair in pairs]
-    return document | {"complete": True}, "; ".join(verdicts)
 
 
 def _verdict(pair: dict[str, Any]) -> str:

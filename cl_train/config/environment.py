@@ -26,8 +26,8 @@ class Environment:
         return self.python == sys.executable and has_variables
 
 
-def parse_environment(words: Sequence[str], key: str = "environment") -> Environment:
-    """The environment of `key=WORD,...`: a Python, variables (`A=1`), both, or `here`.
+def parse_environment(words: Sequence[str]) -> Environment:
+    """The environment of `environment=WORD,...`: a Python, variables (`A=1`), both, or `here`.
 
     Raises ConfigError: neither.
     """
@@ -36,7 +36,7 @@ def parse_environment(words: Sequence[str], key: str = "environment") -> Environ
     python = shutil.which(pythons[0]) if pythons else sys.executable
     if len(pythons) > 1 or python is None or Path(python).is_dir():
         raise ConfigError(
-            f"{key}={','.join(words)}: name one Python that can be run "
+            f"environment={','.join(words)}: name one Python that can be run "
             "(/opt/venv/bin/python), or variables (OMP_NUM_THREADS=4), or both"
         )
     return Environment(",".join(words), os.path.abspath(python), variables)

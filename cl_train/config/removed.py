@@ -36,6 +36,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "rerun": ("missing", _REPEATS),
     "max_reruns": (2, _REPEATS),
     "wait_for_quiet_s": (None, _REPEATS),
+    "against=*[/=]*": (None, "use train -m environment=PYTHON,here compare_by=environment"),
 }
 
 

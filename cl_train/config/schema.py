@@ -267,10 +267,6 @@ class BenchmarkSettings(ModelInput, JsonResult):
         Range(0),
     )
     parity: bool = setting(True, "first check that the layouts compute the same")
-    against: list[str] = setting(
-        [], "a Python, or variables A=1,B=2: compare each layout here with that environment"
-    )
-    time: bool = setting(False, "with against=: name the operators whose time differs most")
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from cl_train.commands import prepare_imagenet
+from cl_train.commands import benchmark, prepare_imagenet
 from cl_train.config.command_line import check_command_line
 from cl_train.errors import ConfigError
 
@@ -29,6 +29,7 @@ augment.policy=three_augment
 rerun=noisy
 max_reruns=0
 wait_for_quiet_s=0
+against=/opt/venv-2.14/bin/python
 experiment=resnet18_ffcv_16ep
 """
 # What a config.yaml of an older run says without a meaning.
@@ -65,6 +66,8 @@ def test_what_was_removed_is_answered_by_its_name(word):
 def test_a_task_that_was_removed_is_answered_too():
     with pytest.raises(ConfigError, match=r"^parquet was removed in 0.3: a Dataset"):
         prepare_imagenet.main(["parquet", "data.root=/datasets/pets"])
+    with pytest.raises(ConfigError, match=r"^against=A=1 was removed in 0.3: use train -m env"):
+        benchmark.main(["against=A=1"])
 
 
 def test_a_run_of_an_older_version_can_be_started_again_if_it_did_not_use_what_went(tmp_path):
