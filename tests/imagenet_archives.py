@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cl_train.imagenet import archives
+from cl_train.data.prepare import archives
 
 SYNSETS = Path(archives.__file__).with_name("synsets.txt").read_text().split()
 WNIDS = ("n01440764", "n01443537", "n02102040")

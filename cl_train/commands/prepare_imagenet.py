@@ -99,7 +99,7 @@ def main(words: list[str]) -> int:
 
 def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
     """What a task reports, and whether it found nothing wrong."""
-    from cl_train.imagenet import archives, folders, shards
+    from cl_train.data.prepare import archives, folders, shards
 
     if task == "resize":
         return [folders.resize_folder(**options)], True

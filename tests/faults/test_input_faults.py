@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cl_train.data.decode import BadImage, EncodedImage
+from cl_train.data.prepare.archives import unpack
+from cl_train.data.prepare.folders import resize_folder
 from cl_train.errors import ConfigError
-from cl_train.imagenet.archives import unpack
-from cl_train.imagenet.folders import resize_folder
 from tests.conftest import contents, write_images
 from tests.data.image_folders import encoded, noise
 from tests.data.tar_shards import DAMAGE, damage_one, silent_losses

@@ -6,9 +6,9 @@ import torch
 
 from cl_train.commands.prepare_imagenet import main
 from cl_train.data.images import list_folder
+from cl_train.data.prepare.shards import write_shards
 from cl_train.data.tar_shards import ShardSplit, list_shards
 from cl_train.errors import ConfigError
-from cl_train.imagenet.shards import write_shards
 from cl_train.system.processes import map_in_processes
 from tests.data.image_folders import (
     all_pixels,
@@ -70,7 +70,7 @@ def test_an_interrupted_writer_continues(folder, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cl_train.imagenet.shards.map_in_processes", two_shards)
+        patch.setattr("cl_train.data.prepare.shards.map_in_processes", two_shards)
         write_shards(folder, out, images_per_shard=7, workers=1)
     assert len(list(out.glob("*.tar"))) == 2 and not (out / "shards.json").exists()
     (out / "folder-train-000001.tar").write_bytes(b"damaged")

@@ -12,10 +12,10 @@ from PIL import Image
 
 from cl_train.commands.prepare_imagenet import main
 from cl_train.data.images import list_folder
+from cl_train.data.prepare import archives as imagenet
+from cl_train.data.prepare.archives import unpack, validation_labels
+from cl_train.data.prepare.folders import verify
 from cl_train.errors import ConfigError
-from cl_train.imagenet import archives as imagenet
-from cl_train.imagenet.archives import unpack, validation_labels
-from cl_train.imagenet.folders import verify
 from tests.conftest import contents
 from tests.imagenet_archives import (
     SYNSETS,

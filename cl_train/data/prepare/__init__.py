@@ -1,4 +1,4 @@
 """Data sets on disk: ImageNet's official archives unpacked, folders checked, resized, sharded.
 
-Read `archives.py` first. May import data, system and config.
+Read `archives.py` first. May import the files of data.
 """

@@ -13,9 +13,9 @@ import numpy as np
 
 from cl_train.data.decode import PNG_MAGIC, BadImage
 from cl_train.data.images import VAL_NAMES, Indices, Split, list_folder
+from cl_train.data.prepare.folders import resumable_folder
 from cl_train.data.tar_shards import MANIFEST, index_shard
 from cl_train.errors import ConfigError
-from cl_train.imagenet.folders import resumable_folder
 from cl_train.system.files import replacing, write_json
 from cl_train.system.processes import map_in_processes
 

@@ -17,9 +17,9 @@ from typing import IO, cast
 
 from tqdm import tqdm
 
+from cl_train.data.prepare.folders import resumable_folder, write_image
 from cl_train.data.tar_shards import open_tar, read_member, regular_files
 from cl_train.errors import ConfigError
-from cl_train.imagenet.folders import resumable_folder, write_image
 
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 _VAL_NAME = r"ILSVRC2012_val_\d{8}\.JPEG"
@@ -152,7 +152,7 @@ def validation_labels(source: Path) -> list[str]:
         raise ConfigError(f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH} ({why})") from error
 
     # in the order of ILSVRC2012_ID, which is not alphabetical
-    wnids = (files("cl_train.imagenet") / "synsets.txt").read_text(encoding="ascii").split()
+    wnids = (files("cl_train.data.prepare") / "synsets.txt").read_text(encoding="ascii").split()
     by_id = {str(number): wnid for number, wnid in enumerate(wnids, start=1)}
     labels = [by_id.get(line, line) for line in lines]
     for label in labels or ["nothing"]:
