@@ -11,8 +11,8 @@ from cl_train.config.command_line import quoted
 from cl_train.config.environment import parse_environment
 from cl_train.config.schema import HERE
 from cl_train.errors import ConfigError
+from cl_train.sweeps.places import Place
 from cl_train.sweeps.plan import Job
-from cl_train.sweeps.slots import Slot
 from cl_train.system.files import lock_file, read_json
 from cl_train.system.processes import SAVE_SIGNAL, end_with_parent
 from cl_train.system.run_folder import SUMMARY, Run, read_run
@@ -27,7 +27,7 @@ _ERROR = re.compile(
 
 
 def start_job(
-    job: Job, folder: Path, slot: Slot, is_stopped: Callable[[], bool] = lambda: False
+    job: Job, folder: Path, place: Place, is_stopped: Callable[[], bool] = lambda: False
 ) -> "subprocess.Popen[bytes]":
     """Start the process of a job; it ends when this process is killed. Waits for an earlier one
     that is still ending, until `is_stopped`.
@@ -50,7 +50,7 @@ def start_job(
     environment = parse_environment(job.environment.split(","))
     variables = {**os.environ, **environment.variables}
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), variables.get("PYTHONPATH")]))
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus[: job.nproc])} if slot.gpus else {}
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[: job.nproc])} if place.gpus else {}
     launch = [environment.python]
     if job.nproc > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
@@ -64,8 +64,8 @@ def start_job(
             process_group=0,  # Ctrl-C in a terminal must reach it once, from the sweep
             preexec_fn=_begin_job,
         )
-    if slot.cores:
-        os.sched_setaffinity(process.pid, slot.cores)
+    if place.cores:
+        os.sched_setaffinity(process.pid, place.cores)
     return process
 
 

@@ -1,6 +1,6 @@
 """`python train.py -m ...`: run every job of a sweep in its own process, then compare.
 
-A thread per slot takes one group of compared jobs after the other. With repeats=auto undecided
+A thread per place takes one group of compared jobs after the other. With repeats=auto undecided
 pairs get more repeats; runs that other processes disturbed do not count.
 """
 
@@ -23,9 +23,9 @@ from statistics import fmean
 from cl_train.config.command_line import Composed
 from cl_train.errors import ConfigError
 from cl_train.sweeps.job import JOB_NAME, LOG_NAME, outcome_of, start_job
+from cl_train.sweeps.places import Place, plan_places, visible_gpus
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import WriteCurves, compare_folders, read_report
-from cl_train.sweeps.slots import Slot, plan_slots, visible_gpus
 from cl_train.system.files import lock_file, new_folder, write_json
 from cl_train.system.processes import StopRequest, read_launch
 
@@ -37,7 +37,7 @@ def run_sweep(runs: Sequence[Composed], write_curves: WriteCurves | None = None)
     """Run the jobs of a sweep, then write the comparison.
 
     Returns the exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison
-    is written too). Raises ConfigError: as `plan_sweep` and `plan_slots`, under torchrun or srun,
+    is written too). Raises ConfigError: as `plan_sweep` and `plan_places`, under torchrun or srun,
     or another process runs this sweep.
     """
     if read_launch() is not None:
@@ -46,18 +46,18 @@ def run_sweep(runs: Sequence[Composed], write_curves: WriteCurves | None = None)
         )
     sweep = plan_sweep(runs)
     jobs = missing_jobs(sweep)
-    slots = [Slot()]
+    places = [Place()]
     if sweep.options.launcher.gpus and jobs:
-        slots = plan_slots(sweep.options.launcher.gpus, visible_gpus(), sweep.groups(jobs))
-        names = ", ".join(f"GPU {','.join(slot.gpus)}" for slot in slots)
-        print(f"{len(slots)} jobs at a time, each with {len(slots[0].cores)} CPU cores: {names}")
+        places = plan_places(sweep.options.launcher.gpus, visible_gpus(), sweep.groups(jobs))
+        names = ", ".join(f"GPU {','.join(place.gpus)}" for place in places)
+        print(f"{len(places)} jobs at a time, each with {len(places[0].cores)} CPU cores: {names}")
 
     lock, setting = sweep.folder / ".sweep.lock", f"hydra.sweep.dir={sweep.folder}"
     with new_folder(sweep.folder, setting, lock), lock_file(lock), StopRequest() as request:
         sweep.save()
         where = f"{sweep.folder}/<job>/{LOG_NAME}"
         print(f"sweep of {len(sweep.jobs)} jobs, {len(jobs)} to run, in {where}", flush=True)
-        sweep = Launcher(sweep, slots, request).run(jobs)
+        sweep = Launcher(sweep, places, request).run(jobs)
         compare_folders([sweep.folder], write_curves=write_curves)
     missing = missing_jobs(sweep)
     if missing:
@@ -81,10 +81,10 @@ def undecided_groups(sweep: Sweep) -> set[int]:
 
 @dataclass
 class Launcher:
-    """Runs the jobs of a sweep in its slots."""
+    """Runs the jobs of a sweep in its places."""
 
     sweep: Sweep
-    slots: Sequence[Slot]
+    places: Sequence[Place]
     request: StopRequest
     seconds: list[float] = field(default_factory=list)  # that jobs took
     left: int = 0  # jobs that are being run and have not ended
@@ -115,7 +115,7 @@ class Launcher:
         return self.sweep
 
     def _seconds_for(self, jobs: int) -> float:
-        return jobs * fmean(self.seconds or [0]) / len(self.slots)
+        return jobs * fmean(self.seconds or [0]) / len(self.places)
 
     def _is_too_late(self, jobs: int) -> bool:
         """Whether `jobs` more would end after time_limit_s."""
@@ -126,34 +126,34 @@ class Launcher:
         groups = iter(self.sweep.groups(jobs))  # each is taken by one of the threads
         self.left = len(jobs)
 
-        def work(slot: Slot) -> None:
+        def work(place: Place) -> None:
             for group in groups:
                 for job in group:
                     if not self.request.stop:
-                        self._run_job(job, slot)
+                        self._run_job(job, place)
 
-        with ThreadPoolExecutor(len(self.slots)) as pool:
-            list(pool.map(work, self.slots))
+        with ThreadPoolExecutor(len(self.places)) as pool:
+            list(pool.map(work, self.places))
 
-    def _run_job(self, job: Job, slot: Slot) -> None:
+    def _run_job(self, job: Job, place: Place) -> None:
         started_s = time.monotonic()
-        outcome = self._outcome(job, slot)
+        outcome = self._outcome(job, place)
         seconds = time.monotonic() - started_s
         with self.console:
             self.seconds.append(seconds)
             self.left -= 1
-            place = f" on GPU {','.join(slot.gpus)}" if slot.gpus else ""
-            took = f"in {timedelta(seconds=round(seconds))}{place}"
+            on_gpus = f" on GPU {','.join(place.gpus)}" if place.gpus else ""
+            took = f"in {timedelta(seconds=round(seconds))}{on_gpus}"
             remaining = timedelta(seconds=round(self._seconds_for(self.left)))
             left = f"; jobs left: {self.left}, about {remaining}" if self.left else ""
             start = "\r\x1b[K" if sys.stdout.isatty() else ""
             print(f"{start}{job.name}: {outcome} {took}{left}", flush=True)
 
-    def _outcome(self, job: Job, slot: Slot) -> str:
+    def _outcome(self, job: Job, place: Place) -> str:
         """Runs a job and says in words how it ended."""
         folder = self.sweep.folder / job.name
         try:
-            process = start_job(job, folder, slot, lambda: self.request.stop is not None)
+            process = start_job(job, folder, place, lambda: self.request.stop is not None)
             exit_code = self._wait(job, process)
             signum = self.request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None
@@ -182,7 +182,7 @@ class Launcher:
                 process.send_signal(signal.SIGINT if is_ctrl_c else signal.SIGTERM)
             if time.monotonic() > kill_at_s:
                 process.kill()  # its ranks and workers end with it
-            self._show(f"{job.name}: {place_of(self.sweep.folder / job.name)}")
+            self._show(f"{job.name}: {progress_of(self.sweep.folder / job.name)}")
 
     def _show(self, text: str) -> None:
         """On a terminal: a line that the next one replaces."""
@@ -192,7 +192,7 @@ class Launcher:
                 print(f"\r\x1b[K{text[: columns - 1]}", end="", flush=True)
 
 
-def place_of(folder: Path) -> str:
+def progress_of(folder: Path) -> str:
     """Where a running job is: epoch, step and remaining time of its last log line."""
     with suppress(OSError), open(folder / LOG_NAME, "rb") as log:
         log.seek(-min(20_000, log.seek(0, os.SEEK_END)), os.SEEK_END)

@@ -174,9 +174,9 @@ def plan_sweep(runs: Sequence[Composed]) -> Sweep:
 
     Raises ConfigError: a setting of the sweep itself, or a folder that is in use.
     """
-    places = [*zip(*(run.words for run in runs), strict=True)]
-    fixed = [words[0] for words in places if len({*words}) == 1]
-    varied = {_key(words[0]) for words in places if len({*words}) > 1}
+    columns = [*zip(*(run.words for run in runs), strict=True)]
+    fixed = [words[0] for words in columns if len({*words}) == 1]
+    varied = {_key(words[0]) for words in columns if len({*words}) > 1}
     if problems := [*_problems(fixed, varied, runs)]:
         raise ConfigError(problems)
 

@@ -17,12 +17,12 @@ from cl_train.commands.train import main
 from cl_train.errors import ConfigError, LockHeld
 from cl_train.sweeps import job as job_module
 from cl_train.sweeps import launch as sweep_module
-from cl_train.sweeps import slots as slots_module
+from cl_train.sweeps import places as places_module
 from cl_train.sweeps.job import LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.launch import run_sweep
+from cl_train.sweeps.places import Place
 from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
 from cl_train.sweeps.report import compare_folders
-from cl_train.sweeps.slots import Slot
 from cl_train.system import files
 from cl_train.system.run_folder import SUMMARY, Run
 from tests.processes import LIMIT_S, wait_until
@@ -204,7 +204,7 @@ def test_several_processes_are_started_by_torchrun(stand_in, tmp_path):
         "import os; os.write(1, '{RANK} of {WORLD_SIZE};'.format(**os.environ).encode())"
     )
     several = Job(0, "a", ["model=resnet18"], nproc=2)
-    assert start_job(several, tmp_path / "a", Slot()).wait(LIMIT_S) == 0
+    assert start_job(several, tmp_path / "a", Place()).wait(LIMIT_S) == 0
     log = (tmp_path / "a" / LOG_NAME).read_text()
     assert "0 of 2;" in log and "1 of 2;" in log
 
@@ -381,22 +381,22 @@ def test_a_job_does_not_follow_a_link_out_of_its_sweep(stand_in, folder, tmp_pat
 
 
 def test_a_running_job_has_a_place(tmp_path):
-    assert sweep_module.place_of(tmp_path) == "starts"
+    assert sweep_module.progress_of(tmp_path) == "starts"
     line = "Epoch: [{}][10/125] Time 0.198 (0.198) Speed 1012.1 (1010.9) ETA {}\n"
     (tmp_path / LOG_NAME).write_text(line.format(0, "1:20") + line.format(1, "0:52") + "Epoch: [2")
-    assert sweep_module.place_of(tmp_path) == "[1][10/125], 0:52 left"
+    assert sweep_module.progress_of(tmp_path) == "[1][10/125], 0:52 left"
 
 
 @pytest.mark.slow
 def test_pairs_stay_on_one_gpu_and_alternate(stand_in, folder, monkeypatch):
-    """Two CPU slots take the place of GPUs. A job begins when the other GPU has had one."""
+    """Two cores stand in for GPUs. A job begins when the other GPU has had one."""
     both_run = """
 while len({line.split()[-1] for line in open(here / "calls")}) < 2:
     time.sleep(0.01)
 assert os.sched_getaffinity(0) == {0, 1}
 def end"""
     stand_in.write_text(STAND_IN.replace("\ndef end", both_run))
-    monkeypatch.setattr(slots_module, "usable_cores", lambda: [0, 1] * 2)
+    monkeypatch.setattr(places_module, "usable_cores", lambda: [0, 1] * 2)
     monkeypatch.setattr(sweep_module, "visible_gpus", lambda: ["0", "1"])
     words = ["model=resnet18,resnet34", "repeats=2", "data=synthetic", "launcher.gpus=0,1"]
     assert sweep(folder, BOTH, *words) == 0

@@ -1,4 +1,4 @@
-"""Sweeps: what is planned, and in which slots."""
+"""Sweeps: what is planned, and in which places."""
 
 import json
 from dataclasses import replace
@@ -9,10 +9,10 @@ import pytest
 from cl_train.config.command_line import CommandLine, compose
 from cl_train.errors import ConfigError
 from cl_train.sweeps import launch as sweep_module
-from cl_train.sweeps import slots as slots_module
+from cl_train.sweeps import places as places_module
 from cl_train.sweeps.launch import run_sweep
+from cl_train.sweeps.places import plan_places
 from cl_train.sweeps.plan import Job, Options, plan_sweep, read_sweep
-from cl_train.sweeps.slots import plan_slots
 from cl_train.system.processes import usable_cores
 
 BOTH = "channels_last=true,false"
@@ -148,7 +148,7 @@ def test_a_job_knows_what_its_settings_say_however_they_are_typed(words, tmp_pat
         assert {(job.on_cpu, job.has_loader) for job in jobs} == {(True, False)}
     assert planned.resume_command().endswith(" loss=my:loss")
     with pytest.raises(ConfigError, match="for jobs without device=cpu"):
-        plan_slots(["all"], ["0"], [planned.jobs])
+        plan_places(["all"], ["0"], [planned.jobs])
 
 
 def job(nproc=1, **facts):
@@ -172,14 +172,14 @@ def job(nproc=1, **facts):
 )
 def test_gpus_and_cores(asked, visible, cores, settings, expected, monkeypatch):
     assert len(set(usable_cores())) == len(usable_cores()) > 0
-    monkeypatch.setattr(slots_module, "usable_cores", lambda: list(range(cores)))
-    plan = partial(plan_slots, asked.split(","), visible.split(","))
+    monkeypatch.setattr(places_module, "usable_cores", lambda: list(range(cores)))
+    plan = partial(plan_places, asked.split(","), visible.split(","))
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             plan([[settings]] * 4)
         return
-    slots = plan([[replace(settings, nproc=1), settings]] * 4)
-    assert [("".join(slot.gpus), len(slot.cores)) for slot in slots] == expected
-    used = [core for slot in slots for core in slot.cores]
+    places = plan([[replace(settings, nproc=1), settings]] * 4)
+    assert [("".join(place.gpus), len(place.cores)) for place in places] == expected
+    used = [core for place in places for core in place.cores]
     assert len(set(used)) == len(used), "no core is shared"
-    assert len(plan([[settings]])) == 1, "one slot per group"
+    assert len(plan([[settings]])) == 1, "one place per group"

@@ -13,7 +13,7 @@ from cl_train.system.processes import usable_cores
 
 
 @dataclass(frozen=True)
-class Slot:
+class Place:
     """Where one job at a time runs."""
 
     gpus: tuple[str, ...] = ()  # as in CUDA_VISIBLE_DEVICES; () = all that are visible
@@ -29,11 +29,11 @@ def visible_gpus() -> list[str]:
     return (names or list(map(str, range(count))))[:count]
 
 
-def plan_slots(
+def plan_places(
     names: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]
-) -> list[Slot]:
+) -> list[Place]:
     """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same
-    time, one per group. A job chooses its loader workers and threads by the cores of its slot.
+    time, one per group. A job chooses its loader workers and threads by the cores of its place.
 
     Raises ConfigError: too few GPUs or cores, or GPUs that do not exist.
     """
@@ -55,6 +55,6 @@ def plan_slots(
         advice = f"use GPUs for {len(cores) // needed} jobs at most"
         raise ConfigError(f"{why}, or the loader would limit the speed: {advice}")
     return [
-        Slot(tuple(gpus[size * i :][:size]), tuple(cores[share * i :][:share]))
+        Place(tuple(gpus[size * i :][:size]), tuple(cores[share * i :][:share]))
         for i in range(count)
     ]
