@@ -50,8 +50,8 @@ def candidates(line: str) -> list[str]:
         choices = model_names("timm" if value.startswith("timm/") else "torchvision")
     elif key in settings:
         item = settings[key]
-        words = ("true", "false") if item.base_type is bool else item.metadata["choices"]
-        choices = [*words, *filter(None, [item.metadata["null_word"]])]
+        words = ("true", "false") if item.base_type is bool else item.choices
+        choices = [*words, *filter(None, [item.null_word])]
     done, comma, last = value.rpartition(",")
     return [f"{done}{comma}{choice}" for choice in choices if choice.startswith(last)]
 

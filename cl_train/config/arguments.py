@@ -43,8 +43,8 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
         else:
             values[key] = _value_of(text)
     for key, item in fields.items():
-        if item.metadata["required"] and key not in values:
-            problems.append(f"{key}=... is missing: {item.metadata['help']}")
+        if item.required and key not in values:
+            problems.append(f"{key}=... is missing: {item.help}")
     return from_mapping(schema, values, problems)
 
 
@@ -85,11 +85,11 @@ def command_help(
             group = key.rpartition(".")[0]
             of_group = schema.__annotations__.get(group)
             section = f"{group}: {of_group.__doc__}" if of_group else title
-            required = ", required" if item.metadata["required"] else ""
+            required = ", required" if item.required else ""
             default = "..." if required else "" if item.default == [] else show(item.default)
             name = f"  {key}={default}"
             first = f"{name:34}" if len(name) < 34 else name + indent
-            meaning = f"{item.metadata['help']} [{kind_of(item)}{required}]"
+            meaning = f"{item.help} [{kind_of(item)}{required}]"
             lines = textwrap.wrap(meaning, width - 34, break_on_hyphens=False)
             sections.setdefault(section, []).append(first + indent.join(lines))
     summary, _, examples = doc.strip().partition("\n\n")

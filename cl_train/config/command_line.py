@@ -245,7 +245,7 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
         value = operator.attrgetter(key)(run.cfg)
         if value == FIELDS[key].default:
             continue
-        if key == "environment" and parse_environment(value.split(",")).is_current():
+        if key == "environment" and parse_environment(value).is_current():
             continue  # a job of a sweep
         word = f"{key}={'auto' if value is None else show(value)}"  # None: repeats
         once = "leave it out to train once"

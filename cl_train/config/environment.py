@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
 
 @dataclass(frozen=True)
 class Environment:
-    name: str
     python: str
     variables: Mapping[str, str]
 
@@ -26,17 +25,18 @@ class Environment:
         return self.python == sys.executable and has_variables
 
 
-def parse_environment(words: Sequence[str]) -> Environment:
+def parse_environment(text: str) -> Environment:
     """The environment of `environment=WORD,...`: a Python, variables (`A=1`), both, or `here`.
 
     Raises ConfigError: neither.
     """
+    words = text.split(",")
     variables = dict(word.split("=", 1) for word in words if _VARIABLE.fullmatch(word))
     pythons = [word for word in words if not _VARIABLE.fullmatch(word) and word != HERE]
     python = shutil.which(pythons[0]) if pythons else sys.executable
     if len(pythons) > 1 or python is None or Path(python).is_dir():
         raise ConfigError(
-            f"environment={','.join(words)}: name one Python that can be run "
+            f"environment={text}: name one Python that can be run "
             "(/opt/venv/bin/python), or variables (OMP_NUM_THREADS=4), or both"
         )
-    return Environment(",".join(words), os.path.abspath(python), variables)
+    return Environment(os.path.abspath(python), variables)

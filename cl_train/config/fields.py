@@ -5,9 +5,9 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 # Words of other training programs, and the settings here that mean the same.
 _OF_OTHER_PROGRAMS = {
@@ -22,23 +22,6 @@ _OF_OTHER_PROGRAMS = {
     "pretrained": "weights",
     "wd": "weight_decay",
 }
-
-
-class Details(TypedDict, total=False):
-    """What `setting` takes by name."""
-
-    choices: Collection[str]  # the allowed values of a setting of type str
-    null_word: str | None  # that users write for null: repeats=auto
-    # What runs with different values cannot be compared in: "speed" means also the loss.
-    affects: Literal["speed", "loss", "nothing"]
-    multirun: bool  # of a whole sweep, not of each of its runs
-    required: bool  # the user must give a value; the default is not used
-    key: str  # that users write, if it is not the field's name: `data.root` for a field `root`
-
-
-_LEFT_OUT = Details(
-    choices=(), null_word=None, affects="speed", multirun=False, required=False, key=""
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +45,10 @@ class Range:
         return f"{self.least} to {self.most}" if has_most else f">= {self.least}"
 
 
-def setting(default: Any, help: str, range: Range = Range(), **details: Unpack[Details]) -> Any:
-    """A dataclass field; `range` is that of a number."""
+def setting(default: Any, help: str, range: Range = Range(), **details: Any) -> Any:
+    """A dataclass field; `range` is that of a number, `details` as in `Setting`."""
     help = f"multirun: {help}" if details.get("multirun") else help
-    metadata = {**_LEFT_OUT, "default": default, "help": help, "range": range, **details}
+    metadata = {"default": default, "help": help, "range": range, **details}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -83,11 +66,16 @@ class Setting:
     base_type: type  # bool, int, float or str: of the value, or of the items of a list
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed
-    metadata: Mapping[str, Any]  # `default`, `help`, `range` and `Details`
-
-    @property
-    def default(self) -> Any:
-        return self.metadata["default"]
+    default: Any
+    help: str
+    range: Range
+    choices: Collection[str] = ()  # the allowed values of a setting of type str
+    null_word: str | None = None  # that users write for null: repeats=auto
+    # What runs with different values cannot be compared in: "speed" means also the loss.
+    affects: Literal["speed", "loss", "nothing"] = "speed"
+    multirun: bool = False  # of a whole sweep, not of each of its runs
+    required: bool = False  # the user must give a value; the default is not used
+    key: str = ""  # that users write, if it is not the field's name: `data.root` for a field `root`
 
 
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
@@ -108,7 +96,7 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
         hint = typing.get_args(hint)[0] if optional else hint
         while typing.get_origin(hint) is list:
             hint, list_depth = typing.get_args(hint)[0], list_depth + 1
-        leaves[key] = Setting(hint, list_depth, optional, item.metadata)
+        leaves[key] = Setting(hint, list_depth, optional, **item.metadata)
     return leaves
 
 

@@ -204,13 +204,13 @@ class Config:
 
 
 FIELDS = setting_fields(Config)  # every setting of a run by its full key
-MULTIRUN_KEYS = [key for key, item in FIELDS.items() if item.metadata["multirun"]]
+MULTIRUN_KEYS = [key for key, item in FIELDS.items() if item.multirun]
 GROUPS = ("data", "augment", "optim", "schedule", "experiment")  # of files in conf/
 
 
 def affects(key: str) -> str:
-    """What a setting of a run changes, as in `Details`; an unknown one may affect the speed."""
-    return str(FIELDS[key].metadata["affects"]) if key in FIELDS else "speed"
+    """What a setting of a run changes, as in `Setting`; an unknown one may affect the speed."""
+    return FIELDS[key].affects if key in FIELDS else "speed"
 
 
 # --- other commands; what several of them have is inherited ---------------------------------------

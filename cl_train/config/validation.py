@@ -44,7 +44,7 @@ def from_mapping(
         except (ValueError, OverflowError):
             # 1.0 is no whole number, so it is not shown as 1.
             text = (str(value) if isinstance(value, float) else show(value))[:80]
-            near = suggest(text, fields[key].metadata["choices"])
+            near = suggest(text, fields[key].choices)
             problems.append(f"{key}={text}: expected {kind_of(fields[key])}{near}")
     if problems:
         raise ConfigError(problems)
@@ -80,9 +80,8 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
 
     Raises ValueError, OverflowError: it is of another type or out of range.
     """
-    kind = setting.base_type
-    choices = setting.metadata["choices"]
-    if setting.optional and value in (None, setting.metadata["null_word"]):
+    kind, choices = setting.base_type, setting.choices
+    if setting.optional and value in (None, setting.null_word):
         return None
     if list_depth:
         items = value if isinstance(value, list | tuple) else [value]
@@ -98,7 +97,7 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
     if isinstance(converted, str):
         is_allowed = converted in (choices or (converted,))
     else:
-        is_allowed = converted in setting.metadata["range"]
+        is_allowed = converted in setting.range
     if not is_allowed:
         raise ValueError
     return converted
@@ -106,12 +105,11 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
 
 def kind_of(setting: Setting) -> str:
     """The allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
-    details = setting.metadata
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
     kind = "list of " * setting.list_depth
-    kind += "|".join(details["choices"]) or names[setting.base_type]
-    kind = f"{kind} {details['range']}".rstrip()
-    return " or ".join(filter(None, [kind, details["null_word"]]))
+    kind += "|".join(setting.choices) or names[setting.base_type]
+    kind = f"{kind} {setting.range}".rstrip()
+    return " or ".join(filter(None, [kind, setting.null_word]))
 
 
 def show(value: Any) -> str:

@@ -47,7 +47,7 @@ def start_job(
     folder.mkdir(exist_ok=True)
     (folder / JOB_NAME).unlink(missing_ok=True)
 
-    environment = parse_environment(job.environment.split(","))
+    environment = parse_environment(job.environment)
     variables = {**os.environ, **environment.variables}
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), variables.get("PYTHONPATH")]))
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[: job.nproc])} if place.gpus else {}

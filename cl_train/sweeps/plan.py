@@ -288,7 +288,7 @@ def _first_jobs(
             if key not in ("model", "channels_last"):
                 shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
         overrides = [*fixed, *(w for w in (*compared, *others) if _key(w) not in _OF_JOBS)]
-        parse_environment(cfg.environment.split(","))
+        parse_environment(cfg.environment)
         job = Job(
             number=0,
             name="_".join(shown) + suffix,

@@ -10,9 +10,9 @@ from cl_train.errors import ConfigError
 
 
 def test_a_python_or_variables():
-    both = parse_environment([sys.executable, "OMP_NUM_THREADS=4", "A="])
+    both = parse_environment(f"{sys.executable},OMP_NUM_THREADS=4,A=")
     assert (both.python, both.variables) == (sys.executable, {"OMP_NUM_THREADS": "4", "A": ""})
-    assert parse_environment(["A=1"]).python == sys.executable
-    for words in (["/no/such/python"], [str(Path.cwd())], [sys.executable, sys.executable]):
+    assert parse_environment("A=1").python == sys.executable
+    for text in ("/no/such/python", str(Path.cwd()), f"{sys.executable},{sys.executable}"):
         with pytest.raises(ConfigError, match="name one Python"):
-            parse_environment(words)
+            parse_environment(text)

@@ -103,7 +103,7 @@ def test_the_same_key_has_the_same_type_in_every_command():
     known = {
         key: (item.base_type, item.list_depth)
         for key, item in setting_fields(Config).items()
-        if key not in takes_several and item.metadata["choices"] != ("true", "false", "auto")
+        if key not in takes_several and item.choices != ("true", "false", "auto")
     }
     for name in COMMANDS:
         command = importlib.import_module(f"cl_train.commands.{name}")
