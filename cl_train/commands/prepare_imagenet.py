@@ -102,7 +102,9 @@ def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
     from cl_train.data.prepare import archives, folders, shards
 
     if task == "resize":
-        return [folders.resize_folder(**options)], True
+        from cl_train.data.prepare import resize  # torch, which the other tasks do not need
+
+        return [resize.resize_folder(**options)], True
     if task == "verify":
         lines, problems = folders.verify(**options)
         return [*lines, *problems, f"{len(problems)} problems found"], not problems

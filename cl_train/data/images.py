@@ -118,7 +118,7 @@ def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
     try:
         base, val = _split_folders(root, cfg, training)
         splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
-        return load_index(key, *splits) or _index(base, val, cfg, key)
+        return stored(key, splits, lambda: _index(base, val, cfg))
     except OSError as error:
         unreadable(error)
 
@@ -171,8 +171,8 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
     )
 
 
-def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
-    started_ns = time.time_ns()
+def _index(base: Path, val: Path, cfg: DataConfig) -> tuple[ImageSource, list[bytes]]:
+    """The source, and the folders that it was made from if it is worth to be stored."""
     classes = _class_names(base)
     if different := sorted(set(classes) ^ set(_class_names(val))):
         raise ConfigError(
@@ -186,10 +186,8 @@ def _index(base: Path, val: Path, cfg: DataConfig, key: str) -> ImageSource:
     notes = tuple(note for _, _, note in listings.values() if note)
     fingerprint = digest(classes, (train, held_out), ("names", "starts", "labels"))
     source = ImageSource(tuple(classes), train, held_out, fingerprint, notes)
-    if len(train) + len(held_out) >= _CACHED_FROM:
-        folders = [folder for _, of_split, _ in listings.values() for folder in of_split]
-        save_index(key, source, folders, started_ns)
-    return source
+    folders = [folder for _, of_split, _ in listings.values() for folder in of_split]
+    return source, folders if len(train) + len(held_out) >= _CACHED_FROM else []
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -283,59 +281,56 @@ def _split(files: list[list[bytes]], folder: Path) -> FolderSplit:
 # --- stored lists: listing a million files can take minutes ---------------------------------------
 
 
-def _stored_at(key: str) -> Path:
-    return cache_folder() / f"index-{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.npz"
+def stored(
+    key: str,
+    splits: Sequence[Callable[..., Split]],
+    make: Callable[[], tuple[ImageSource, Sequence[str | bytes]]],
+) -> ImageSource:
+    """The source stored as `key`, with `splits` made of its arrays, or what `make` returns: that is
+    stored and valid while size and time of what it was made from, the second value, are the same.
+    """
+    name = hashlib.sha256(os.fsencode(key)).hexdigest()[:16]
+    path, started_ns = cache_folder() / f"index-{name}.npz", time.time_ns()
+    if (source := _load(path, splits)) is not None:
+        return source
+    source, made_from = make()
+    with contextlib.suppress(OSError):
+        status = _status(made_from)
+        if status and max(modified_ns for _, modified_ns in status.values()) <= started_ns:
+            _save(path, source, status)
+    return source
 
 
 def _status(paths: Collection[str | bytes]) -> dict[str, list[int]]:
-    """Size and time of the last modification in ns: while they remain the same, a stored list is
-    valid.
-    """
+    """Size and time of the last modification in ns."""
     pairs = zip(paths, map(os.stat, paths), strict=True)
     return {os.fsdecode(path): [status.st_size, status.st_mtime_ns] for path, status in pairs}
 
 
-def save_index(
-    key: str, source: ImageSource, made_from: Sequence[str | bytes], unchanged_since_ns: int
-) -> None:
-    """Unless something in `made_from` was modified later than `unchanged_since_ns`, or the cache
-    cannot be written.
-    """
-    path = _stored_at(key)
-    with contextlib.suppress(OSError):
-        status = _status(made_from)
-        if max(modified_ns for _, modified_ns in status.values()) > unchanged_since_ns:
-            return
-        header = {name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}
-        header["status"] = status
-        arrays = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
-        for name in ("train", "val"):
-            values = vars(getattr(source, name)).items()
-            arrays |= {
-                f"{name}/{part}": value for part, value in values if isinstance(value, np.ndarray)
-            }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+def _save(path: Path, source: ImageSource, status: dict[str, list[int]]) -> None:
+    header = {name: getattr(source, name) for name in ("classes", "fingerprint", "notes")}
+    header["status"] = status
+    arrays = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
+    for name in ("train", "val"):
+        values = vars(getattr(source, name)).items()
+        arrays |= {f"{name}/{part}": each for part, each in values if isinstance(each, np.ndarray)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
-def load_index(
-    key: str, train: Callable[..., Split], val: Callable[..., Split]
-) -> ImageSource | None:
-    """The stored source, with splits that `train` and `val` make of their arrays; None: there is no
-    valid one.
-    """
+def _load(path: Path, splits: Sequence[Callable[..., Split]]) -> ImageSource | None:
     try:
-        with open(_stored_at(key), "rb") as file, np.load(file, allow_pickle=False) as stored:
-            header = json.loads(stored["header"].tobytes())
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            header = json.loads(arrays["header"].tobytes())
             if header["status"] != _status(header["status"]):
                 return None
-            splits = []
-            for split, make in (("train/", train), ("val/", val)):
-                names = [name for name in stored.files if name.startswith(split)]
-                splits.append(make(**{name.removeprefix(split): stored[name] for name in names}))
+            train, val = (
+                make(**{n.removeprefix(of): arrays[n] for n in arrays.files if n.startswith(of)})
+                for of, make in zip(("train/", "val/"), splits, strict=True)
+            )
             classes, notes = tuple(header["classes"]), tuple(header["notes"])
-            return ImageSource(classes, splits[0], splits[1], header["fingerprint"], notes)
+            return ImageSource(classes, train, val, header["fingerprint"], notes)
     # TypeError: an array is missing
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None

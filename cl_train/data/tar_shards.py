@@ -10,7 +10,6 @@ import json
 import os
 import re
 import tarfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +27,8 @@ from cl_train.data.images import (
     Split,
     digest,
     listed,
-    load_index,
     packed,
-    save_index,
+    stored,
 )
 from cl_train.errors import ConfigError
 from cl_train.system.files import naming
@@ -86,27 +84,22 @@ def list_shards(
     shards = _find_shards(str(root), training)
     manifest = Path(shards["val"][0]).parent / MANIFEST
     files = [*shards["train"], *shards["val"], *([str(manifest)] if manifest.is_file() else [])]
-    key, started_ns = "shards " + "\n".join(files), time.time_ns()
-    train, val = (partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val"))
-    source = load_index(key, train, val)
-    if source is None:
-        source = _index(shards, manifest, workers)
-        save_index(key, source, files, started_ns)
-    return source
+    splits = [partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val")]
+    key = "shards " + "\n".join(files)
+    return stored(key, splits, lambda: (_index(shards, manifest, workers), files))
 
 
-def split_of(file_name: str) -> str:
+def _split_of(path: str) -> str:
     """train, val, or nothing."""
-    match = _SPLIT_NAME.fullmatch(file_name)
+    match = _SPLIT_NAME.fullmatch(os.path.basename(path))
     return _SPLITS[match[1]] if match else ""
 
 
 def _find_shards(root: str, training: bool) -> dict[str, list[str]]:
-    """Absolute paths of the train and val shards, sorted, and of other tar files."""
-    shards: dict[str, list[str]] = {"train": [], "val": [], "": []}
+    """Absolute paths of the train and val shards, sorted."""
     pattern = f"{glob.escape(root)}/*.tar" if os.path.isdir(root) else root
-    for path in sorted(glob.glob(pattern)):
-        shards[split_of(os.path.basename(path))].append(os.path.abspath(path))
+    paths = sorted(map(os.path.abspath, glob.glob(pattern)))
+    shards = {name: [p for p in paths if _split_of(p) == name] for name in ("train", "val")}
     if not training:
         shards["train"] = shards["train"] or shards["val"]
     if lacking := [name for name in ("train", "val") if not shards[name]]:
@@ -132,17 +125,14 @@ def _index(shards: dict[str, list[str]], manifest: Path, workers: int | None) ->
     train, val = (
         _split({path: contents[path] for path in shards[name]}) for name in ("train", "val")
     )
-    labels = np.unique(train.labels)
-    names = _read_manifest(manifest, contents) if manifest.is_file() else None
-    count = labels.max() + 1 if names is None else len(names)
-    if shards["train"] != shards["val"] and len(labels) != count:
-        raise ConfigError(
-            f"the training images have {len(labels)} of the labels 0 to {count - 1}; each class"
-            " needs an image"
-        )
-    classes = tuple(map(str, range(count))) if names is None else names
-    if max(labels.max(), val.labels.max()) >= len(classes):
-        raise ConfigError(f"there are labels above {len(classes) - 1}, the last class")
+    count = int(max(train.labels.max(), val.labels.max())) + 1
+    classes = tuple(map(str, range(count)))
+    if manifest.is_file():
+        classes = _read_manifest(manifest, contents)
+    found = len(np.unique(train.labels)) if shards["train"] != shards["val"] else len(classes)
+    if found < len(classes) or count > len(classes):
+        what = f"the training images have {found} labels, the highest is {count - 1}"
+        raise ConfigError(f"{what}: of {len(classes)} classes each class needs an image")
     fingerprint = digest(classes, (train, val), ("names", "labels", "sizes"))
     return ImageSource(classes, train, val, fingerprint)
 
@@ -207,12 +197,12 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, 
     Raises ConfigError: shards of these splits have other numbers of images than it lists.
     """
     counts = {os.path.basename(shard): len(images) for shard, images in contents.items()}
-    splits = set(map(split_of, counts))  # an evaluation needs no train shards
+    splits = set(map(_split_of, counts))  # an evaluation needs no train shards
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         classes = tuple(manifest["classes"])
         expected = {
-            name: count for name, count in manifest["images"].items() if split_of(name) in splits
+            name: count for name, count in manifest["images"].items() if _split_of(name) in splits
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None

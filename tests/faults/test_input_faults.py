@@ -11,7 +11,7 @@ import pytest
 
 from cl_train.data.decode import BadImage, EncodedImage
 from cl_train.data.prepare.archives import unpack
-from cl_train.data.prepare.folders import resize_folder
+from cl_train.data.prepare.resize import resize_folder
 from cl_train.errors import ConfigError
 from tests.conftest import contents, write_images
 from tests.data.image_folders import encoded, noise

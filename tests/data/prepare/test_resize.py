@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from cl_train.data.images import list_folder
-from cl_train.data.prepare.folders import resize_folder
+from cl_train.data.prepare.resize import resize_folder
 from cl_train.errors import ConfigError
 from tests.data.image_folders import encoded, jpeg, noise
 
