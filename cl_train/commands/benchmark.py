@@ -8,10 +8,8 @@ memory.
     cl-train benchmark model=r3d_18 frames=16 batch_size=4
 
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at
-most target_ci wide or time_limit_s is over. With time_limit_s for several models each ends with its
-verdict, and the time that is left goes to the undecided ones. The step is that of training, loss
-scaling included. `out` is written after each combination: stopped before the end it says
-"complete": false.
+most target_ci wide or time_limit_s is over. The step is that of training, loss scaling included.
+`out` is written after each combination: stopped before the end it says "complete": false.
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 """
 

@@ -261,11 +261,7 @@ class BenchmarkSettings(ModelInput, JsonResult):
     target_ci: float = setting(
         0.02, "stop when the 95 % interval of the ratio is at most this wide", Range(above=0)
     )
-    time_limit_s: float | None = setting(
-        None,
-        "seconds for all combinations, undecided ones last; null = 60 each, without warm-up",
-        Range(0),
-    )
+    time_limit_s: float = setting(60.0, "seconds of each combination, without warm-up", Range(0))
     parity: bool = setting(True, "first check that the layouts compute the same")
 
 

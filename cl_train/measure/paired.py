@@ -14,14 +14,7 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure.statistics import (
-    ERROR,
-    LAST_ERROR,
-    Alternation,
-    Interval,
-    alternate,
-    verdict_of,
-)
+from cl_train.measure.statistics import Alternation, Interval, alternate, verdict_of
 from cl_train.measure.taken_time import TakenTime, rounds_that_count, timed_block
 from cl_train.measure.timed_step import (
     LossFunction,
@@ -70,7 +63,7 @@ class Comparison:
     batch_size_requested: int
     rounds: int
     seconds: float  # of all rounds
-    stopped_by: str  # "target_ci", "verdict" or "time_limit"
+    stopped_by: str  # "target_ci" or "time_limit"
     others_pct: float | None = None  # share of the cores of other processes; None = unknown
     utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
     gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
@@ -86,22 +79,6 @@ class Comparison:
     def ratio(self) -> Interval:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
-
-    def measured_rounds(self, error: float = ERROR) -> Alternation:
-        """The rounds that count, for intervals with this error."""
-        blocks = [[ms / 1000 for ms in speed.block_ms] for speed in self.speeds]
-        return Alternation(blocks, self.seconds, self.stopped_by, error)
-
-    def at_last_look(self) -> "Comparison":
-        """Without more rounds to come: what no earlier look has decided, with `LAST_ERROR`."""
-        ratios = self.measured_rounds(LAST_ERROR).speed_ratios()
-        speeds = tuple(
-            replace(speed, ratio=ratio, verdict=verdict_of(ratio))
-            if speed.verdict == "inconclusive"
-            else speed
-            for speed, ratio in zip(self.speeds, ratios, strict=True)
-        )
-        return replace(self, speeds=speeds)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
@@ -204,20 +181,12 @@ def benchmark_layouts(
     workload: Workload,
     layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST),
     *,
-    target_ci: float | None = 0.02,
+    target_ci: float = 0.02,
     time_limit_s: float = 60.0,
-    earlier: Comparison | None = None,
 ) -> Comparison:
-    """As `compare_layouts`, for any workload and layouts; the first is the baseline.
-
-    `target_ci`: None as in `alternate`; `Comparison.at_last_look` is for what remains undecided.
-    `earlier`: a comparison of the same that goes on.
-    """
+    """As `compare_layouts`, for any workload and layouts; the first is the baseline."""
     requested = workload.batch_size
     in_turns = partial(alternate, target_ci=target_ci, time_limit_s=time_limit_s)
-    if earlier is not None:
-        workload = replace(workload, batch_size=earlier.batch_size)
-        in_turns = partial(in_turns, earlier=earlier.measured_rounds())
     while True:
         try:
             done = _benchmark(model, workload, layouts, in_turns)
@@ -303,9 +272,8 @@ def _undisturbed(
         is_busy = is_cpu and (load.others_pct() or 0.0) >= TOO_BUSY_PCT
         if is_busy and not others.is_known:
             return []
-        worst = np.reshape(taken_shares, (-1, 2 * len(timed))).max(axis=1).tolist()
-        earlier = [0.0] * (rounds - len(worst))  # those that counted
-        return rounds_that_count(earlier + worst, is_busy=is_busy)
+        worst = np.reshape(taken_shares, (rounds, 2 * len(timed))).max(axis=1).tolist()
+        return rounds_that_count(worst, is_busy=is_busy)
 
     done = in_turns([partial(block_s, step) for step in timed], counting=counting)
     numbers = counting(done.rounds)

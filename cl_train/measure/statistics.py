@@ -28,12 +28,6 @@ MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 
 ERROR = 0.05  # of an interval, and of all looks at a growing sweep together
 
-# The rounds after which a benchmark looks whether there is a verdict: with nearly no error, so that
-# the last look keeps nearly all of it (Haybittle 1971, Peto et al. 1976).
-LOOK_ROUNDS = tuple(4 * 2**power for power in range(7))
-EARLY_ERROR = 0.001
-LAST_ERROR = ERROR - len(LOOK_ROUNDS) * EARLY_ERROR
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -183,8 +177,7 @@ class Alternation:
 
     blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
     seconds: float
-    stopped_by: str  # "target_ci", "verdict" or "time_limit"
-    error: float = ERROR  # of the intervals
+    stopped_by: str  # "target_ci" or "time_limit"
 
     @property
     def rounds(self) -> int:
@@ -210,8 +203,7 @@ class Alternation:
             logs = list(map(math.log, self.round_ratios(variant)))
             half = math.inf
             if count > 1:
-                t = student_t(count - 1, self.error)
-                half = t * statistics.stdev(logs) / math.sqrt(count)
+                half = student_t(count - 1) * statistics.stdev(logs) / math.sqrt(count)
             ratios.append(_interval(statistics.fmean(logs), half, count))
         return ratios
 
@@ -219,20 +211,15 @@ class Alternation:
         """The width of the widest interval."""
         return max(ratio.width for ratio in self.speed_ratios())
 
-    def is_decided(self) -> bool:
-        """Whether every variant has a verdict."""
-        return "inconclusive" not in map(verdict_of, self.speed_ratios()[1:])
-
 
 def alternate(
     blocks: Sequence[Callable[[], float]],
     *,
-    target_ci: float | None = 0.02,
+    target_ci: float = 0.02,
     time_limit_s: float = 60.0,
     min_rounds: int = 8,
     least_rounds: int = 2,
     counting: Callable[[int], Sequence[int]] = range,
-    earlier: Alternation | None = None,
 ) -> Alternation:
     """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or
     time runs out.
@@ -240,30 +227,22 @@ def alternate(
     A block runs some steps and returns the seconds per step.
 
     Args:
-        target_ci: None: end after 4, 8, 16 ... rounds instead if every variant has a verdict in an
-            interval with the error `EARLY_ERROR`, which it has also when time runs out.
         min_rounds: with less, an interval that is narrow by chance would end it too soon.
         least_rounds: are run also beyond the time limit.
         counting: of a number of rounds, those whose interval counts for the end.
-        earlier: a measurement that goes on; its rounds come first.
     """
-    error = ERROR if target_ci is not None else EARLY_ERROR
-    times = [list(times_s) for times_s in earlier.blocks] if earlier else [[] for _ in blocks]
-    earlier_s = earlier.seconds if earlier else 0.0
+    times: list[list[float]] = [[] for _ in blocks]
     order = [*range(len(blocks)), *reversed(range(len(blocks)))]
     started_at = time.perf_counter()
     for rounds in itertools.count(1):
         for variant in order:
             times[variant].append(blocks[variant]())
         seconds = time.perf_counter() - started_at
-        done = Alternation(times, earlier_s + seconds, "time_limit", error)
+        done = Alternation(times, seconds, "time_limit")
 
-        counted = done.of_rounds(counting(done.rounds))
-        if target_ci is not None:
-            if counted.rounds >= min_rounds and counted.widest() <= target_ci:
-                return replace(done, stopped_by="target_ci")
-        elif done.rounds in LOOK_ROUNDS and counted.rounds > 1 and counted.is_decided():
-            return replace(done, stopped_by="verdict")
+        counted = done.of_rounds(counting(rounds))
+        if counted.rounds >= min_rounds and counted.widest() <= target_ci:
+            return replace(done, stopped_by="target_ci")
         if rounds >= least_rounds and seconds * (rounds + 1) / rounds > time_limit_s:
             break
     return done

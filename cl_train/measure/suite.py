@@ -2,7 +2,6 @@
 
 import itertools
 import shlex
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,12 @@ from cl_train.system.machine import document_of
 from cl_train.system.processes import with_threads
 
 LONGEST_ADVISED_S = 3600.0
-SECONDS_EACH = 60.0  # of the rounds of a combination, without a time_limit_s for all
 NAMES = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
 
 
 @dataclass
 class Combination:
-    """A model and how it is measured, and what is known of it so far."""
+    """A model and how it is measured, and its result."""
 
     settings: BenchmarkSettings
     described: dict[str, Any]
@@ -41,35 +39,22 @@ class Combination:
     comparison: Comparison | None = None
     parity: dict[str, ParityReport] = field(default_factory=dict)  # by layout
     error: str | None = None
-    set_up_s: float = 0.0  # of its last visit, without the rounds
 
-    @property
-    def is_undecided(self) -> bool:
-        speeds = self.comparison.speeds if self.comparison else ()
-        return any(speed.verdict == "inconclusive" for speed in speeds)
-
-    def visit(self, time_limit_s: float, target_ci: float | None) -> None:
-        """Measure it, or go on with it. A model may raise any exception, which must not lose the
-        results of the others.
-        """
-        started_at = time.perf_counter()
-        earlier_s = self.comparison.seconds if self.comparison else 0.0
+    def measure(self) -> None:
+        """A model may raise any exception, which must not lose the results of the others."""
         try:
-            self.comparison = self._compared(time_limit_s, target_ci)
+            self.comparison = self._compared()
         except Exception as error:
             self.error = explain_failure(error)
-            return
-        rounds_s = self.comparison.seconds - earlier_s
-        self.set_up_s = time.perf_counter() - started_at - rounds_s
 
-    def _compared(self, time_limit_s: float, target_ci: float | None) -> Comparison:
+    def _compared(self) -> Comparison:
         """Parity, then speed. Layouts that compute different results are not comparable."""
         torch.manual_seed(0)
         workload, name = self.workload, self.described["model"]
         size = workload.input_shape[-1]
         model = models.build_model(name, num_classes=1000, image_size=size)
         layouts = [LAYOUTS[layout] for layout in self.settings.layouts]
-        if self.settings.parity and not self.parity:
+        if self.settings.parity:
             self.parity = {
                 layout.name: check_parity(
                     model,
@@ -86,9 +71,8 @@ class Combination:
             model,
             workload,
             layouts,
-            target_ci=target_ci,
-            time_limit_s=time_limit_s,
-            earlier=self.comparison,
+            target_ci=self.settings.target_ci,
+            time_limit_s=self.settings.time_limit_s,
         )
         speeds = [
             replace(speed, verdict="not_comparable")
@@ -119,7 +103,8 @@ class Combination:
     def _to_decide(self, done: Comparison) -> str | None:
         """The command that probably decides it; None if it is decided, or no hour decides it."""
         seconds = max(seconds_to_decide(speed.ratio, done.seconds) for speed in done.speeds[1:])
-        if not self.is_undecided or seconds > LONGEST_ADVISED_S:
+        is_undecided = any(speed.verdict == "inconclusive" for speed in done.speeds)
+        if not is_undecided or seconds > LONGEST_ADVISED_S:
             return None
         values = {name: value for name, value in self.described.items() if value}
         values |= {"data.image_size": values.pop("image_size"), "time_limit_s": round(seconds)}
@@ -133,39 +118,19 @@ class Combination:
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     """Measure every combination; prints each result and writes it to `out` as it is ready.
 
-    With `time_limit_s` for several combinations, each ends with its verdict, and the time that is
-    left goes to the undecided ones. Raises ConfigError: unknown models, or fewer than two layouts.
+    Raises ConfigError: unknown models, or fewer than two layouts.
     """
     combinations = combinations_of(settings)
     document = document_of(settings, choose_device(settings.device), complete=False, results=[])
 
-    def report(one: Combination) -> None:
+    for one in combinations:
+        one.measure()
+        result = one.to_dict()
         described = ", ".join(f"{key} {value}" for key, value in one.described.items())
-        print(f"{described}\n{one.to_dict()['text']}", flush=True)
-        document["results"] = [c.to_dict() for c in combinations if c.comparison or c.error]
+        print(f"{described}\n{result['text']}", flush=True)
+        document["results"].append(result)
         if settings.out:
             write_json(Path(settings.out), document)
-
-    shares_time = settings.time_limit_s is not None and len(combinations) > 1
-    target_ci = None if shares_time else settings.target_ci
-    ends_at = time.perf_counter() + (settings.time_limit_s or 0.0)
-    left = combinations
-    while left:
-        for place, one in enumerate(left):
-            share_s = (ends_at - time.perf_counter()) / (len(left) - place)
-            if settings.time_limit_s is None:
-                share_s = SECONDS_EACH
-            one.visit(max(0.0, share_s), target_ci)
-            report(one)
-        undecided = [one for one in combinations if shares_time and one.is_undecided]
-        share_s = (ends_at - time.perf_counter()) / max(1, len(undecided))
-        left = [one for one in undecided if not one.error and 2 * one.set_up_s < share_s]
-
-    for one in undecided:
-        assert one.comparison is not None
-        one.comparison = one.comparison.at_last_look()
-        print("no time is left for more rounds; the last look has a narrower interval:")
-        report(one)
     return document | {"complete": True}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cl_train.measure.paired import Comparison, LayoutSpeed
-from cl_train.measure.statistics import EARLY_ERROR, Alternation, verdict_of
+from cl_train.measure.statistics import Alternation, verdict_of
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def planted_comparison(ratios: Sequence[float]) -> Comparison:
     """The outcome of a benchmark in whose rounds channels_last was so many times as fast."""
     blocks = [[100.0] * 2 * len(ratios), [100.0 / ratio for ratio in ratios for _ in range(2)]]
-    done = Alternation(blocks, 15.0, "time_limit", EARLY_ERROR)
+    done = Alternation(blocks, 15.0, "time_limit")
     sides = zip(("contiguous", "channels_last"), done.speed_ratios(), blocks, strict=True)
     speeds = tuple(
         LayoutSpeed(name, 1.0, 1.0, 0.0, ratio, verdict_of(ratio), tuple(times))

@@ -163,8 +163,6 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     assert done.ratio.ratio == pytest.approx(2.0) and "3 of 11 rounds are left out" in str(done)
     assert "none of the 8 rounds" in str(replace(done, rounds_left_out=0))
     assert done.ratio.ratio == pytest.approx(done.speeds[0].step_ms / done.speeds[1].step_ms)
-    more = benchmark_layouts(network(), workload(), earlier=done)
-    assert more.rounds > done.rounds and more.seconds > done.seconds
 
 
 @pytest.mark.parametrize(
@@ -253,9 +251,9 @@ def benchmark(monkeypatch):
     [
         (1.5, 0.001, "channels_last"),
         (0.8, 0.001, "contiguous"),
-        (1.02, 0.004, "contiguous"),
+        (1.02, 0.01, "contiguous"),
         (1.004, 0.0001, "contiguous"),
-        (1.1, 0.05, "contiguous"),
+        (1.1, 0.08, "contiguous"),
     ],
 )
 def test_the_faster_one_beyond_noise_is_chosen_and_remembered(benchmark, ratio, spread, name):
