@@ -16,7 +16,7 @@ from cl_train.errors import ConfigError
 from cl_train.measure.parity import check_parity
 from tests.conftest import CPU_PRECISIONS
 from tests.measure.conftest import unchanged
-from tests.networks import UNet3d
+from tests.networks import video
 
 
 class Made(nn.Module):
@@ -193,9 +193,9 @@ def test_a_wrong_convolution_of_videos_is_found(is_wrong, monkeypatch):
     if is_wrong:
         monkeypatch.setattr(F, "conv3d", wrong_conv3d)
     torch.manual_seed(0)
-    report = check_parity(UNet3d(10), image_size=(3, 4, 8, 8), batch_size=2, precision="bf16")
+    report = check_parity(video(10), image_size=(3, 4, 8, 8), batch_size=2, precision="bf16")
     assert report.passed is not is_wrong
-    assert not is_wrong or "first in down.0 (Conv3d)" in str(report)
+    assert not is_wrong or "first in 0 (Conv3d)" in str(report)
 
 
 # As a transformer.
