@@ -107,12 +107,14 @@ def tiny(image_folder) -> Callable[..., Config]:
 @pytest.fixture
 def train(tiny, tmp_path) -> Callable[..., "Run"]:
     """Run the real loop with overrides, in this process; gives its folder's records."""
-    from cl_train.training.loop import train as loop_train
+    from cl_train.training import loop
 
     def run(*overrides: str, folder: Path | None = None) -> Run:
         where = folder or tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         where.mkdir(exist_ok=True)
-        return Run(where, loop_train(tiny(*overrides), where).exit_code)
+        cfg = tiny(*overrides)
+        run_whole = loop.evaluate if cfg.evaluate_only else loop.train
+        return Run(where, run_whole(cfg, where).exit_code)
 
     return run
 

@@ -181,7 +181,8 @@ def _train(run: Composed, command: str | None) -> "RunResult":
         typed = {word.partition("=")[0].lstrip("+") for word in run.words}
         data = follow_published_preprocessing(cfg.data, cfg.model, cfg.weights, typed, cfg.entry)
         cfg = replace(cfg, data=data)
-    return loop.train(cfg, folder, command=command)
+    run_whole = loop.evaluate if cfg.evaluate_only else loop.train
+    return run_whole(cfg, folder, command)
 
 
 def run_name(model: str, channels_last: object, precision: str, device: str) -> str:

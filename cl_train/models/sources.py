@@ -295,14 +295,17 @@ def follow_published_preprocessing(
 
 
 def log_preprocessing(
-    data: DataConfig, model: str, weights: str, entry: str | None = None, *, evaluate_only: bool
+    data: DataConfig,
+    model: str,
+    weights: str,
+    entry: str | None = None,
+    names: Collection[str] | None = None,
 ) -> None:
-    """Warn if the settings (of training: mean and std) are not those of the published weights."""
+    """Warn if the settings of these `names` (None: all) are not those of the published weights."""
     published = published_preprocessing(model, weights, entry)
     used = Preprocessing.of(data).settings()
     settings = published.settings() if published else used
-    names = used if evaluate_only else ("mean", "std")
-    other = {name: settings[name] for name in names if settings[name] != used[name]}
+    other = {name: settings[name] for name in (names or used) if settings[name] != used[name]}
     if other:
         shown = " ".join(f"data.{name}={show(value)}" for name, value in other.items())
         log.warning("weights=%s were published with other settings: %s", weights, shown)

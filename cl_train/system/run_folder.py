@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import yaml
 
@@ -78,16 +78,15 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """`summary.json`: percent is 0-100, what is absent is null. Speeds as in `speed`."""
+class RunFacts:
+    """What is known of a run before its first step."""
 
-    status: str  # completed, interrupted or failed
     command: str
     model: str
     seed: int
     conversion: str
     compile: bool
-    cuda_graph: bool
+    cuda_graph: str
     epochs: int
     memory_format: str
     precision: str
@@ -96,34 +95,97 @@ class Summary:
     channels_last_requested: str
     device: str
     device_name: str
-    image_size: int
     data: str
     workers: int
     environment: dict[str, str | None]
     started: str  # of this process; ISO 8601
     git: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput and step time over `windows_that_count`; None without a window."""
+
+    image_size: int  # of those windows
+    # images/s: `end_to_end`; `compute`, the same of synthetic data, else null; `loader`, always
+    # null: `cl-train loader_benchmark` measures it; of growing images `by_image_size`
+    images_per_s: dict[str, Any]
+    step_ms: dict[str, float] | None = None
+    data_wait_pct: float | None = None
+
+    @classmethod
+    def of(cls, windows: Sequence[Window], image_size: int, *, has_loader: bool = True) -> Self:
+        """image_size: without a window."""
+        speeds: dict[str, Any] = {"end_to_end": None, "compute": None, "loader": None}
+        if not windows:
+            return cls(image_size, speeds)
+        counted = windows_that_count(windows)
+        images_per_s = spread([window.images_per_s for window in counted])
+        speeds["end_to_end"] = {name: round(value, 2) for name, value in images_per_s.items()}
+        if not has_loader:
+            speeds["compute"] = speeds["end_to_end"]
+        by_size: dict[int, list[float]] = {}
+        for window in after_warmup(windows):
+            by_size.setdefault(window.image_size or image_size, []).append(window.images_per_s)
+        if len(by_size) > 1:
+            medians = {str(size): statistics.median(by_size[size]) for size in sorted(by_size)}
+            speeds["by_image_size"] = {size: round(median, 2) for size, median in medians.items()}
+        step_ms = spread([window.step_ms for window in counted])
+        seconds = [window.seconds for window in counted]
+        wait_pct = statistics.fmean([window.data_wait_pct for window in counted], weights=seconds)
+        return cls(
+            counted[-1].image_size or image_size,
+            speeds,
+            {name: round(step_ms[name], 3) for name in ("median", "p95")},
+            round(wait_pct, 2),
+        )
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the run has learned, in all its processes."""
+
     steps: int
     images_seen: int
-    images_per_s: dict[str, Any]
-    step_ms: dict[str, float] | None
-    data_wait_pct: float | None
-    utilisation: dict[str, Any] | None
-    peak_memory_gib: float
     train: dict[str, float | None]
     val: dict[str, Any] | None
-    amp: dict[str, Any]
-    others_pct: float | None  # CPU time that other processes took; null: unknown
-    skipped_images: int
+    val_average: dict[str, Any] | None  # of the EMA
     best: dict[str, Any] | None
+    amp: dict[str, Any]
+    skipped_images: int
+    resumed_with: list[str] | None  # settings that an earlier process had otherwise
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """Of the last process of the run."""
+
+    others_pct: float | None  # CPU time that other processes took; None: unknown
+    utilisation: dict[str, Any] | None  # as `step.utilisation`
+    peak_memory_gib: float
+    reserved_memory_gib: float | None  # of a GPU, by torch's allocator
+    first_step_s: float | None  # until its end: selecting, compiling
+    gpu: dict[str, Any] | None  # as `machine.gpu_state`, at the end; None: unknown, or a CPU
     ended: str
-    seconds: float  # of this process
-    val_average: dict[str, Any] | None = None  # of the EMA
-    resumed_with: list[str] | None = None  # settings that an earlier process had otherwise
-    why: str | None = None  # of a run that failed
-    reserved_memory_gib: float | None = None  # of a GPU, by torch's allocator
-    first_step_s: float | None = None  # until its end, of this process: selecting, compiling
-    gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end; null: unknown, or a CPU
-    schema_version: int = 1
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`summary.json`: percent is 0-100, what is absent is null."""
+
+    status: str  # completed, interrupted or failed
+    facts: RunFacts
+    speed: Speed
+    results: Results
+    process: ProcessFacts
+    why: str | None  # of a run that failed
+
+    def to_dict(self) -> dict[str, Any]:
+        content = {"schema_version": 1, "status": self.status, "why": self.why}
+        for part in (self.facts, self.speed, self.results, self.process):
+            content |= asdict(part)
+        return cast(dict[str, Any], finite_or_null(content))
 
 
 def read_records(folder: Path) -> tuple[list[Record], list[int]]:
@@ -161,34 +223,6 @@ def windows_that_count(windows: Sequence[Window]) -> list[Window]:
     """
     measured = after_warmup(windows)
     return [window for window in measured if window.image_size == measured[-1].image_size]
-
-
-def speed(windows: Sequence[Window]) -> dict[str, Any]:
-    """The part of a `Summary` on throughput and step time, over `windows_that_count`; nulls without
-    a window. `loader` is always null: `cl-train loader_benchmark` measures it.
-    """
-    speeds: dict[str, Any] = {"end_to_end": None, "compute": None, "loader": None}
-    if not windows:
-        return {"images_per_s": speeds, "step_ms": None, "data_wait_pct": None}
-    by_size: dict[int | None, list[float]] = {}
-    for window in after_warmup(windows):
-        by_size.setdefault(window.image_size, []).append(window.images_per_s)
-    if len(by_size) > 1:
-        sizes = sorted(by_size, key=lambda size: size or 0)
-        speeds["by_image_size"] = {str(n): round(statistics.median(by_size[n]), 2) for n in sizes}
-
-    counted = windows_that_count(windows)
-    images_per_s = spread([window.images_per_s for window in counted])
-    speeds["end_to_end"] = {name: round(value, 2) for name, value in images_per_s.items()}
-    step_ms = spread([window.step_ms for window in counted])
-    seconds = [window.seconds for window in counted]
-    wait_pct = statistics.fmean([window.data_wait_pct for window in counted], weights=seconds)
-    return {
-        "image_size": counted[-1].image_size,
-        "images_per_s": speeds,
-        "step_ms": {name: round(step_ms[name], 3) for name in ("median", "p95")},
-        "data_wait_pct": round(wait_pct, 2),
-    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -261,7 +261,7 @@ class ActiveRun:
             skipped_steps=self.progress.skipped_steps,
             skipped_images=int(skipped_images),
             peak_memory_gib=peak_memory_gib(self.dist.device),
-            **{name: self.records.description[name] for name in MAY_CHANGE},
+            **{name: getattr(self.records.facts, name) for name in MAY_CHANGE},
         )
         self.epoch_windows.append(window)
         self.records.append(window.to_record())  # a line of metrics.jsonl, see `read_run`

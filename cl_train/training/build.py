@@ -6,7 +6,7 @@ the EMA, wrap it in DDP, compile it: they take its strides over (pytorch/pytorch
 
 import logging
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,6 +50,7 @@ from cl_train.step.utilisation import utilisation
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
+from cl_train.system.run_folder import Speed
 from cl_train.training.console import is_importable
 from cl_train.training.layout_choice import convert_layout
 
@@ -70,11 +71,11 @@ def build_train_state(
 ) -> TrainState:
     """Raises ConfigError or TrainingFault: the model cannot train."""
     model = model_of(cfg, num_classes)
-    if cfg.weights and not cfg.evaluate_only:
+    if cfg.weights:
         refuse_nonfinite(model, f"weights={cfg.weights}")
     head = models.head_parameters(model)
     freeze(model, cfg.freeze, head)
-    facts = facts_by_size(cfg, model)
+    facts = facts_by_size(cfg, model, size_schedule(cfg.data).image_sizes)
     if cfg.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
@@ -91,7 +92,7 @@ def build_train_state(
     # On a CPU the shapes are known to fit.
     is_untried = dist.device.type == "cuda" or ":" in cfg.model + cfg.loss
     is_channels_last = batch_format.memory_format == torch.channels_last
-    if not cfg.evaluate_only and (is_untried or is_channels_last):
+    if is_untried or is_channels_last:
         with on_stream():
             try_run(cfg, model, settings, batch_format, num_classes)
     if dist.device.type == "cuda":  # the run's peak is not that of measurements and trials
@@ -107,6 +108,23 @@ def build_train_state(
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
     return TrainState(model, parts, batch_format, step, facts)
+
+
+def build_evaluated_state(
+    cfg: Config, settings: StepSettings, num_classes: int, dist: Dist
+) -> TrainState:
+    """The state of a run that only evaluates `weights`, or the checkpoint that `resume` names: the
+    model is tried on no step, wrapped or compiled. Raises ConfigError: it cannot be built.
+    """
+    if cfg.resume is not None:
+        cfg = replace(cfg, weights=None)
+    model = model_of(cfg, num_classes, keep_classifier=cfg.resume is None)
+    facts_by_size(cfg, model, ())
+    model = cast_model(model.to(dist.device), settings.precision)
+    settings = replace(settings, compile=False, cuda_graph=False, accumulate_steps=1)
+    batch_format = convert_layout(cfg, model, settings, dist, (), mode="infer")
+    parts = make_step(model, settings, dist.device)
+    return TrainState(model, parts, batch_format, partial(train_step, parts))
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:
@@ -136,15 +154,15 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist) -> StepSettings
     )
 
 
-def model_of(cfg: Config, num_classes: int) -> nn.Module:
+def model_of(cfg: Config, num_classes: int, *, keep_classifier: bool = False) -> nn.Module:
     """The model on the CPU with its weights. Raises ConfigError."""
     model = models.build_model(
         cfg.model,
         num_classes=num_classes,
-        weights=None if cfg.evaluate_only and cfg.resume else cfg.weights,
+        weights=cfg.weights,
         image_size=size_schedule(cfg.data).largest,
         drop_path=cfg.drop_path,
-        keep_classifier=cfg.evaluate_only and cfg.resume is None,
+        keep_classifier=keep_classifier,
         entry=cfg.entry,
     )
     refuse_lazy(model)
@@ -155,14 +173,13 @@ def model_of(cfg: Config, num_classes: int) -> nn.Module:
     return model
 
 
-def facts_by_size(cfg: Config, model: nn.Module) -> dict[int, ModelFacts]:
-    """What `model` is at each image size of training.
+def facts_by_size(cfg: Config, model: nn.Module, trained: Collection[int]) -> dict[int, ModelFacts]:
+    """What `model` is at each `trained` size of images; it is run on that of evaluation, too.
 
     Raises ConfigError: the model cannot take images of a size, unless it is the user's: the trial
     step tells more of that.
     """
     is_users = ":" in cfg.model
-    trained = () if cfg.evaluate_only else size_schedule(cfg.data).image_sizes
     facts = {}
     for size in {cfg.data.eval_size, *trained}:
         images = image_shapes(model, 2 if is_users else cfg.batch_size, 3, size, size)
@@ -292,11 +309,11 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
     return ddp(model, **options)
 
 
-def utilisation_of(state: TrainState, dist: Dist, speed: dict[str, Any]) -> dict[str, Any] | None:
+def utilisation_of(state: TrainState, dist: Dist, speed: Speed) -> dict[str, Any] | None:
     """FLOPs and shares of the device's peak at this `speed`; None if the FLOPs are unknown."""
-    facts = state.facts.get(speed["image_size"])
+    facts = state.facts.get(speed.image_size)
     if facts is None or facts.gflop is None or facts.step_gflop is None:
         return None
-    images_per_s = speed["images_per_s"]["end_to_end"]["median"] / dist.world_size
+    images_per_s = speed.images_per_s["end_to_end"]["median"] / dist.world_size
     gflop, step_gflop = facts.gflop, facts.step_gflop
     return utilisation(gflop, step_gflop, images_per_s, state.parts.precision, dist.device)

@@ -124,14 +124,12 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
     cfg, dist = plan.cfg, checkpoints.dist
     if not cfg.resume:
         return Progress()
-    progress = resume(checkpoints, cfg.resume, training=not cfg.evaluate_only)
+    progress = resume(checkpoints, cfg.resume)
     records = on_main(lambda: read_records(folder)[0], dist)
     if progress is None:
         if records and dist.is_main:
             log.warning(f"{folder} has no checkpoint: the run begins anew and replaces its records")
         return Progress()
-    if cfg.evaluate_only:
-        return progress
     # The checkpoint was written before the evaluation of its epoch: the records say whether that
     # took place.
     evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -27,9 +26,10 @@ def convert_layout(
     settings: StepSettings,
     dist: Dist,
     facts: Collection[ModelFacts],
+    mode: str = "train",
 ) -> DeviceFormat:
     """Convert `model` in place as the settings say; returns the format of its input. `facts`: at
-    the sizes of training, as `auto` would notice a crash at its own size only.
+    the sizes of training, as `auto` would notice a crash at its own size only. mode: what is run.
 
     Raises ConfigError: channels_last=true, and torch is known to crash on the model.
     """
@@ -39,7 +39,7 @@ def convert_layout(
         log.info("channels_last=auto: contiguous: %s", crashes[0])
         layout = CONTIGUOUS
     elif cfg.channels_last == "auto":
-        layout = measured_layout(cfg, model, settings, dist)
+        layout = measured_layout(cfg, model, settings, dist, mode)
     elif crashes and layout.is_channels_last:
         raise ConfigError(crashes[0])
     report = convert(model, layout)
@@ -55,14 +55,13 @@ def layout_of(cfg: Config) -> Layout:
     return Layout(torch.channels_last, cfg.conversion, tuple(cfg.select))
 
 
-def measured_layout(cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist) -> Layout:
-    """`channels_last=auto`: rank 0 measures the run's own step on its largest images, or with
-    evaluate_only=true its evaluation.
+def measured_layout(
+    cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist, mode: str
+) -> Layout:
+    """`channels_last=auto`: rank 0 measures the run's own step on its largest images, or its
+    evaluation.
     """
-    mode, size = "train", size_schedule(cfg.data).largest
-    if cfg.evaluate_only:
-        mode, size = "infer", cfg.data.eval_size
-        settings = replace(settings, compile=False, cuda_graph=False, accumulate_steps=1)
+    size = size_schedule(cfg.data).largest if mode == "train" else cfg.data.eval_size
     workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
     choice = on_main(lambda: choose_layout(model, workload, candidate=layout_of(cfg)), dist)
     log.info("channels_last=auto: %s", choice.reason)

@@ -1,11 +1,8 @@
-"""The training loop: `train` is a whole run, top to bottom. After each step: log, save, stop."""
+"""The training loop: `train` and `evaluate` are whole runs. After each step: log, save, stop."""
 
 import logging
-import shlex
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,20 +13,13 @@ from cl_train.config.validation import user_function
 from cl_train.data.loader_report import first_reasons
 from cl_train.errors import TrainingFault
 from cl_train.step.optim import set_lr
-from cl_train.system.distributed import (
-    gather_objects,
-    max_over_ranks,
-    on_main,
-    processes,
-    watch_ranks,
-)
-from cl_train.system.files import claimed_folder, continues
+from cl_train.system.distributed import gather_objects, max_over_ranks, on_main
+from cl_train.system.files import continues
 from cl_train.system.machine import gpu_state
-from cl_train.system.processes import StopRequest
 from cl_train.system.run_folder import RunResult
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
-from cl_train.training.console import RunLog, closing_lines, duration, profile, progress_bar
+from cl_train.training.console import closing_lines, duration, profile, progress_bar
 from cl_train.training.evaluation import (
     EVALUATED,
     Interrupted,
@@ -38,7 +28,7 @@ from cl_train.training.evaluation import (
     score_of,
 )
 from cl_train.training.report import write_report
-from cl_train.training.setup import set_up
+from cl_train.training.setup import opened_run
 
 log = logging.getLogger(__name__)
 
@@ -50,44 +40,30 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the
     checkpoint. Another `Fault`, or OSError: the run cannot continue.
     """
-    signals = StopRequest(ends_process=command is None)
-    with ExitStack() as last, ExitStack() as stack:
-        # 1. The processes and the run folder.
-        run_log = stack.enter_context(RunLog())
-        dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
-        stack.enter_context(watch_ranks(dist))
-        folder = on_main(folder.absolute, dist)  # ranks would generate different timestamps
-        if cfg.evaluate_only and continues(cfg.resume, folder):  # the run's records stay
-            source = str(folder) if cfg.resume == "auto" else cfg.resume
-            cfg, folder = replace(cfg, resume=source, overwrite=True), folder / "evaluation"
-        if dist.is_main:
-            stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
-        run_log.open_file(folder if dist.is_main else None)
+    with opened_run(cfg, folder, command, training=True) as run:
+        with step_observers(run) as after_step:
+            while not (run.stop_signal or run.plan.is_done(run.progress)):
+                save_due = train_epoch(run, after_step)
+                if not run.stop_signal:
+                    end_epoch(run, save_due=save_due)
+        has_checkpoint = run.checkpoints.saved_step >= 0 or continues(cfg.resume, run.folder)
+        if cfg.resume is not None and not has_checkpoint:  # the other run left nothing to train
+            run.save()
+        run.checkpoints.store.finish()
+        steps, skipped = run.progress.step, run.progress.skipped_steps
+        if steps >= 20 and skipped > steps / 2:
+            what = f"{skipped} of {steps} updates were skipped because gradients overflowed"
+            raise TrainingFault(f"{what}. {ADVICE}")
+        return finish(run)
 
-        # 2. Data, model, optimizer, checkpoint, records.
-        run = set_up(cfg, folder, dist, signals, stack, command or shlex.join(sys.argv))
-        stack.push(partial(record_failure, run))
-        # Until here a signal ends the process at once; from now on it does not interrupt the
-        # closing of data and files.
-        last.enter_context(signals)
 
-        # 3. The epochs.
-        cfg = run.plan.cfg
-        if cfg.evaluate_only:
-            record_evaluation(run, evaluate_model_and_ema(run))
-        else:
-            with step_observers(run) as after_step:
-                while not (run.stop_signal or run.plan.is_done(run.progress)):
-                    save_due = train_epoch(run, after_step)
-                    if not run.stop_signal:
-                        end_epoch(run, save_due=save_due)
-            has_checkpoint = run.checkpoints.saved_step >= 0 or continues(cfg.resume, folder)
-            if cfg.resume is not None and not has_checkpoint:  # the other run left nothing to train
-                run.save()
-
-        # 4. The summary.
-        summary = finish(run)
-        return RunResult(folder, summary, 128 + run.stop_signal if run.stop_signal else 0)
+def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
+    """As `train`, of `weights` or of the checkpoint that `resume` names: that of the run in
+    `folder` is evaluated in a folder of its own.
+    """
+    with opened_run(cfg, folder, command, training=False) as run:
+        record_evaluation(run, evaluate_model_and_ema(run))
+        return finish(run)
 
 
 def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
@@ -144,22 +120,6 @@ def step_observers(run: ActiveRun) -> Iterator[Callable[[], object]]:
             bar.update(progress.step - bar.n)
 
         yield after_step
-
-
-def record_failure(
-    run: ActiveRun, kind: object, error: BaseException | None, trace: object
-) -> None:
-    """A run that failed still writes its summary; other errors do not replace the first one."""
-    if error is None:
-        return
-    if run.dist.world_size == 1:  # the other ranks may not take part
-        with suppress(RuntimeError):
-            run.log_submitted()
-    with suppress(OSError):
-        run.records.finish("failed", why=str(error).partition("\n")[0])
-    if isinstance(error, Exception):  # a second Ctrl-C does not wait
-        with suppress(Exception):
-            run.checkpoints.store.wait()
 
 
 def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
@@ -227,34 +187,25 @@ def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> N
         log.info("%s%s%s", line.format(**result), numbers, "" if kind == "val" else " (EMA)")
 
 
-def finish(run: ActiveRun) -> dict[str, Any]:
-    """Write the last checkpoint and the summary.
-
-    Raises TrainingFault: the run did not train, or evaluates to NaN.
-    """
-    dist, records, steps = run.dist, run.records, run.progress.step
-    run.checkpoints.store.finish()
-    skipped = run.progress.skipped_steps
-    if steps >= 20 and skipped > steps / 2:
-        what = f"{skipped} of {steps} updates were skipped because gradients overflowed"
-        raise TrainingFault(f"{what}. {ADVICE}")
+def finish(run: ActiveRun) -> RunResult:
+    """Write the summary. Raises TrainingFault: the model evaluates to NaN."""
+    dist, records, stopped_by = run.dist, run.records, run.stop_signal
     for evaluation in records.of_kind("val")[-1:]:
         check_evaluation(evaluation["loss"])
-
     bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
     reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
     if reasons and dist.is_main:
         log.warning("bad images skipped: %d; %s", len(reasons), first_reasons(reasons))
-    results = {
-        "others_pct": run.machine_load.others_pct(),
-        "skipped_images": sum(count for count, _ in bad_images),
-        "first_step_s": run.first_step_s,
-        "gpu": gpu_state(dist.device) if dist.is_main else None,
-    }
-    at_speed = None if run.stop_signal else partial(utilisation_of, run.state, dist)
-    status = "interrupted" if run.stop_signal else "completed"
-    # On all ranks: a launcher may kill rank 0 when the others end.
-    summary = on_main(lambda: records.finish(status, at_speed, **results), dist)
+    write = partial(
+        records.finish,
+        "interrupted" if stopped_by else "completed",
+        utilisation=None if stopped_by else partial(utilisation_of, run.state, dist),
+        skipped_images=sum(count for count, _ in bad_images),
+        others_pct=run.machine_load.others_pct(),
+        first_step_s=run.first_step_s,
+        gpu=gpu_state(dist.device) if dist.is_main else None,
+    )
+    summary = on_main(write, dist)  # on all ranks: a launcher may kill rank 0 when the others end
     for line in closing_lines(summary, run.folder, run.plan.cfg):
         log.info("%s", line)
-    return summary
+    return RunResult(run.folder, summary, 128 + stopped_by if stopped_by else 0)

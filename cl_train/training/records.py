@@ -22,11 +22,15 @@ from cl_train.system.run_folder import (
     CONFIG,
     METRICS,
     SUMMARY,
+    ProcessFacts,
     Record,
+    Results,
+    RunFacts,
+    Speed,
     Summary,
+    Window,
     finite_or_null,
     read_records,
-    speed,
     windows_of,
 )
 from cl_train.training.evaluation import score_of
@@ -45,14 +49,14 @@ class Records:
         folder: Path | None,
         cfg: Config,
         trackers: Trackers,
-        description: dict[str, Any],
+        facts: RunFacts,
         progress: Progress,
     ) -> None:
-        self.description = description
+        self.facts = facts
         self._folder = folder
         self._trackers = trackers
         self._progress = progress
-        self._best_by = cfg.best_by
+        self._cfg = cfg
         self._earlier: list[Record] = []  # of earlier processes
         self._new: list[Record] = []  # of this process
         if folder is None:
@@ -84,22 +88,47 @@ class Records:
 
     def seconds(self) -> float:
         """Since this process began its work."""
-        started = datetime.fromisoformat(self.description["started"])
+        started = datetime.fromisoformat(self.facts.started)
         return (datetime.now().astimezone() - started).total_seconds()
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self._new if record["kind"] == kind]
 
     def finish(
-        self, status: str, utilisation: Callable[..., Any] | None = None, **results: Any
+        self,
+        status: str,
+        *,
+        why: str | None = None,
+        utilisation: Callable[[Speed], dict[str, Any] | None] | None = None,
+        skipped_images: int = 0,
+        others_pct: float | None = None,
+        first_step_s: float | None = None,
+        gpu: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write `summary.json`, and return its content. It describes this process, unless that had
-        nothing left to train. `utilisation`: of a speed. `results`: more fields of a `Summary`.
+        nothing left to train.
 
         Raises OSError: the disk is full, and stays so (see `retry`).
         """
-        facts = self._summary(status, utilisation, results)
-        summary: dict[str, Any] = finite_or_null(asdict(facts))
+        everything = self._earlier + self._new
+        records = self._new if status == "failed" or self.of_kind("train") else everything
+        windows, facts = windows_of(records), self.facts
+        has_loader = facts.data != "synthetic"
+        speed = Speed.of(windows, self._cfg.data.image_size, has_loader=has_loader)
+        peak_gib = peak_memory_gib(torch.device(facts.device))
+        process = ProcessFacts(
+            others_pct=self._of_all_processes(others_pct),
+            utilisation=utilisation(speed) if utilisation and windows else None,
+            peak_memory_gib=round(max([peak_gib, *(w.peak_memory_gib for w in windows)]), 4),
+            # Without a GPU 0.
+            reserved_memory_gib=round(torch.cuda.max_memory_reserved() / 2**30, 4) or None,
+            first_step_s=first_step_s,
+            gpu=gpu,
+            ended=datetime.now().astimezone().isoformat(timespec="seconds"),
+            seconds=round(self.seconds(), 1),
+        )
+        results = self._results(records, windows, skipped_images)
+        summary = Summary(status, facts, speed, results, process, why).to_dict()
         if self._folder is None:
             return summary
 
@@ -113,36 +142,21 @@ class Records:
         write() if status == "failed" else retry(write)
         return summary
 
-    def _summary(
-        self, status: str, utilisation: Callable[..., Any] | None, results: dict[str, Any]
-    ) -> Summary:
-        everything = self._earlier + self._new
-        records = self._new if status == "failed" or self.of_kind("train") else everything
-        windows = windows_of(records)
-        last = windows[-1] if windows else None
-        measured = speed(windows)
-        if self.description["data"] == "synthetic":  # no loader
-            measured["images_per_s"]["compute"] = measured["images_per_s"]["end_to_end"]
-        peak_gib = peak_memory_gib(torch.device(self.description["device"]))
-        skipped_steps = self._progress.skipped_steps
-        others_pct = self._of_all_processes(results.get("others_pct"))
-        return Summary(
-            status=status,
-            **(self.description | measured),
-            steps=self._progress.step,
-            images_seen=self._progress.images_seen,
-            utilisation=utilisation(measured) if utilisation and windows else None,
-            peak_memory_gib=round(max([peak_gib, *(w.peak_memory_gib for w in windows)]), 4),
+    def _results(
+        self, records: Sequence[Record], windows: Sequence[Window], skipped_images: int
+    ) -> Results:
+        progress, last = self._progress, windows[-1] if windows else None
+        scale = last.loss_scale if last else None
+        return Results(
+            steps=progress.step,
+            images_seen=progress.images_seen,
             train={"loss": last.loss if last else None},
             val=last_evaluation(records, "val"),
             val_average=last_evaluation(records, "val_average"),
-            amp={"scale": last.loss_scale if last else None, "skipped_steps": skipped_steps},
-            best=best_evaluation(everything, self._best_by),
-            ended=datetime.now().astimezone().isoformat(timespec="seconds"),
-            seconds=round(self.seconds(), 1),
-            # Without a GPU 0.
-            reserved_memory_gib=round(torch.cuda.max_memory_reserved() / 2**30, 4) or None,
-            **({"skipped_images": 0} | results | {"others_pct": others_pct}),
+            best=best_evaluation(self._earlier + self._new, self._cfg.best_by),
+            amp={"scale": scale, "skipped_steps": progress.skipped_steps},
+            skipped_images=skipped_images,
+            resumed_with=progress.resumed_with or None,
         )
 
     def _of_all_processes(self, others_pct: float | None) -> float | None:

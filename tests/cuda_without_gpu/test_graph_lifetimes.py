@@ -18,7 +18,7 @@ from cl_train.step.precision import BY_NAME
 from cl_train.step.train_step import train_step
 from cl_train.system import distributed
 from cl_train.system.distributed import Dist
-from cl_train.training import active_run, build, layout_choice, loop
+from cl_train.training import active_run, build, layout_choice, setup
 from cl_train.training.console import describe_failure
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
@@ -43,7 +43,7 @@ class StubRecorder(Recorder):
 def destroyed(monkeypatch):
     """How many graphs are alive each time that a run leaves its process group."""
     alive = []
-    processes = loop.processes
+    processes = setup.processes
 
     @contextmanager
     def counted(*arguments):
@@ -51,7 +51,7 @@ def destroyed(monkeypatch):
             at_the_end.callback(lambda: alive.append(len(Graph.alive)))
             yield dist
 
-    monkeypatch.setattr(loop, "processes", counted)
+    monkeypatch.setattr(setup, "processes", counted)
     monkeypatch.setattr(build, "Recorder", StubRecorder)
     Graph.alive.clear()
     yield alive

@@ -73,10 +73,10 @@ def test_a_pretrained_head_is_replaced(name):
 
 
 def test_images_that_a_model_cannot_take_are_refused_at_once():
-    def built(model, batch_size, size, **more):
-        cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size), **more)
+    def built(model, batch_size, size, trained=True):
+        cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size))
         model = build.model_of(cfg, 3)
-        build.facts_by_size(cfg, model)
+        build.facts_by_size(cfg, model, [size] if trained else [])
         return model
 
     with pytest.raises(ConfigError, match=r"train on 4 images of 32 px.*data.image_size"):
@@ -84,7 +84,7 @@ def test_images_that_a_model_cannot_take_are_refused_at_once():
     assert next(built("alexnet", 4, 64).parameters()).device.type == "cpu"
     with pytest.raises(ConfigError, match="more than 1 value per channel"):
         built("resnet18", 1, 32)  # one pixel at the end
-    built("resnet18", 1, 32, evaluate_only=True)
+    built("resnet18", 1, 32, trained=False)
     with pytest.raises(ConfigError, match="100 px"):
         build_model("vit_b_16", num_classes=10, image_size=100)
 

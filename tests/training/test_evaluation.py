@@ -105,9 +105,9 @@ def test_evaluation_follows_the_weights_but_not_against_the_user(caplog):
     kept = follow(data, model, weights, {"data.image_size", "data.std"})
     assert (kept.image_size, kept.val_resize, kept.mean) == (128, None, data.mean)
     assert follow(data, model, "weights.pt", set()) == data
-    log_preprocessing(followed, model, weights, evaluate_only=True)
+    log_preprocessing(followed, model, weights)
     assert not caplog.records
-    log_preprocessing(kept, model, weights, evaluate_only=True)
+    log_preprocessing(kept, model, weights)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "data.val_resize=232" in caplog.text
 

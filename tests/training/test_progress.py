@@ -4,14 +4,14 @@ resume.
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from cl_train.config.schema import Config, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.system.machine import DeviceClock
-from cl_train.system.run_folder import Window, speed, spread
+from cl_train.system.run_folder import ProcessFacts, Results, RunFacts, Speed, Window, spread
 from cl_train.training.active_run import ThroughputMeter
 from cl_train.training.console import progress_bar
 from cl_train.training.plan import Plan, Progress
@@ -95,8 +95,8 @@ def test_the_first_steps_of_an_image_size_are_warmup_which_counts_only_if_alone(
     sizes = [(window.image_size, window.warmup) for window in windows]
     assert sizes == [(64, True), (64, True), (64, False), (64, False), (96, True), (96, True)]
     whole = {"median": 32, "p5": 32, "p95": 32, "windows": 2}
-    assert speed(windows[:4])["images_per_s"]["end_to_end"] == whole
-    assert speed(windows[:1])["images_per_s"]["end_to_end"]["windows"] == 1
+    assert Speed.of(windows[:4], 64).images_per_s["end_to_end"] == whole
+    assert Speed.of(windows[:1], 64).images_per_s["end_to_end"]["windows"] == 1
     known = {"median": 50, "p5": 5, "p95": 95, "windows": 101}
     assert spread(range(101)) == known
 
@@ -107,20 +107,22 @@ def test_a_program_without_standard_streams_has_no_bar(monkeypatch):
     assert progress_bar("training", 3, shown=True).disable
 
 
-DESCRIBED = """command model seed conversion compile cuda_graph epochs memory_format precision
-    world_size global_batch_size channels_last_requested device_name image_size workers environment
-    git"""
-
-
 def window(step, loss):
     return Window(step=step, time=1.0, images_per_s=2.0, data_wait_pct=0.0, seconds=1, loss=loss)
 
 
 def records(folder, step=0):
-    description = dict.fromkeys(DESCRIBED.split())
-    description |= {"started": "2026-01-01T00:00:00+00:00", "device": "cpu", "data": "folder"}
+    known = {item.name: None for item in fields(RunFacts)}
+    known |= {"started": "2026-01-01T00:00:00+00:00", "device": "cpu"}
     progress = Progress(step=step, closed_step=step)
-    return Records(folder, Config(), Trackers([]), description, progress)
+    return Records(folder, Config(), Trackers([]), RunFacts(**known), progress)
+
+
+def test_no_key_of_the_summary_comes_from_two_of_its_parts():
+    parts = (RunFacts, Speed, Results, ProcessFacts)
+    keys = ["schema_version", "status", "why"]
+    keys += [item.name for part in parts for item in fields(part)]
+    assert sorted(keys) == sorted({*keys})
 
 
 def recorded(folder):
