@@ -98,16 +98,12 @@ class AugmentConfig:
     crop_scale_min: float = setting(
         0.35, "smallest area of the crop / area of the image", Range(above=0, most=1)
     )
-    crop_scale_max: float = setting(
-        1.0, "largest area of the crop / area of the image", Range(above=0, most=1)
-    )
     crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", Range(above=0))
     crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", Range(above=0))
     flip: float = setting(0.0, "probability of a horizontal flip", Range(0, 1))
     policy: str = setting(
         "none", f"operations on each image: {', '.join(POLICIES)}, or timm's name of some (--aa)"
     )
-    randaugment_magnitude: int = setting(9, "RandAugment: strength, 0 to 30", Range(0, 30))
     erase: float = setting(0.0, "probability of random erasing", Range(0, 1))
     mixup: float = setting(0.0, "alpha of MixUp; 0 = off", Range(0))
     cutmix: float = setting(0.0, "alpha of CutMix; 0 = off", Range(0))

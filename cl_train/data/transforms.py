@@ -40,10 +40,10 @@ def random_resized_crop(
     """Top, left, height and width as of torchvision's RandomResizedCrop (Szegedy et al., "Going
     deeper with convolutions", 2014), by `2 * _ATTEMPTS + 2` numbers in [0, 1).
     """
-    area, least, most = height * width, augment.crop_scale_min, augment.crop_scale_max
+    area, least = height * width, augment.crop_scale_min
     log_min, log_max = math.log(augment.crop_ratio_min), math.log(augment.crop_ratio_max)
     for attempt in range(_ATTEMPTS):
-        target = area * (least + (most - least) * uniform[2 * attempt])
+        target = area * (least + (1 - least) * uniform[2 * attempt])
         ratio = math.exp(log_min + (log_max - log_min) * uniform[2 * attempt + 1])
         crop_width = round(math.sqrt(target * ratio))
         crop_height = round(math.sqrt(target / ratio))
@@ -186,7 +186,7 @@ def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int
     fill = [round(255 * mean) for mean in data.mean]
     bilinear = {"interpolation": v2.InterpolationMode.BILINEAR}
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-        "randaugment": lambda: v2.RandAugment(magnitude=cfg.randaugment_magnitude, **bilinear),
+        "randaugment": lambda: v2.RandAugment(**bilinear),
         "trivialaugment": lambda: v2.TrivialAugmentWide(**bilinear),
         "autoaugment": lambda: v2.AutoAugment(**bilinear),
         "augmix": v2.AugMix,

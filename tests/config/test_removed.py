@@ -21,6 +21,8 @@ data.download=true
 augment.policy=timm
 augment.timm_policy=v0
 augment.randaugment_ops=3
+augment.randaugment_magnitude=5
+augment.crop_scale_max=0.9
 optim.head_lr_ratio=10
 layer_scale=1e-4
 drop_path_constant=true
@@ -38,6 +40,8 @@ STILL_TRUE = {
     "data.download": False,
     "augment.timm_policy": "rand-m7-mstd0.5-inc1",
     "augment.randaugment_ops": 2,
+    "augment.randaugment_magnitude": 9,
+    "augment.crop_scale_max": 1.0,
     "optim.head_lr_ratio": 1.0,
     "layer_scale": None,
     "drop_path_constant": False,
