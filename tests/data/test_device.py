@@ -4,7 +4,6 @@ from collections import namedtuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from cl_train.data.device import DeviceFormat, DevicePrefetcher, Normalise
@@ -62,26 +61,6 @@ def test_wrong_arguments_are_refused():
     for settings in ({"dtype": torch.int32}, {"memory_format": torch.preserve_format}):
         with pytest.raises(ValueError, match=r"int32|preserve_format"):
             DevicePrefetcher([], "cpu", **settings)
-
-
-def test_the_prefetcher_prepares_a_data_loaders_batches_and_keeps_the_rest():
-    raw = images(torch.contiguous_format, count=6)
-    samples = [
-        (image, label, {"mask": torch.ones(13, 17), "name": str(label)})
-        for label, image in enumerate(raw)
-    ]
-    prefetcher = DevicePrefetcher(
-        DataLoader(samples, 4), "cpu", MEAN, STD, torch.bfloat16, torch.channels_last
-    )
-    batches = list(prefetcher)
-    assert len(prefetcher) == len(batches) == 2
-    assert len(list(prefetcher)) == 2, "a second epoch"
-    found, labels, extra = batches[1]
-    normalise = Normalise(MEAN, STD, DeviceFormat(CPU, torch.bfloat16, torch.channels_last))
-    assert torch.equal(found, normalise(raw[4:]))
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    assert labels.tolist() == [4, 5] and extra["name"] == ["4", "5"]
-    assert extra["mask"].dtype == torch.float32
 
 
 def test_the_prefetcher_keeps_structures_and_casts_what_is_normalised_already():

@@ -64,6 +64,7 @@ def test_on_a_device_batches_are_normalised(root, memory_format):
         assert images.dtype == torch.bfloat16 and images.is_contiguous(memory_format=memory_format)
         assert torch.equal(images, batch.images.bfloat16()) and torch.equal(targets, batch.targets)
     prefetched = DevicePrefetcher(loader(root, "val"), "cpu")
+    assert len(prefetched) == len(list(prefetched)) == 3, "and a second epoch:"
     for (images, _), batch in zip(prefetched, expected, strict=True):
         assert torch.equal(images, batch.images)
 

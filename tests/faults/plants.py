@@ -18,8 +18,6 @@ import cl_train.training.setup
 from tests.faults.forkserver import Function
 from tests.processes import is_signal_received, wait_until
 
-EIGHT_MB = 2_000_000  # float32 values
-
 
 def on_rank(rank: int, hook: Function) -> None:
     if os.environ["RANK"] == str(rank):
@@ -107,19 +105,3 @@ def slow_data() -> None:
         time.sleep(10_000)
 
     cl_train.training.setup.build_data = build_data
-
-
-def write_for_ever(folder: Path) -> None:
-    """Save 8 MB checkpoints whose values are their step, and note each finished save."""
-    store = cl_train.system.checkpoints.CheckpointStore(folder, keep=3)
-    values = torch.empty(EIGHT_MB)
-    confirmed = os.open(folder.with_suffix(".confirmed"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    step = 0
-    while True:
-        step += 1
-        state = {"values": values.fill_(step), "progress": {"step": step}}
-        store.write_step(state, step, best=step % 4 == 1)
-        if step % 3:
-            continue  # let saves overlap with the next step
-        store.wait()
-        os.write(confirmed, f"{step}\n".encode())
