@@ -29,23 +29,15 @@ ALL = "model=evil:f loss=evil:f metrics=evil:f log_to=[evil:f] data.dataset=evil
 # what is planted; the command; the words that it must print ("": it does not need the code)
 TABLE = [
     ("run", "train config=RUN", ALL),
-    ("run", "train config=RUN seed=1 epochs=2", ALL),
     ("run", "train config=RUN model=resnet18", ALL.removeprefix("model=evil:f ")),
-    ("run", "train -m config=RUN seed=0,1", ALL),
-    ("run", "train --cfg job config=RUN", ALL),
     ("run", "train evaluate_only=true resume=RUN", ALL),
-    ("run", "train evaluate_only=true resume=RUN/checkpoints", ALL),
-    ("run", "train evaluate_only=true resume=RUN/checkpoints/best.pt", ALL),
     ("run", "train evaluate_only=true resume=auto hydra.run.dir=RUN", ALL),
     ("run", "compare RUN RUN", ""),
     ("sweep", "train -m resume_sweep=SWEEP", ALL.removesuffix(" data.dataset=evil:f")),
     ("sweep", "train -m resume_sweep=SWEEP model=other:f", "model=evil:f"),
-    ("sweep model", "train -m resume_sweep=SWEEP", "model=evil:f"),
-    ("sweep dataset", "train -m resume_sweep=SWEEP", "data.dataset=evil:f"),
     ("sweep recipe", "train -m resume_sweep=SWEEP", "loss=evil:f"),
     ("sweep file", "train -m resume_sweep=SWEEP", "loss=evil:f"),
     ("sweep", "compare SWEEP", ""),
-    ("checkpoint", f"train resume=RUN {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
     ("checkpoint", f"train resume=RUN/checkpoints/best.pt {TINY} hydra.run.dir=new", ""),
     ("checkpoint", f"train weights=RUN {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
     ("checkpoint", f"train evaluate_only=true resume=RUN/checkpoints/best.pt {TINY}", ""),
@@ -54,22 +46,14 @@ TABLE = [
     ("checkpoint", "convert RUN out=x.onnx input=1,3,32,32", "model=evil:f"),
     ("checkpoint", "audit weights=RUN model=squeezenet1_1 data.image_size=32 batch_size=2", ""),
     ("checkpoint", "load_model RUN", "model=evil:f"),
-    *(
-        (kind, command.replace("FILE", f"w{kind}"), word)
-        for kind in (".pth", ".safetensors")
-        for command, word in (
-            (f"train weights=FILE {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
-            ("predict weights=FILE data.root=images out=x.csv", "model=evil:f"),
-            ("convert FILE out=x.pth", "model=evil:f"),
-            ("convert FILE out=x.pt2 input=1,3,32,32", "model=evil:f"),
-            ("load_model FILE", "model=evil:f"),
-        )
-    ),
+    (".pth", f"train weights=FILE {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
+    (".pth", "convert FILE out=x.pt2 input=1,3,32,32", "model=evil:f"),
+    (".pth", "load_model FILE", "model=evil:f"),
+    (".safetensors", "predict weights=FILE data.root=images out=x.csv", "model=evil:f"),
+    (".safetensors", "convert FILE out=x.pth", "model=evil:f"),
 ]
 JOBS = {
     "sweep": ["model=evil:f", "loss='evil:f'", "metrics=evil:f", "log_to=[evil:f]"],
-    "sweep model": ["model='evil:f'"],
-    "sweep dataset": ["data=dataset", "data.dataset=evil:f"],
     "sweep recipe": ["experiment=evil"],
     "sweep file": ["config=conf/experiment/evil.yaml"],
 }
@@ -133,7 +117,9 @@ def test_no_command_imports_what_a_stranger_named(
     plant(kind, trained, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m cl_train` does
-    typed = command.replace("RUN", "run").replace("SWEEP", "sweep").split()
+    for word, name in {"RUN": "run", "SWEEP": "sweep", "FILE": f"w{kind}"}.items():
+        command = command.replace(word, name)
+    typed = command.split()
     code, output = run_command(typed)
     assert not Path("imported").exists() and "evil" not in sys.modules
     assert "Traceback" not in output
@@ -158,7 +144,9 @@ def test_what_the_user_names_is_trusted(tmp_path, monkeypatch):
         assert cfg.loss == "mine:f", words
 
 
-@pytest.mark.parametrize("resume", ["a/b", "best.pt", "a/best.pt", "a/checkpoints/best.pt"])
+@pytest.mark.parametrize(
+    "resume", ["a/b", "best.pt", "a/best.pt", "a/checkpoints", "a/checkpoints/best.pt"]
+)
 def test_an_evaluation_reads_the_settings_of_its_run_and_no_other(resume, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a/b/checkpoints").mkdir(parents=True)
@@ -168,7 +156,7 @@ def test_an_evaluation_reads_the_settings_of_its_run_and_no_other(resume, tmp_pa
         Path(folder, "config.yaml").write_text(f"seed: {seed}\n")
     Path("a/checkpoints/best.pt").touch()
     (cfg,) = check_command_line(["evaluate_only=true", f"resume={resume}"])
-    assert cfg.seed == (2 if resume == "a/checkpoints/best.pt" else 0)
+    assert cfg.seed == (2 if resume.startswith("a/checkpoints") else 0)
 
 
 def test_a_file_of_settings_cannot_delete_a_run(tmp_path, monkeypatch):
