@@ -150,28 +150,6 @@ def gated(num_classes: int) -> nn.Module:
     return nn.Sequential(Fault(wait), nn.Dropout(0.3), without_batchnorm(num_classes))
 
 
-class UNet3d(nn.Module):
-    """Two scales of [N, 3, D, H, W], D, H and W even; the mean of all voxels' logits."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.down = _block3d(3, 16)
-        self.bottom = _block3d(16, 32, stride=2)
-        self.up = nn.ConvTranspose3d(32, 16, 2, stride=2)
-        self.merge = _block3d(32, 16)
-        self.head = nn.Conv3d(16, num_classes, 1)
-
-    def forward(self, videos: torch.Tensor) -> torch.Tensor:
-        fine = self.down(videos)
-        coarse = self.up(self.bottom(fine))
-        return self.head(self.merge(torch.cat([fine, coarse], 1))).mean((2, 3, 4))
-
-
-def _block3d(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
-    convolution = nn.Conv3d(inputs, outputs, 3, stride, padding=1)
-    return nn.Sequential(convolution, nn.InstanceNorm3d(outputs), nn.ReLU())
-
-
 def signalling(num_classes: int, signum: int, *, in_training: bool, at_call: int = 2) -> nn.Module:
     """Sends a signal to its own process, under torchrun that of rank 1, at a forward pass."""
 
