@@ -53,7 +53,7 @@ def cl_train(wheel, tmp_path_factory, cache_home):
 @pytest.mark.slow
 def test_the_wheel_holds_configuration_types_and_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    data = "conf/config.yaml py.typed imagenet/synsets.txt training/report.html"
+    data = "conf/config.yaml py.typed data/prepare/synsets.txt training/report.html"
     assert {f"cl_train/{name}" for name in data.split()} <= set(names)
     packed = {name for name in names if name.startswith("cl_train/") and name.endswith(".py")}
     assert packed == {str(path.relative_to(ROOT)) for path in (ROOT / "cl_train").rglob("*.py")}
