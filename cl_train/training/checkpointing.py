@@ -120,8 +120,15 @@ class Checkpoints:
             self.store.link_best(progress.step)
 
 
+def evaluated_progress(checkpoints: Checkpoints, source: str | None) -> Progress:
+    """Of a run that only evaluates, the checkpoint `source` or else its weights."""
+    progress = resume(checkpoints, source, training=False) if source else None
+    return progress or Progress()
+
+
 def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:
     cfg, dist = plan.cfg, checkpoints.dist
+    checkpoints.check()
     if not cfg.resume:
         return Progress()
     progress = resume(checkpoints, cfg.resume)

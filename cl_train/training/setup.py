@@ -11,10 +11,11 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ from cl_train.training.build import (
     check_ranks_agree,
     step_settings,
 )
-from cl_train.training.checkpointing import Checkpoints, resume, starting_point
+from cl_train.training.checkpointing import Checkpoints, evaluated_progress, starting_point
 from cl_train.training.console import RunLog
 from cl_train.training.evaluation import check_metrics
 from cl_train.training.plan import Plan, Progress
@@ -89,17 +90,6 @@ def check_runs(runs: list[Config]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-@dataclass(frozen=True)
-class Process:
-    """What a run has before its data and its model."""
-
-    dist: Dist
-    folder: Path
-    command: str
-    signals: StopRequest
-    stack: ExitStack  # of what is closed at the end of the run
-
-
 @contextmanager
 def opened_run(
     cfg: Config, folder: Path, command: str | None, *, training: bool
@@ -120,8 +110,8 @@ def opened_run(
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
         run_log.open_file(folder if dist.is_main else None)
 
-        process = Process(dist, folder, command or shlex.join(sys.argv), signals, stack)
-        run = (set_up_training if training else set_up_evaluation)(cfg, process)
+        command = command or shlex.join(sys.argv)
+        run = set_up(cfg, folder, dist, signals, stack, command, training=training)
         stack.push(partial(record_failure, run))
         # Until here a signal ends the process at once; from now on it does not interrupt the
         # closing of data and files.
@@ -129,70 +119,66 @@ def opened_run(
         yield run
 
 
-def set_up_training(cfg: Config, process: Process) -> ActiveRun:
-    """Build the objects of a run, and restore the checkpoint of `resume=`."""
-    dist, stack = process.dist, process.stack
-    cfg = with_micro_steps(cfg, dist)
-    machine_load = MachineLoad()  # it measures from here on
-    precision = prepare_process(cfg, dist, stack)
-    announce(cfg, precision, dist, follows=("mean", "std"))
-    if dist.device.type == "cuda":
-        compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
-        log.info("selecting kernels (once per shape)%s", compiling)
-    if dist.is_main and cfg.data.val_split == "train":
-        log.warning("data.val_split=train: the accuracy on other images is lower")
+def set_up(
+    cfg: Config,
+    folder: Path,
+    dist: Dist,
+    signals: StopRequest,
+    stack: ExitStack,
+    command: str,
+    *,
+    training: bool,
+) -> ActiveRun:
+    """Build the objects of a run, and restore the checkpoint of `resume=`.
 
-    # From here on the ranks draw the same numbers: their models must be equal.
+    Resources are registered on `stack`.
+    """
+    # 1. The process.
+    prepare_process(cfg, dist)
+    cfg = with_micro_steps(cfg, dist) if training else cfg
+    machine_load = MachineLoad()  # it measures from here on
+    precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
+    stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
+    announce(cfg, precision, dist, training=training)
+
+    # 2. The data. From here on the ranks draw the same numbers: their models must be equal.
     seed_generators(cfg.seed)
-    data = open_data(cfg, dist, stack, training=True)
+    data = open_data(cfg, dist, stack, training=training)
     plan = Plan.of(cfg, data.train_images, dist.world_size)
+
+    # 3. The model, and its optimizer and step.
     step = step_settings(cfg, precision, dist)
     check_metrics(cfg, data, dist)
-    state = build_train_state(cfg, step, data.num_classes, dist, plan.lr_at(Progress()))
+    if training:
+        state = build_train_state(cfg, step, data.num_classes, dist, plan.lr_at(Progress()))
+    else:
+        state = build_evaluated_state(cfg, step, data.num_classes, dist)
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
-    announce_training(data, plan, state)
+    announce_work(data, plan, state, training=training)
 
-    facts = describe_run(process, plan, data, state)
-    checkpoints = checkpoints_of(cfg, process, facts, data, state)
-    checkpoints.check()
-    progress = starting_point(checkpoints, plan, process.folder)
-    saves = handles_signals() and process.signals.ends_process
+    # 4. Where the run begins.
+    facts = describe_run(plan, data, state, dist, command)
+    store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep)
+    checkpoints = Checkpoints(store, state, identity_of_run(facts, data, cfg), dist)
+    if training:
+        progress = starting_point(checkpoints, plan, folder)
+    else:
+        progress = evaluated_progress(checkpoints, cfg.resume)
+    saves = training and handles_signals() and signals.ends_process
     hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if saves else ""
-    log.info("run folder: %s%s", process.folder, hint)
-    records = open_records(cfg, process, facts, data, progress)
+    log.info("run folder: %s%s", folder, hint)
+
+    # 5. Its records.
+    trackers = Trackers(cfg.log_to if dist.is_main else ())
+    stack.callback(trackers.close)
+    start = start_record(folder, dict(flatten(asdict(cfg))), progress.step, data.num_classes)
+    on_main(lambda: trackers.begin(start), dist)
+    records = Records(folder if dist.is_main else None, cfg, trackers, facts, progress)
     return ActiveRun(
-        dist, process.folder, plan, data, state, checkpoints, records, process.signals,
-        machine_load, progress,
-    )  # fmt: skip
-
-
-def set_up_evaluation(cfg: Config, process: Process) -> ActiveRun:
-    """Build the model, with `weights` or those of the checkpoint that `resume` names."""
-    dist = process.dist
-    machine_load = MachineLoad()
-    precision = prepare_process(cfg, dist, process.stack)
-    announce(cfg, precision, dist, follows=None)
-    seed_generators(cfg.seed)
-    data = open_data(cfg, dist, process.stack, training=False)
-    plan = Plan.of(cfg, data.train_images, dist.world_size)
-    check_metrics(cfg, data, dist)
-    step = step_settings(cfg, precision, dist)
-    state = build_evaluated_state(cfg, step, data.num_classes, dist)
-    announce_work(f"{data.val_images:,} validation images", data, cfg, state)
-
-    facts = describe_run(process, plan, data, state)
-    checkpoints = checkpoints_of(cfg, process, facts, data, state)
-    progress = Progress()
-    if cfg.resume is not None:
-        progress = resume(checkpoints, cfg.resume, training=False) or progress
-    log.info("run folder: %s", process.folder)
-    records = open_records(cfg, process, facts, data, progress)
-    return ActiveRun(
-        dist, process.folder, plan, data, state, checkpoints, records, process.signals,
-        machine_load, progress,
-    )  # fmt: skip
+        dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress
+    )
 
 
 def record_failure(
@@ -211,15 +197,7 @@ def record_failure(
             run.checkpoints.store.wait()
 
 
-def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> Precision:
-    """Set the switches of the process; those of kernels until the end of the run."""
-    switch_process(cfg, dist)
-    precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
-    stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
-    return precision
-
-
-def switch_process(cfg: Config, dist: Dist) -> None:
+def prepare_process(cfg: Config, dist: Dist) -> None:
     """Set switches of the whole process, for good."""
     torch.use_deterministic_algorithms(cfg.deterministic)
     if cfg.deterministic:  # cuBLAS reads its variable once, before any work
@@ -276,16 +254,12 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack, *, training: bool) -> D
     return data
 
 
-def describe_run(process: Process, plan: Plan, data: Data, state: TrainState) -> RunFacts:
-    cfg, dist = plan.cfg, process.dist
+def describe_run(plan: Plan, data: Data, state: TrainState, dist: Dist, command: str) -> RunFacts:
+    cfg = plan.cfg
+    settings = ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")
     return RunFacts(
-        command=process.command,
-        model=cfg.model,
-        seed=cfg.seed,
-        conversion=cfg.conversion,
-        compile=cfg.compile,
-        cuda_graph=cfg.cuda_graph,
-        epochs=cfg.epochs,
+        **{name: getattr(cfg, name) for name in settings},
+        command=command,
         memory_format=model_memory_format(state.model),
         precision=state.parts.precision.name,
         world_size=dist.world_size,
@@ -302,48 +276,29 @@ def describe_run(process: Process, plan: Plan, data: Data, state: TrainState) ->
     )
 
 
-def checkpoints_of(
-    cfg: Config, process: Process, facts: RunFacts, data: Data, state: TrainState
-) -> Checkpoints:
-    """With what identifies the run (see `check_compatible`), and its `ModelCard`."""
+def identity_of_run(facts: RunFacts, data: Data, cfg: Config) -> dict[str, Any]:
+    """What identifies the run of a checkpoint (see `check_compatible`), with its `ModelCard`."""
     card = ModelCard(
-        model=facts.model,
-        memory_format=facts.memory_format,
-        precision=facts.precision,
-        classes=tuple(data.classes),
-        preprocessing=Preprocessing.of(cfg.data),
-        extensions=tuple(cfg.data.extensions),
+        facts.memory_format,
+        facts.model,
+        facts.precision,
+        tuple(data.classes),
+        Preprocessing.of(cfg.data),
+        tuple(cfg.data.extensions),
     )
+    shared = ("world_size", "workers", "global_batch_size")
     packages = ("torch", "torchvision", "python")
-    identity = {
+    return {
         **card.to_dict(),
-        "world_size": facts.world_size,
-        "workers": facts.workers,
-        "global_batch_size": facts.global_batch_size,
+        **{name: getattr(facts, name) for name in shared},
         "num_classes": data.num_classes,
         "data_fingerprint": data.fingerprint,
         "versions": {name: facts.environment[name] for name in packages},
         "config": asdict(cfg),
     }
-    store = CheckpointStore(process.folder / "checkpoints", cfg.checkpoint.keep)
-    return Checkpoints(store, state, identity, process.dist)
 
 
-def open_records(
-    cfg: Config, process: Process, facts: RunFacts, data: Data, progress: Progress
-) -> Records:
-    dist, folder = process.dist, process.folder
-    trackers = Trackers(cfg.log_to if dist.is_main else ())
-    process.stack.callback(trackers.close)
-    start = start_record(folder, dict(flatten(asdict(cfg))), progress.step, data.num_classes)
-    on_main(lambda: trackers.begin(start), dist)
-    return Records(folder if dist.is_main else None, cfg, trackers, facts, progress)
-
-
-def announce(
-    cfg: Config, precision: Precision, dist: Dist, follows: tuple[str, ...] | None
-) -> None:
-    """follows: the settings that should be those of published `weights`; None: all."""
+def announce(cfg: Config, precision: Precision, dist: Dist, *, training: bool) -> None:
     count = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
     log.info("%s on %s, %s", cfg.model, device_name(dist.device), count)
     reason = f" ({precision.reason})" if precision.reason else ""
@@ -353,22 +308,28 @@ def announce(
     if len(set(nodes)) > 1:
         log.info("ranks: %s", "; ".join(f"{rank} on {node}" for rank, node in enumerate(nodes)))
     if dist.is_main and cfg.weights is not None:
-        log_preprocessing(cfg.data, cfg.model, cfg.weights, cfg.entry, follows)
+        names = ("mean", "std") if training else None
+        log_preprocessing(cfg.data, cfg.model, cfg.weights, cfg.entry, names)
+    if not training:
+        return
+    if dist.device.type == "cuda":
+        compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
+        log.info("selecting kernels (once per shape)%s", compiling)
+    if dist.is_main and cfg.data.val_split == "train":
+        log.warning("data.val_split=train: the accuracy on other images is lower")
 
 
-def announce_work(images: str, data: Data, cfg: Config, state: TrainState) -> None:
-    parameters = list(state.model.parameters())
+def announce_work(data: Data, plan: Plan, state: TrainState, *, training: bool) -> None:
+    cfg, parameters = plan.cfg, list(state.model.parameters())
     total = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    images = f"{data.train_images:,} training and " if training else ""
+    images += f"{data.val_images:,} validation images"
     size = f"{data.num_classes} classes, {cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
-    frozen = f", of which {trained:,} train" if cfg.freeze else ""
+    frozen = f", of which {trained:,} train" if training and cfg.freeze else ""
     log.info("%s: %s of %s%s", cfg.data.name, images, size, frozen)
-
-
-def announce_training(data: Data, plan: Plan, state: TrainState) -> None:
-    cfg = plan.cfg
-    images = f"{data.train_images:,} training and {data.val_images:,} validation images"
-    announce_work(images, data, cfg, state)
+    if not training:
+        return
     if data.num_classes == 1:
         log.warning("there is one class only: is data.root one level too high or too low?")
     steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size

@@ -20,7 +20,7 @@ from cl_train.system.distributed import Dist
 from cl_train.system.run_folder import read_run
 from cl_train.training.active_run import ActiveRun, count_bad_steps
 from cl_train.training.plan import Plan
-from cl_train.training.setup import check_runs, switch_process
+from cl_train.training.setup import check_runs, prepare_process
 from tests import networks
 from tests.conftest import Run, write_images
 from tests.faults.bench import Bench
@@ -261,7 +261,7 @@ def test_the_first_cause_is_named_and_a_limit_counts_steps():
 def test_cublas_is_told_that_a_run_is_deterministic(tiny, monkeypatch):
     """Before any work: it reads its variable at its first product."""
     monkeypatch.setattr(os, "environ", {})
-    switch_process(tiny("deterministic=true"), Dist(0, 1, torch.device("cpu")))
+    prepare_process(tiny("deterministic=true"), Dist(0, 1, torch.device("cpu")))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled()
 
