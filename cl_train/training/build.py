@@ -206,26 +206,32 @@ def try_run(
     size = size_schedule(cfg.data).largest
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
     shape = (cfg.batch_size if is_whole else 2, 3, size, size)
+    facts = (settings.precision.name, str(batch_format.device), torch.__version__)
+    report = LayoutReport(cfg.model, model_memory_format(model), str(shape), *facts)
+    trial = partial(try_model, model, settings, batch_format, shape, num_classes)
     # Kernels for two images would never be used again.
     with kernel_selection(autotune=torch.backends.cudnn.benchmark and is_whole):
-        facts = (settings.precision.name, str(batch_format.device), torch.__version__)
-        report = LayoutReport(cfg.model, model_memory_format(model), str(shape), *facts)
-        step = partial(try_model, model, settings, batch_format, shape, num_classes)
         try:
             with recording(report):
-                step()
-        except ConfigError:  # perhaps the model only fails under the recorder: try it without
-            step()
+                trial()
+        except ConfigError:  # perhaps the model only fails under the recorder
+            trial()
     if report.of("lost"):
-        words = [f"model={cfg.model}", f"data.image_size={size}", f"batch_size={cfg.batch_size}"]
-        words.append(f"precision={settings.precision.name}")
-        for key in ("device", "conversion", "select"):
-            if getattr(cfg, key) != getattr(Config(), key):
-                words.append(f"{key}={show(getattr(cfg, key))}")
-        audit = f"cl-train audit {shlex.join(words)}"
-        if not is_importable(cfg.model):
-            audit = "cl_train.audit(model, images)"
-        log.info("%s; where and why: %s", report.headline(), audit)
+        where = audit_command(cfg, settings.precision, size)
+        log.info("%s; where and why: %s", report.headline(), where)
+
+
+def audit_command(cfg: Config, precision: Precision, image_size: int) -> str:
+    """What tells more of the layouts in the step of this run."""
+    if not is_importable(cfg.model):
+        return "cl_train.audit(model, images)"
+    used = {"model": cfg.model, "data.image_size": image_size, "batch_size": cfg.batch_size}
+    used["precision"] = precision.name
+    default = Config()
+    for key in ("device", "conversion", "select"):
+        if getattr(cfg, key) != getattr(default, key):
+            used[key] = getattr(cfg, key)
+    return f"cl-train audit {shlex.join(f'{key}={show(value)}' for key, value in used.items())}"
 
 
 def try_model(
