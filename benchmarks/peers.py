@@ -34,8 +34,8 @@ from cl_train.config.fields import Range
 from cl_train.config.schema import JsonResult, LoaderBenchmarkSettings, OptimConfig, setting
 from cl_train.config.validation import checked_config, optional_module
 from cl_train.errors import ConfigError
+from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
-from cl_train.measure.statistics import alternate
 from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer, in_memory_order
 from cl_train.step.precision import EMA, autocast, resolve_precision
@@ -63,18 +63,20 @@ class OverheadSettings(JsonResult):
 
 def overhead(settings: OverheadSettings) -> Result:
     device = choose_device("auto")
-    steps = [partial(side, settings, device) for side in (bare_step_s, cl_train_step_s)]
-    done = alternate(steps, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds)
-    ratios = done.round_ratios(1)
+    sides = [partial(side, settings, device) for side in (bare_steps, cl_train_steps)]
+    done = alternate(sides, Stop.after(settings.rounds))
+    ratios = done.ratios(1)
     ratio = statistics.median(ratios)
-    bare_ms, cl_train_ms = ([1000 * seconds for seconds in block] for block in done.blocks)
+    bare_ms, cl_train_ms = (
+        [1000 * seconds for seconds in done.times_s(number)] for number in (0, 1)
+    )
     times = {"bare_step_ms": bare_ms, "cl_train_step_ms": cl_train_ms}
     spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
     text = f"cl_train / bare loop, images per second: {ratio:.3f} ({spread})"
     return document_of(settings, device, **times, ratio=ratio, ratios=ratios), text
 
 
-def bare_step_s(settings: OverheadSettings, device: torch.device) -> float:
+def bare_steps(settings: OverheadSettings, device: torch.device) -> Block:
     """The shortest correct training loop, in channels_last with fused SGD."""
     precision, size = resolve_precision("auto", device), settings.image_size
     torch.manual_seed(0)
@@ -98,10 +100,10 @@ def bare_step_s(settings: OverheadSettings, device: torch.device) -> float:
             optimizer.zero_grad(set_to_none=True)
 
     steps()
-    return timed_s(steps, device) / settings.steps
+    return Block(timed_s(steps, device) / settings.steps)
 
 
-def cl_train_step_s(settings: OverheadSettings, device: torch.device) -> float:
+def cl_train_steps(settings: OverheadSettings, device: torch.device) -> Block:
     """The same with `train`: the step time of one window of `steps` steps, from metrics.jsonl."""
     steps = settings.steps
     data: dict[str, Any] = {"name": "synthetic", "image_size": settings.image_size}
@@ -117,7 +119,7 @@ def cl_train_step_s(settings: OverheadSettings, device: torch.device) -> float:
         with redirect_stdout(io.StringIO()):
             assert train(checked_config(values), Path(folder)).exit_code == 0
         windows = windows_that_count(windows_of(read_records(Path(folder))[0]))
-    return statistics.fmean(window.step_ms for window in windows) / 1000
+    return Block(statistics.fmean(window.step_ms for window in windows) / 1000)
 
 
 # --- updates of the weights -----------------------------------------------------------------------
@@ -145,12 +147,15 @@ def updates(settings: UpdateSettings) -> Result:
     before = torch.get_num_threads()
     for model, update, threads in cases:
         torch.set_num_threads(threads)
-        blocks = [partial(block_s, update_of(model, update, side)) for side in SIDES]
-        done = alternate(blocks, target_ci=math.inf, time_limit_s=case_s)
-        ms = [[round(1000 * seconds, 4) for seconds in times] for times in done.blocks]
+        variants = [partial(updates_block, update_of(model, update, side)) for side in SIDES]
+        done = alternate(variants, Stop(math.inf, case_s))
+        ms = [
+            [round(1000 * seconds, 4) for seconds in times]
+            for times in map(done.times_s, range(len(SIDES)))
+        ]
         row: dict[str, Any] = {"model": model, "update": update, "threads": threads}
         row["ms"] = dict(zip(SIDES, map(statistics.median, ms), strict=True))
-        row["ratio"] = 1 / done.speed_ratios()[1].ratio
+        row["ratio"] = 1 / done.intervals()[1].ratio
         row["block_ms"] = dict(zip(SIDES, ms, strict=True))
         rows.append(row)
         print(f"{model} {update} {threads}: {row['ms']}, ratio {row['ratio']:.2f}", flush=True)
@@ -180,14 +185,14 @@ def update_of(name: str, update: str, side: str) -> Callable[[], object]:
     return step
 
 
-def block_s(update: Callable[[], object], count: int = 10) -> float:
-    """Seconds of one update, the mean of `count`.
+def updates_block(update: Callable[[], object], count: int = 10) -> Block:
+    """`count` updates.
 
     One comes before the clock starts: it finds the caches full of another side's tensors, but not
     in the block that follows a block of the same side.
     """
     update()
-    return timed_s(lambda: [update() for _ in range(count)], CPU) / count
+    return Block(timed_s(lambda: [update() for _ in range(count)], CPU) / count)
 
 
 # --- the loader -----------------------------------------------------------------------------------

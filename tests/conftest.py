@@ -158,11 +158,15 @@ class Run:
 @pytest.fixture
 def quick_auto(monkeypatch, tmp_path) -> None:
     """`channels_last=auto` measures two rounds, and knows no earlier choice."""
+    from dataclasses import replace
+
     from cl_train.measure import auto
 
     measure = auto.benchmark_layouts
     monkeypatch.setattr(
-        auto, "benchmark_layouts", lambda *a, **k: measure(*a, **{**k, "time_limit_s": 0.0})
+        auto,
+        "benchmark_layouts",
+        lambda *given, stop: measure(*given, stop=replace(stop, time_limit_s=0.0)),
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

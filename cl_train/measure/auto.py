@@ -16,6 +16,7 @@ from torch import nn
 from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
+from cl_train.measure.alternate import Stop
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.statistics import verdict_of
 from cl_train.measure.timed_step import (
@@ -162,8 +163,8 @@ def _measured_choice(
 ) -> Choice:
     started_at = time.perf_counter()
     measured = affordable(model, workload, time_limit_s)
-    rounds_s = SHARE_OF_ROUNDS * time_limit_s
-    done = benchmark_layouts(model, measured, (CONTIGUOUS, candidate), time_limit_s=rounds_s)
+    stop = Stop(time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
+    done = benchmark_layouts(model, measured, (CONTIGUOUS, candidate), stop=stop)
 
     verdict = verdict_of(done.ratio)  # even if disturbed: that slows both layouts alike
     layout = candidate if verdict == "faster" else CONTIGUOUS

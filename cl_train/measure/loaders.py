@@ -1,7 +1,6 @@
 """What `cl-train loader_benchmark` measures: loaders of the same files, in turns."""
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sized
@@ -17,7 +16,7 @@ from cl_train.config.schema import AugmentConfig, DataConfig, LoaderBenchmarkSet
 from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.loader import DataSettings
 from cl_train.data.sample import ensure_sample
-from cl_train.measure.statistics import alternate
+from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import document_of
 from cl_train.system.tables import markdown_table
@@ -32,14 +31,14 @@ class Pipeline:
     batches: Callable[[], Iterable[Sized]]
     close: Callable[[], object] = lambda: None
 
-    def seconds_per_image(self, images: int) -> float:
+    def block(self, images: int) -> Block:
         """Times the first batches of an epoch, until `images` are delivered."""
         started_at, seen = time.perf_counter(), 0
         for batch in self.batches():
             seen += len(batch)
             if seen >= images:
                 break
-        return (time.perf_counter() - started_at) / seen
+        return Block((time.perf_counter() - started_at) / seen)
 
 
 def benchmark_loaders(
@@ -59,12 +58,10 @@ def benchmark_loaders(
     torch.set_num_threads(1)  # the workers are measured, not this process
     try:
         pipelines[:0] = [make(settings, workers[-1]) for make in (torchvision_reference, *others)]
-        blocks = [partial(pipeline.seconds_per_image, settings.images) for pipeline in pipelines]
-        for block in blocks:
-            block()  # starts workers and fills the page cache
-        done = alternate(
-            blocks, target_ci=math.inf, time_limit_s=math.inf, min_rounds=settings.rounds
-        )
+        variants = [partial(pipeline.block, settings.images) for pipeline in pipelines]
+        for variant in variants:
+            variant()  # starts workers and fills the page cache
+        done = alternate(variants, Stop.after(settings.rounds))
     finally:
         for pipeline in pipelines:
             pipeline.close()
@@ -72,10 +69,10 @@ def benchmark_loaders(
         {
             "pipeline": one.name,
             "workers": one.workers,
-            "images_per_s": round(1 / median(times_s), 1),
-            "ratio": round(median(done.round_ratios(index)), 2),
+            "images_per_s": round(1 / median(done.times_s(number)), 1),
+            "ratio": round(median(done.ratios(number)), 2),
         }
-        for index, (one, times_s) in enumerate(zip(pipelines, done.blocks, strict=True))
+        for number, one in enumerate(pipelines)
     ]
     our_rows = rows[-len(workers) :]
     per_core = max(row["images_per_s"] / min(cores, row["workers"]) for row in our_rows)
@@ -83,8 +80,8 @@ def benchmark_loaders(
     answer = f"this machine has {cores}: {'enough' if needed <= cores else 'too few'}"
     wanted = f"{settings.gpu_images_per_s:,.0f} images/s need {needed} cores of this kind"
     text = f"{markdown_table(rows)}\n{wanted}; {answer}"
-    for row, times_s in zip(rows, done.blocks, strict=True):
-        row["block_s_per_image"] = [round(seconds, 8) for seconds in times_s]
+    for number, row in enumerate(rows):
+        row["block_s_per_image"] = [round(seconds, 8) for seconds in done.times_s(number)]
     results = {"rows": rows, "cores": cores, "cores_needed": needed}
     results["images_per_s_needed"] = settings.gpu_images_per_s
     return document_of(settings, torch.device("cpu"), schema_version=3, **results), text

@@ -7,6 +7,7 @@ the recorder's own. Calls of the two layouts are paired by module, operator and 
 """
 
 import gc
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cl_train.measure.statistics import alternate
+from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.measure.time_recorder import Key, LineRecorder, TimeRecorder, processor_clock
 from cl_train.measure.timed_step import measurement_state
 from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedCall, Times
@@ -105,7 +106,7 @@ def _timed_calls(
     calls: dict[Key, TimedCall] = {}
     seconds: list[list[dict[Key, float]]] = [[] for _ in steps]  # of the calls, in each block
 
-    def block_s(index: int) -> float:
+    def block(index: int) -> Block:
         wait_for(device)
         started_at = clock()
         steps[index].run()
@@ -115,25 +116,20 @@ def _timed_calls(
         with recorder.watching():
             steps[index].run(recorder.start)
         seconds[index].append(recorder.seconds())
-        return step_s
+        return Block(step_s)
 
     with processor_clock() as clock:
         for index in range(len(steps)):  # the warm-up
-            block_s(index)
+            block(index)
             seconds[index].clear()
-        done = alternate(
-            [partial(block_s, index) for index in range(len(steps))],
-            target_ci=float("inf"),
-            time_limit_s=time_limit_s,
-            min_rounds=_MAX_ROUNDS,
-            least_rounds=_MIN_ROUNDS,
-        )
+        stop = Stop(math.inf, time_limit_s, _MAX_ROUNDS, _MIN_ROUNDS)
+        done = alternate([partial(block, index) for index in range(len(steps))], stop)
         if device.type == "cpu":
             _name_lines(steps, clock, calls)
     for key, call in calls.items():
         # A block may lack a call, which other random numbers have chosen.
         call.ms = _ms_of_rounds([[block.get(key, 0.0) for block in blocks] for blocks in seconds])
-    return list(calls.values()), _ms_of_rounds(done.blocks)
+    return list(calls.values()), _ms_of_rounds([done.times_s(index) for index in range(len(steps))])
 
 
 def _ms_of_rounds(seconds: Sequence[Sequence[float]]) -> Times:

@@ -3,19 +3,19 @@
 The step is the one that training runs (`timed_step.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure.statistics import Alternation, Interval, alternate, verdict_of
-from cl_train.measure.taken_time import TakenTime, rounds_that_count, timed_block
+from cl_train.measure.alternate import Rounds, Stop, alternate
+from cl_train.measure.statistics import Interval, verdict_of
+from cl_train.measure.taken_time import TakenTime, timed_block
 from cl_train.measure.timed_step import (
     LossFunction,
     TimedStep,
@@ -30,7 +30,7 @@ from cl_train.step.train_step import StepSettings
 from cl_train.step.utilisation import describe, utilisation
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
-from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT, MachineLoad
+from cl_train.system.processes import BUSY_PCT
 from cl_train.system.tensors import tensors_in
 
 BLOCK_S = 0.25
@@ -173,7 +173,7 @@ def compare_layouts(
     images = len(tensors[0]) if tensors else batch_size
     shape = image_shape(image_size)
     workload = Workload(images, shape, settings, device, mode, batch, loss, output)
-    return benchmark_layouts(model, workload, target_ci=target_ci, time_limit_s=time_limit_s)
+    return benchmark_layouts(model, workload, stop=Stop(target_ci, time_limit_s))
 
 
 def benchmark_layouts(
@@ -181,15 +181,13 @@ def benchmark_layouts(
     workload: Workload,
     layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST),
     *,
-    target_ci: float = 0.02,
-    time_limit_s: float = 60.0,
+    stop: Stop,
 ) -> Comparison:
     """As `compare_layouts`, for any workload and layouts; the first is the baseline."""
     requested = workload.batch_size
-    in_turns = partial(alternate, target_ci=target_ci, time_limit_s=time_limit_s)
     while True:
         try:
-            done = _benchmark(model, workload, layouts, in_turns)
+            done = _benchmark(model, workload, layouts, stop)
             return replace(done, batch_size_requested=requested)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -203,14 +201,9 @@ def benchmark_layouts(
 
 
 def _benchmark(
-    model: nn.Module,
-    workload: Workload,
-    layouts: Sequence[Layout],
-    in_turns: Callable[..., Alternation],
+    model: nn.Module, workload: Workload, layouts: Sequence[Layout], stop: Stop
 ) -> Comparison:
-    """`in_turns`: `alternate` with its end. Raises ConfigError: the model fails for another reason
-    than memory.
-    """
+    """Raises ConfigError: the model fails for another reason than memory."""
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
     with explained, measurement_state(workload.settings, workload.device):
@@ -224,12 +217,14 @@ def _benchmark(
         for step in timed:
             step.record()
 
-        load = MachineLoad()
-        done, rounds_left_out = _undisturbed(timed, in_turns, load)
-        others_pct = load.others_pct()
+        slowest_s = max(step.block_times_s(1)[0] for step in timed)
+        count, taken = max(1, min(100, round(BLOCK_S / slowest_s))), TakenTime()
+        done = alternate([partial(timed_block, step, count, taken) for step in timed], stop)
+        quiet = done.undisturbed()
         gpu = gpu_state(workload.device)
-        is_trusted = rounds_left_out is not None and problem_of_gpu(gpu) is None
-        speeds = _speeds(timed, done, peaks_gib, is_trusted=is_trusted)
+        is_trusted = len(quiet) > 0 and problem_of_gpu(gpu) is None
+        counted = quiet or done
+        speeds = _speeds(timed, counted, peaks_gib, is_trusted=is_trusted)
         used = None
         gflop, step_gflop = first.facts.gflop, first.facts.step_gflop
         step_gflop = gflop if workload.mode == "infer" else step_gflop
@@ -241,53 +236,23 @@ def _benchmark(
             workload.precision.name,
             batch_size=workload.batch_size,
             batch_size_requested=workload.batch_size,
-            rounds=done.rounds,
+            rounds=len(counted),
             seconds=done.seconds,
             stopped_by=done.stopped_by,
-            others_pct=others_pct,
+            others_pct=done.others_pct,
             utilisation=used,
             gpu=gpu,
-            rounds_left_out=rounds_left_out,
+            rounds_left_out=len(done) - len(quiet) if quiet else None,
         )
 
 
-def _undisturbed(
-    timed: Sequence[TimedStep], in_turns: Callable[..., Alternation], load: MachineLoad
-) -> tuple[Alternation, int | None]:
-    """The rounds that count, and the number of those left out, because other processes took time
-    from a block; None: too few would remain, and all are kept.
-    """
-    slowest_s = max(step.block_times_s(1)[0] for step in timed)
-    steps = max(1, min(100, round(BLOCK_S / slowest_s)))
-    others = TakenTime()
-    taken_shares: list[float] = []  # of each block of this measurement
-
-    def block_s(step: TimedStep) -> float:
-        block = timed_block(step, steps, others)
-        taken_shares.append(block.taken_share)
-        return block.seconds
-
-    def counting(rounds: int) -> list[int]:
-        is_cpu = timed[0].workload.device.type == "cpu"
-        is_busy = is_cpu and (load.others_pct() or 0.0) >= TOO_BUSY_PCT
-        if is_busy and not others.is_known:
-            return []
-        worst = np.reshape(taken_shares, (rounds, 2 * len(timed))).max(axis=1).tolist()
-        return rounds_that_count(worst, is_busy=is_busy)
-
-    done = in_turns([partial(block_s, step) for step in timed], counting=counting)
-    numbers = counting(done.rounds)
-    if not numbers:
-        return done, None
-    return done.of_rounds(numbers), done.rounds - len(numbers)
-
-
 def _speeds(
-    timed: Sequence[TimedStep], done: Alternation, peaks_gib: Sequence[float], *, is_trusted: bool
+    timed: Sequence[TimedStep], counted: Rounds, peaks_gib: Sequence[float], *, is_trusted: bool
 ) -> list[LayoutSpeed]:
     speeds: list[LayoutSpeed] = []
-    measured = zip(timed, peaks_gib, done.speed_ratios(), done.blocks, strict=True)
-    for step, peak_gib, ratio, times_s in measured:
+    measured = zip(timed, peaks_gib, counted.intervals(), strict=True)
+    for number, (step, peak_gib, ratio) in enumerate(measured):
+        times_s = counted.times_s(number)
         step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
         rate = step.workload.images_per_step / step_s
         verdict = verdict_of(ratio) if is_trusted or not speeds else "not_comparable"

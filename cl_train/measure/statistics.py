@@ -8,9 +8,8 @@ import functools
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 NO_DIFFERENCE = 0.03  # an interval within this distance of 1 is a verdict: no difference
@@ -99,6 +98,14 @@ def interval_of_runs(
     return _interval(centre, student_t(degrees) * math.sqrt(2 * variance), count)
 
 
+def interval_of_rounds(ratios: Sequence[float]) -> Interval:
+    """The t interval over the speed ratios of rounds; unbounded for one round."""
+    logs, count, half = [math.log(ratio) for ratio in ratios], len(ratios), math.inf
+    if count > 1:
+        half = student_t(count - 1) * statistics.stdev(logs) / math.sqrt(count)
+    return _interval(statistics.fmean(logs), half, count)
+
+
 def error_of_look(looks: int) -> float:
     """The error that an interval may have if `looks` of them are tried in turn and the first that
     decides ends it, so that all together err in 5 %: a little under Pocock's constants (1977).
@@ -165,84 +172,3 @@ def seconds_to_decide(interval: Interval, seconds: float) -> float:
     difference, half = abs(math.log(interval.ratio)), math.log(interval.high / interval.ratio)
     margin = max(difference - SMALLEST_DIFFERENCE, NO_DIFFERENCE - difference)
     return seconds * max(1.0, half / margin) ** 2 if margin > 0 else math.inf
-
-
-@dataclass(frozen=True)
-class Alternation:
-    """Timed blocks of variants of the same work, in one process.
-
-    Blocks run in the order A B B A (A B C C B A for three), which is one round: linear drift of the
-    machine (heat, other users) cancels within a round, so rounds are nearly independent.
-    """
-
-    blocks: list[list[float]]  # per variant: seconds per step of each block, two blocks per round
-    seconds: float
-    stopped_by: str  # "target_ci" or "time_limit"
-
-    @property
-    def rounds(self) -> int:
-        return len(self.blocks[0]) // 2
-
-    def of_rounds(self, numbers: Sequence[int]) -> "Alternation":
-        """Returns these rounds alone."""
-        rows = [[times[2 * n + half] for n in numbers for half in (0, 1)] for times in self.blocks]
-        return replace(self, blocks=rows)
-
-    def round_ratios(self, variant: int) -> list[float]:
-        """Speed of a variant / that of the first one in each round; the median ignores outliers."""
-        blocks = zip(self.blocks[0], self.blocks[variant], strict=True)
-        ratios = [first / other for first, other in blocks]
-        return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
-
-    def speed_ratios(self) -> list[Interval]:
-        """Speed of each variant / speed of the first one: the t interval over the rounds; unbounded
-        for one round.
-        """
-        ratios, count = [], self.rounds
-        for variant in range(len(self.blocks)):
-            logs = list(map(math.log, self.round_ratios(variant)))
-            half = math.inf
-            if count > 1:
-                half = student_t(count - 1) * statistics.stdev(logs) / math.sqrt(count)
-            ratios.append(_interval(statistics.fmean(logs), half, count))
-        return ratios
-
-    def widest(self) -> float:
-        """The width of the widest interval."""
-        return max(ratio.width for ratio in self.speed_ratios())
-
-
-def alternate(
-    blocks: Sequence[Callable[[], float]],
-    *,
-    target_ci: float = 0.02,
-    time_limit_s: float = 60.0,
-    min_rounds: int = 8,
-    least_rounds: int = 2,
-    counting: Callable[[int], Sequence[int]] = range,
-) -> Alternation:
-    """Run rounds until the interval of every ratio is at most `target_ci` wide (high - low), or
-    time runs out.
-
-    A block runs some steps and returns the seconds per step.
-
-    Args:
-        min_rounds: with less, an interval that is narrow by chance would end it too soon.
-        least_rounds: are run also beyond the time limit.
-        counting: of a number of rounds, those whose interval counts for the end.
-    """
-    times: list[list[float]] = [[] for _ in blocks]
-    order = [*range(len(blocks)), *reversed(range(len(blocks)))]
-    started_at = time.perf_counter()
-    for rounds in itertools.count(1):
-        for variant in order:
-            times[variant].append(blocks[variant]())
-        seconds = time.perf_counter() - started_at
-        done = Alternation(times, seconds, "time_limit")
-
-        counted = done.of_rounds(counting(rounds))
-        if counted.rounds >= min_rounds and counted.widest() <= target_ci:
-            return replace(done, stopped_by="target_ci")
-        if rounds >= least_rounds and seconds * (rounds + 1) / rounds > time_limit_s:
-            break
-    return done

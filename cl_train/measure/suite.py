@@ -11,6 +11,7 @@ import torch
 from cl_train.config.schema import BenchmarkSettings, OptimConfig
 from cl_train.config.validation import show
 from cl_train.errors import ConfigError
+from cl_train.measure.alternate import Stop
 from cl_train.measure.paired import Comparison, benchmark_layouts
 from cl_train.measure.parity import ParityReport, check_parity
 from cl_train.measure.statistics import seconds_to_decide
@@ -67,13 +68,8 @@ class Combination:
                 for layout in layouts
                 if layout is not CONTIGUOUS
             }
-        done = benchmark_layouts(
-            model,
-            workload,
-            layouts,
-            target_ci=self.settings.target_ci,
-            time_limit_s=self.settings.time_limit_s,
-        )
+        stop = Stop(self.settings.target_ci, self.settings.time_limit_s)
+        done = benchmark_layouts(model, workload, layouts, stop=stop)
         speeds = [
             replace(speed, verdict="not_comparable")
             if speed.layout in self.parity and self.parity[speed.layout].passed is False

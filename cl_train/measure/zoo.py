@@ -14,6 +14,7 @@ from torch import nn
 
 from cl_train.config.schema import ZooSettings
 from cl_train.errors import ConfigError
+from cl_train.measure.alternate import Stop
 from cl_train.measure.audit import audit
 from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.parity import check_parity
@@ -117,7 +118,7 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
         row["parity"] = {"passed": None, "why": str(error)}
     for mode in ("train", "infer") if settings.speed else ():
         workload = Workload(settings.batch_size, shape, StepSettings(precision), device, mode)
-        row[mode] = _timed(model, workload, settings.time_limit_s)
+        row[mode] = _timed(model, workload, Stop(time_limit_s=settings.time_limit_s))
 
     model = cast_model(model, precision)
     row["convolutions"] = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
@@ -133,20 +134,20 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
 
 
-def _timed(model: nn.Module, workload: Workload, time_limit_s: float) -> dict[str, Any]:
+def _timed(model: nn.Module, workload: Workload, stop: Stop) -> dict[str, Any]:
     """Both layouts; on a GPU as CUDA graphs where the step can be recorded, because the host would
     limit both.
     """
     if workload.device.type == "cuda":
         graphed = replace(workload, settings=replace(workload.settings, cuda_graph=True))
         try:
-            done = benchmark_layouts(model, graphed, time_limit_s=time_limit_s)
+            done = benchmark_layouts(model, graphed, stop=stop)
             return {**done.to_dict(), "cuda_graph": True}
         except ConfigError:
             if not CAN_GO_ON_AFTER_FAILURE:
                 raise
     # After the except block: its traceback keeps the first attempt's models and graphs in memory.
-    done = benchmark_layouts(model, workload, time_limit_s=time_limit_s)
+    done = benchmark_layouts(model, workload, stop=stop)
     return {**done.to_dict(), "cuda_graph": False}
 
 

@@ -9,15 +9,18 @@ import torch
 from torch import nn
 
 from cl_train.measure.paired import Comparison, LayoutSpeed
-from cl_train.measure.statistics import Alternation, verdict_of
+from cl_train.measure.statistics import interval_of_rounds, verdict_of
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path) -> None:
-    """Measurements have blocks of one step; auto has a cache of its own."""
-    from cl_train.measure import paired
+    """Measurements have blocks of one step, and the machine for them alone; auto has a cache of
+    its own.
+    """
+    from cl_train.measure import alternate, paired
 
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
+    monkeypatch.setattr(alternate.MachineLoad, "others_pct", lambda self: 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -39,11 +42,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def planted_comparison(ratios: Sequence[float]) -> Comparison:
     """The outcome of a benchmark in whose rounds channels_last was so many times as fast."""
-    blocks = [[100.0] * 2 * len(ratios), [100.0 / ratio for ratio in ratios for _ in range(2)]]
-    done = Alternation(blocks, 15.0, "time_limit")
-    sides = zip(("contiguous", "channels_last"), done.speed_ratios(), blocks, strict=True)
+    sides = {"contiguous": [1.0] * len(ratios), "channels_last": ratios}
+    intervals = {name: interval_of_rounds(side) for name, side in sides.items()}
     speeds = tuple(
-        LayoutSpeed(name, 1.0, 1.0, 0.0, ratio, verdict_of(ratio), tuple(times))
-        for name, ratio, times in sides
+        LayoutSpeed(name, 1.0, 1.0, 0.0, interval, verdict_of(interval))
+        for name, interval in intervals.items()
     )
-    return Comparison(speeds, "fp32", 4, 4, done.rounds, 15.0, "time_limit")
+    return Comparison(speeds, "fp32", 4, 4, len(ratios), 15.0, "time_limit")

@@ -15,9 +15,9 @@ from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, timed_step
+from cl_train.measure.alternate import Block, MachineLoad, Stop, alternate, rounds_that_count
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
-from cl_train.measure.statistics import alternate
-from cl_train.measure.taken_time import Block, rounds_that_count, timed_block
+from cl_train.measure.taken_time import timed_block
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.memory_format.layout import model_memory_format
@@ -26,7 +26,7 @@ from cl_train.step.train_step import StepSettings
 from tests.measure.conftest import planted_comparison, unchanged
 
 CPU = torch.device("cpu")
-QUICK = {"target_ci": 0.5, "time_limit_s": 0.0}
+QUICK = Stop(target_ci=0.5, time_limit_s=0.0)
 
 
 def network(width=8):
@@ -43,18 +43,19 @@ def workload(precision="fp32", **changes):
 
 
 def test_blocks_alternate_until_the_interval_is_narrow_or_time_is_over():
-    blocks = Mock(**{"a.return_value": 0.02, "b.return_value": 0.01})
-    done = alternate([blocks.a, blocks.b])
+    blocks = Mock(**{"a.return_value": Block(0.02), "b.return_value": Block(0.01)})
+    done = alternate([blocks.a, blocks.b], Stop())
     assert [name for name, *_ in blocks.mock_calls] == ["a", "b", "b", "a"] * 8
-    assert (done.rounds, done.stopped_by, done.blocks[1]) == (8, "target_ci", [0.01] * 16)
-    assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0, 2.0])
-    done = alternate([Mock(side_effect=[1.0, 1.0, 5.0, 1.0]), lambda: 1.0], time_limit_s=0.0)
-    assert (done.rounds, done.stopped_by) == (2, "time_limit")
+    assert (len(done), done.stopped_by, done.times_s(1)) == (8, "target_ci", [0.01] * 16)
+    assert [ratio.ratio for ratio in done.intervals()] == pytest.approx([1.0, 2.0])
+    uneven = Mock(side_effect=map(Block, [1.0, 1.0, 5.0, 1.0]))
+    done = alternate([uneven, lambda: Block(1.0)], Stop(time_limit_s=0.0))
+    assert (len(done), done.stopped_by, done.times_s(0)) == (2, "time_limit", [1.0, 1.0, 5.0, 1.0])
     # Slower by 1 % from block to block: it cancels within a round.
-    slower = iter(0.01 * 1.01**n for n in range(1000))
-    done = alternate([lambda: next(slower)] * 3)
-    assert [ratio.ratio for ratio in done.speed_ratios()] == pytest.approx([1.0] * 3)
-    assert done.round_ratios(2) == pytest.approx([1.0] * done.rounds)
+    slower = (Block(0.01 * 1.01**n) for n in range(1000))
+    done = alternate([lambda: next(slower)] * 3, Stop())
+    assert [ratio.ratio for ratio in done.intervals()] == pytest.approx([1.0] * 3)
+    assert done.ratios(2) == pytest.approx([1.0] * len(done))
 
 
 def test_both_sides_have_the_same_weights_and_images_in_their_layout():
@@ -105,7 +106,7 @@ def test_no_eager_work_follows_a_recording(monkeypatch):
     monkeypatch.setattr(timed_step, "peak_memory_of_step_gib", lambda *_: refuse() or 1.0)
     model = network()
     model.register_forward_pre_hook(refuse)
-    done = benchmark_layouts(model, workload(cuda_graph=True), **QUICK)
+    done = benchmark_layouts(model, workload(cuda_graph=True), stop=QUICK)
     assert all(speed.peak_memory_gib > 0 for speed in done.speeds) and done.utilisation
 
 
@@ -115,7 +116,7 @@ def test_no_eager_work_follows_a_recording(monkeypatch):
 def test_the_model_and_the_generators_stay_as_they_are(precision, mode):
     model = network()
     with unchanged(model):
-        done = benchmark_layouts(model, workload(precision, mode=mode), **QUICK)
+        done = benchmark_layouts(model, workload(precision, mode=mode), stop=QUICK)
     assert [speed.layout for speed in done.speeds] == ["contiguous", "channels_last"]
     assert all(speed.images_per_s > 0 and speed.peak_memory_gib > 0 for speed in done.speeds)
 
@@ -137,19 +138,19 @@ def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):
     durations = itertools.cycle([0.01, 0.01, 0.01, 0.01, 0.51])
     monkeypatch.setattr(timed, "block_times_s", lambda steps: [next(durations)])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert timed_block(timed, 10, Disturbed()) == (0.01, 0.0)
+    assert timed_block(timed, 10, Disturbed()) == Block(0.01)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert timed_block(timed, 5, Disturbed()) == (pytest.approx(0.01), 0.0)
+    assert timed_block(timed, 5, Disturbed()) == Block(pytest.approx(0.01))
     monkeypatch.setattr(Disturbed, "every", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(Disturbed, "calls", 0)
     block = timed_block(timed, 5, Disturbed())
-    assert block == (0.01, pytest.approx(50.0)), "all steps are disturbed"
+    assert block == Block(0.01, pytest.approx(50.0)), "all steps are disturbed"
 
 
 def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch):
     """In the second of each four rounds channels_last has a disturbed block, ten times as slow."""
-    monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
+    monkeypatch.setattr(MachineLoad, "others_pct", lambda self: 60.0)
     calls = itertools.count()
 
     def block(step, steps, others):
@@ -158,7 +159,7 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
         return Block(seconds * (10 if is_disturbed else 1), 0.9 if is_disturbed else 0.0)
 
     monkeypatch.setattr(paired, "timed_block", block)
-    done = benchmark_layouts(network(), workload())
+    done = benchmark_layouts(network(), workload(), stop=Stop())
     assert (done.verdict, done.rounds, done.rounds_left_out) == ("faster", 8, 3)
     assert done.ratio.ratio == pytest.approx(2.0) and "3 of 11 rounds are left out" in str(done)
     assert "none of the 8 rounds" in str(replace(done, rounds_left_out=0))
@@ -181,7 +182,7 @@ def test_small_disturbances_leave_half_of_the_rounds_at_least(taken_shares, is_b
 
 
 def test_a_comparison_prints_and_becomes_json(monkeypatch):
-    monkeypatch.setattr(paired.MachineLoad, "others_pct", lambda self: 60.0)
+    monkeypatch.setattr(MachineLoad, "others_pct", lambda self: 60.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(paired, "TakenTime", Disturbed)
     done = compare_layouts(network(), 4, image_size=16, target_ci=5.0, time_limit_s=0.1)

@@ -7,13 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cl_train.measure import statistics
+from cl_train.measure import alternate as driver
+from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.measure.statistics import (
     SMALLEST_SPREAD,
-    Alternation,
     Interval,
-    alternate,
     error_of_look,
+    interval_of_rounds,
     interval_of_runs,
     repeats_to_decide,
     seconds_to_decide,
@@ -67,12 +67,12 @@ def test_the_error_rates_in_docs_comparison(conditions):
 
 
 def test_the_interval_of_rounds_is_the_t_interval():
-    blocks = [math.exp(-log) for log in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4)]
-    _, interval = Alternation([[1.0] * 8, blocks], 1.0, "").speed_ratios()
+    ratios = [math.exp(log) for log in (0.1, 0.2, 0.3, 0.4)]
+    interval = interval_of_rounds(ratios)
     half = 3.182446 * math.sqrt(1 / 60) / 2  # stdev of the four is sqrt(1/60)
     expected = (math.exp(0.25), math.exp(0.25 - half), math.exp(0.25 + half), 4)
     assert (interval.ratio, interval.low, interval.high, interval.n) == pytest.approx(expected)
-    _, one = Alternation([[1.0] * 2, blocks[:2]], 1.0, "").speed_ratios()
+    one = interval_of_rounds(ratios[:1])
     # One round gives no verdict.
     assert (one.low, one.high, verdict_of(one)) == (0.0, math.inf, "inconclusive")
 
@@ -202,13 +202,13 @@ def test_one_uneven_run_per_side_widens_the_interval():
 def test_a_benchmark_errs_rarely(spread, ratio, right, at_most_wrong, monkeypatch):
     """Simulated: at most 32 rounds, each of one second."""
     rng, clock = np.random.default_rng(0), itertools.count()
-    monkeypatch.setattr(statistics.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(driver.time, "perf_counter", lambda: float(next(clock)))
     found: Counter[str] = Counter()
     for _ in range(200):
         logs = rng.normal(math.log(ratio), spread, 32)
-        blocks = [lambda: 1.0, (math.exp(-log) for log in np.repeat(logs, 2)).__next__]
-        done = alternate(blocks, time_limit_s=32)
-        found[verdict_of(done.speed_ratios()[1])] += 1
+        blocks = (Block(math.exp(-log)) for log in np.repeat(logs, 2))
+        done = alternate([lambda: Block(1.0), blocks.__next__], Stop(time_limit_s=32))
+        found[verdict_of(done.intervals()[1])] += 1
     wrong = {"faster", "slower", "no_difference"} - {right or "no_difference"}
     assert 100 * sum(found[name] for name in wrong) / 200 <= at_most_wrong, found
     assert not right or found[right] >= 190, found

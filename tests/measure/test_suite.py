@@ -17,6 +17,7 @@ from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
 from cl_train.measure import suite, zoo
+from cl_train.measure.alternate import Stop
 from cl_train.measure.parity import ParityReport
 from cl_train.measure.suite import run_suite
 from cl_train.measure.timed_step import Workload
@@ -65,8 +66,8 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monk
 def test_each_combination_has_its_time_and_an_undecided_one_its_command(monkeypatch, capsys):
     limits, ratios = [], iter([[1.5] * 4, [1.2, 0.9] * 4])
 
-    def planted(model, workload, layouts, **ends):
-        limits.append((ends["target_ci"], ends["time_limit_s"]))
+    def planted(model, workload, layouts, stop):
+        limits.append((stop.target_ci, stop.time_limit_s))
         return planted_comparison(next(ratios))
 
     monkeypatch.setattr(suite, "benchmark_layouts", planted)
@@ -155,7 +156,7 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
     """A live exception would keep the models of the first one in memory."""
     measured = []
 
-    def planted(model, workload, time_limit_s):
+    def planted(model, workload, stop):
         assert sys.exception() is None
         measured.append(workload.settings.cuda_graph)
         if workload.settings.cuda_graph:
@@ -166,7 +167,7 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
     monkeypatch.setattr(zoo, "CAN_GO_ON_AFTER_FAILURE", True)
     step = StepSettings(resolve_precision("fp32", torch.device("cpu")))
     workload = Workload(2, (3, 32, 32), step, torch.device("cuda"))
-    assert zoo._timed(torch.nn.ReLU(), workload, 1.0)["cuda_graph"] is False
+    assert zoo._timed(torch.nn.ReLU(), workload, Stop())["cuda_graph"] is False
     assert measured == [True, False]
 
 

@@ -1,0 +1,122 @@
+"""Variants of the same work in turns, A B B A, in one process: the one driver of measurements. No
+torch here.
+
+Linear drift of the machine (heat, other users) cancels within a round, so rounds are nearly
+independent. What other processes disturbed is left out.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cl_train.measure.statistics import Interval, interval_of_rounds
+from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad
+
+MOST_TAKEN = 0.02  # of a block's time
+LEAST_QUIET_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps of one variant."""
+
+    seconds: float  # of a step
+    taken_share: float | None = 0.0  # of its time, that other processes took; None: unknown
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The blocks of each round, in the order A B B A (A B C C B A for three variants)."""
+
+    blocks: list[list[Block]]
+    seconds: float
+    others_pct: float | None = None  # share of the cores of other processes; None: unknown
+    stopped_by: str = ""  # "target_ci" or "time_limit"
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def times_s(self, variant: int) -> list[float]:
+        """Seconds per step of each block of a variant, two per round."""
+        return [blocks[place].seconds for blocks in self.blocks for place in (variant, ~variant)]
+
+    def ratios(self, variant: int) -> list[float]:
+        """Speed of a variant / that of the first one in each round; the median ignores outliers."""
+        pairs = zip(self.times_s(0), self.times_s(variant), strict=True)
+        ratios = [first / other for first, other in pairs]
+        return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
+
+    def intervals(self) -> list[Interval]:
+        """Speed of each variant / speed of the first one, with the interval over the rounds."""
+        variants = range(len(self.blocks[0]) // 2)
+        return [interval_of_rounds(self.ratios(variant)) for variant in variants]
+
+    def undisturbed(self) -> "Rounds":
+        """The rounds that count, without those from which other processes took time; none if too
+        few would remain.
+        """
+        is_busy = (self.others_pct or 0.0) >= TOO_BUSY_PCT
+        shares = [[block.taken_share for block in blocks] for blocks in self.blocks]
+        if is_busy and any(None in of_round for of_round in shares):
+            return replace(self, blocks=[])
+        worst = [max(share or 0.0 for share in of_round) for of_round in shares]
+        numbers = rounds_that_count(worst, is_busy=is_busy)
+        return replace(self, blocks=[self.blocks[number] for number in numbers])
+
+
+def rounds_that_count(taken_shares: Sequence[float], *, is_busy: bool) -> list[int]:
+    """The rounds from which other processes took least; `taken_shares`: of each round's time.
+
+    Those that lost at most 2 % count, and at least half of all: small losses are noise, which the
+    interval contains, and few rounds make it wider than the noise would. On a busy machine, where
+    large losses could differ between the layouts, only those that lost at most 2 % count; none if
+    they are fewer than four.
+    """
+    count = len(taken_shares)
+    quiet = sum(share <= MOST_TAKEN for share in taken_shares)
+    least = min(count, LEAST_QUIET_ROUNDS)
+    if is_busy and quiet < least:
+        return []
+    if not is_busy:
+        quiet = max(quiet, least, (count + 1) // 2)
+    return sorted(sorted(range(count), key=taken_shares.__getitem__)[:quiet])
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a measurement ends: every interval is at most `target_ci` wide (high - low), or time
+    runs out.
+    """
+
+    target_ci: float = 0.02
+    time_limit_s: float = 60.0
+    min_rounds: int = 8  # with less, an interval that is narrow by chance would end it too soon
+    least_rounds: int = 2  # are run also beyond the time limit
+
+    @classmethod
+    def after(cls, rounds: int) -> "Stop":
+        return cls(math.inf, math.inf, rounds)
+
+    def reason(self, done: Rounds) -> str:
+        """Why `done` is enough; empty: it is not."""
+        counted = done.undisturbed()
+        if len(counted) >= self.min_rounds:
+            widest = max(interval.width for interval in counted.intervals())
+            if widest <= self.target_ci:
+                return "target_ci"
+        with_another_s = done.seconds * (len(done) + 1) / len(done)
+        is_over = len(done) >= self.least_rounds and with_another_s > self.time_limit_s
+        return "time_limit" if is_over else ""
+
+
+def alternate(variants: Sequence[Callable[[], Block]], stop: Stop) -> Rounds:
+    """Run rounds of the variants until `stop`."""
+    blocks: list[list[Block]] = []
+    load, started_at = MachineLoad(), time.perf_counter()
+    while True:
+        blocks.append([variant() for variant in (*variants, *reversed(variants))])
+        seconds = time.perf_counter() - started_at
+        done = Rounds(blocks, seconds, load.others_pct())
+        if reason := stop.reason(done):
+            return replace(done, stopped_by=reason)
