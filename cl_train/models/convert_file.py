@@ -77,16 +77,14 @@ def _convert(
     saved: SavedModel, file: Path, memory_format: torch.memory_format, shape: Sequence[int]
 ) -> tuple[str, bool]:
     """Write the file, read it back and compare; returns what is equal, and whether all is."""
-    size = saved.card.image_size or 224
-    original = runnable(saved, shape[-1] if shape else size)
+    shape = shape or _usual_shape(saved)
+    original = runnable(saved, shape[-1])
     if original is None:
         if file.suffix in PROGRAMS:
             raise ConfigError(f"out=*{file.suffix}: {needed_model(saved)}")
         _written_weights(saved, memory_format, file)
         return f"{_EQUAL_VALUES}outputs not compared: {needed_model(saved)}", False
 
-    (example, *_), _ = getattr(saved.program, "example_inputs", None) or ((None,), {})
-    shape = shape or (example.shape if isinstance(example, Tensor) else (2, 3, size, size))
     images = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     images = images.to(dtype_of(original))
     references = _outputs(original, images, torch.contiguous_format)
@@ -98,7 +96,7 @@ def _convert(
         proof, converted = "", _written_program(saved, original, images, memory_format, file)
     else:
         written = _written_weights(saved, memory_format, file)
-        proof, loaded = _EQUAL_VALUES, runnable(written, images.shape[-1])
+        proof, loaded = _EQUAL_VALUES, runnable(written, shape[-1])
         if loaded is None:  # the weights of a program
             return f"{proof}outputs not compared: {needed_model(saved)}", False
         converted = loaded
@@ -114,6 +112,13 @@ def _convert(
         what = f"the outputs differ by {difference:.1e} of the largest, or are not finite"
         raise NotConverted(what)
     return f"{proof}the outputs are within {difference:.1e} of the largest", True
+
+
+def _usual_shape(saved: SavedModel) -> Sequence[int]:
+    """That of the images a program was exported with, or of two images as the model is used."""
+    size = saved.card.image_size or 224
+    example, _ = getattr(saved.program, "example_inputs", None) or ((), {})
+    return next((x.shape for x in example if isinstance(x, Tensor)), (2, 3, size, size))
 
 
 def _written_weights(

@@ -153,23 +153,26 @@ def _timm_name(name: str) -> str:
     return name.removeprefix("timm/")
 
 
+def _timm_facts(name: str) -> dict[str, Any]:
+    """What timm records of a model and of its weights; empty if it has no weights."""
+    timm = optional_module("timm", f"model={name}")
+    recorded = timm.get_pretrained_cfg(_timm_name(name), allow_unregistered=True)
+    return recorded.to_dict() if recorded else {}
+
+
 def size_options(name: str, image_size: int | None) -> dict[str, int]:
     """The argument of a zoo's builder for networks that are built for one image size."""
     if image_size is None or ":" in name:
         return {}
     if not name.startswith("timm/"):
         return {"image_size": image_size} if name.startswith("vit_") else {}
-    timm = optional_module("timm", f"model={name}")
-    pretrained = timm.get_pretrained_cfg(_timm_name(name), allow_unregistered=True)
-    is_fixed = pretrained is not None and pretrained.fixed_input_size
-    return {"img_size": image_size} if is_fixed else {}
+    return {"img_size": image_size} if _timm_facts(name).get("fixed_input_size") else {}
 
 
 def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
     """The number of classes of a zoo's weights, and their names, which timm does not have."""
     if name.startswith("timm/"):
-        timm = optional_module("timm", f"model={name}")
-        return int(timm.get_pretrained_cfg(_timm_name(name)).num_classes), ()
+        return int(_timm_facts(name)["num_classes"]), ()
     names = torchvision_weights(name, weights).meta["categories"]
     return len(names), tuple(names)
 
@@ -267,9 +270,7 @@ def published_preprocessing(
         statistics = tuple(published.mean), tuple(published.std)
         return Preprocessing(*sizes, published.interpolation.value, *statistics)
     timm = optional_module("timm", f"model={model}")
-    pretrained = timm.get_pretrained_cfg(_timm_name(model))
-    facts = pretrained.to_dict() if pretrained else {}
-    data = timm.data.resolve_data_config(pretrained_cfg=facts, use_test_size=True)
+    data = timm.data.resolve_data_config(pretrained_cfg=_timm_facts(model), use_test_size=True)
     _, size, width = data["input_size"]
     is_centre_crop = size == width and data["crop_mode"] == "center"
     if not is_centre_crop or data["interpolation"] not in ("bilinear", "bicubic"):
