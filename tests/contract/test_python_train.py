@@ -61,7 +61,7 @@ def test_settings_of_a_run_are_reused(settings, tmp_path):
 def test_faults_are_raised(settings, capsys):
     with pytest.raises(ConfigError, match="did you mean optim"):
         cl_train.train(lr=0.1)
-    with pytest.raises(ConfigError, match="did you mean .*resnet50"):  # before the data is read
+    with pytest.raises(ConfigError, match=r"did you mean .*resnet50"):  # before the data is read
         cl_train.train("model=resnt50", "data.root=/nowhere")
     with pytest.raises(ConfigError, match="command line"):
         cl_train.train("-m", "seed=1,2")

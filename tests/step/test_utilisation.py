@@ -1,45 +1,14 @@
-"""FLOPs equal the published figures; shares follow from them."""
+"""Shares of the peak that a data sheet names. FLOPs: tests/models/test_facts.py."""
 
 import pytest
 import torch
-import torchvision
 
 from cl_train.step.precision import BY_NAME
 from cl_train.step.utilisation import (
     data_sheet_tflop_per_s,
     describe,
-    flops_of,
     utilisation,
 )
-
-
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "squeezenet1_1"])
-def test_flops_are_the_published_ones(name):
-    weights = next(iter(torchvision.models.get_model_weights(name)))
-    size = weights.transforms().crop_size[0]
-    with torch.device("meta"):
-        model, image = torchvision.models.get_model(name).eval(), torch.empty(1, 3, size, size)
-    published = 2e9 * weights.meta["_ops"]  # billions of multiply-adds, rounded
-    assert flops_of(lambda: model(image)) == pytest.approx(published, 0.02)
-
-
-@pytest.mark.parametrize(
-    ("name", "frozen", "passes"),
-    [
-        ("resnet18", (), 2.93),  # no gradient of the images: the first convolution counts twice
-        ("resnet18", ("conv1", "bn1", "layer"), 1.0),
-        ("resnext50_32x4d", (), 2.97),  # groups
-        ("resnet18", ("conv1", "bn1", "layer1"), 2.33),
-    ],
-)
-def test_a_backward_pass_counts_as_far_as_it_runs(name, frozen, passes):
-    with torch.device("meta"):
-        model, images = torchvision.models.get_model(name), torch.empty(2, 3, 64, 64)
-    for parameter_name, parameter in model.named_parameters():
-        parameter.requires_grad_(not parameter_name.startswith(frozen or ("none",)))
-    forward = flops_of(lambda: model(images))
-    step = flops_of(lambda: model(images).sum().backward(), gradients=True)
-    assert step / forward == pytest.approx(passes, abs=0.05)
 
 
 def test_shares_are_of_the_data_sheet_where_it_is_known(monkeypatch):
