@@ -2,11 +2,12 @@
 
 import itertools
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from cl_train.config.schema import BenchmarkSettings, OptimConfig
 from cl_train.config.validation import show
@@ -16,7 +17,7 @@ from cl_train.measure.paired import Comparison, benchmark_layouts
 from cl_train.measure.parity import ParityReport, check_parity
 from cl_train.measure.statistics import seconds_to_decide
 from cl_train.measure.timed_step import Workload, input_shape
-from cl_train.memory_format.convert import CONTIGUOUS, LAYOUTS
+from cl_train.memory_format.convert import CONTIGUOUS, LAYOUTS, Layout
 from cl_train.models import sources as models
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
@@ -30,71 +31,62 @@ LONGEST_ADVISED_S = 3600.0
 NAMES = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Combination:
-    """A model and how it is measured, and its result."""
+    """A model, and how it is measured."""
 
     settings: BenchmarkSettings
     described: dict[str, Any]
     workload: Workload
-    comparison: Comparison | None = None
-    parity: dict[str, ParityReport] = field(default_factory=dict)  # by layout
-    error: str | None = None
 
-    def measure(self) -> None:
-        """A model may raise any exception, which must not lose the results of the others."""
+    def result(self) -> dict[str, Any]:
+        """The content of the JSON file: with `error` instead of speeds if it failed. A model may
+        raise any exception, which must not lose the results of the others.
+        """
         try:
-            self.comparison = self._compared()
+            return {**self.described, **self._measured()}
         except Exception as error:
-            self.error = explain_failure(error)
+            why = explain_failure(error)
+            return {**self.described, "error": why, "text": f"  failed: {why}", "pairs": []}
 
-    def _compared(self) -> Comparison:
+    def _measured(self) -> dict[str, Any]:
         """Parity, then speed. Layouts that compute different results are not comparable."""
         torch.manual_seed(0)
-        workload, name = self.workload, self.described["model"]
+        workload, settings = self.workload, self.settings
         size = workload.input_shape[-1]
-        model = models.build_model(name, num_classes=1000, image_size=size)
-        layouts = [LAYOUTS[layout] for layout in self.settings.layouts]
-        if self.settings.parity:
-            self.parity = {
-                layout.name: check_parity(
-                    model,
-                    conversion=layout.conversion,
-                    mode="infer" if workload.mode == "infer" else "both",
-                    image_size=workload.input_shape,
-                    precision=workload.precision.name,
-                    device=workload.device,
-                )
-                for layout in layouts
-                if layout is not CONTIGUOUS
-            }
-        stop = Stop(self.settings.target_ci, self.settings.time_limit_s)
+        model = models.build_model(self.described["model"], num_classes=1000, image_size=size)
+        layouts = [LAYOUTS[layout] for layout in settings.layouts]
+        checked = [layout for layout in layouts if settings.parity and layout is not CONTIGUOUS]
+        parity = {layout.name: self._parity(model, layout) for layout in checked}
+        stop = Stop(settings.target_ci, settings.time_limit_s)
         done = benchmark_layouts(model, workload, layouts, stop=stop)
+        differing = [name for name, report in parity.items() if report.passed is False]
         speeds = [
-            replace(speed, verdict="not_comparable")
-            if speed.layout in self.parity and self.parity[speed.layout].passed is False
-            else speed
+            replace(speed, verdict="not_comparable") if speed.layout in differing else speed
             for speed in done.speeds
         ]
-        return replace(done, speeds=tuple(speeds))
+        done = replace(done, speeds=tuple(speeds))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content of the JSON file: with `error` instead of speeds if it failed."""
-        if self.comparison is None:
-            text = f"  failed: {self.error}"
-            return {**self.described, "error": self.error, "text": text, "pairs": []}
-        lines = [str(self.comparison)]
-        lines += [f"  {report}" for report in self.parity.values() if not report.passed]
-        to_decide = self._to_decide(self.comparison)
-        if to_decide:
+        lines = [str(done), *(f"  {report}" for report in parity.values() if not report.passed)]
+        if to_decide := self._to_decide(done):
             lines.append(f"  to decide it, {to_decide}")
         return {
-            **self.described,
-            **self.comparison.to_dict(),
+            **done.to_dict(),
             "to_decide": to_decide,
-            "parity": {layout: report.to_dict() for layout, report in self.parity.items()},
+            "parity": {name: report.to_dict() for name, report in parity.items()},
             "text": "\n".join(lines),
         }
+
+    def _parity(self, model: nn.Module, layout: Layout) -> ParityReport:
+        workload = self.workload
+        return check_parity(
+            model,
+            conversion=layout.conversion,
+            mode="infer" if workload.mode == "infer" else "both",
+            image_size=workload.input_shape,
+            precision=workload.precision.name,
+            device=workload.device,
+        )
 
     def _to_decide(self, done: Comparison) -> str | None:
         """The command that probably decides it; None if it is decided, or no hour decides it."""
@@ -120,8 +112,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     document = document_of(settings, choose_device(settings.device), complete=False, results=[])
 
     for one in combinations:
-        one.measure()
-        result = one.to_dict()
+        result = one.result()
         described = ", ".join(f"{key} {value}" for key, value in one.described.items())
         print(f"{described}\n{result['text']}", flush=True)
         document["results"].append(result)

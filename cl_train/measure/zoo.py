@@ -5,26 +5,22 @@ command continues.
 import multiprocessing
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from cl_train.config.schema import ZooSettings
+from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.measure.alternate import Stop
 from cl_train.measure.audit import audit
-from cl_train.measure.paired import benchmark_layouts
 from cl_train.measure.parity import check_parity
-from cl_train.measure.timed_step import Workload, input_shape, noise, place_batch
+from cl_train.measure.suite import combinations_of
+from cl_train.measure.timed_step import input_shape, noise, place_batch
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
 from cl_train.step.precision import cast_model, resolve_precision
-from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import read_json, write_json, write_text
 from cl_train.system.processes import StopRequest
@@ -117,8 +113,9 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     except ConfigError as error:  # float64 may be too large for this machine's memory
         row["parity"] = {"passed": None, "why": str(error)}
     for mode in ("train", "infer") if settings.speed else ():
-        workload = Workload(settings.batch_size, shape, StepSettings(precision), device, mode)
-        row[mode] = _timed(model, workload, Stop(time_limit_s=settings.time_limit_s))
+        row[mode] = timed = _timed(name, mode, shape[-1], settings)
+        if "error" in timed:
+            return {"model": name, "error": timed["error"]}
 
     model = cast_model(model, precision)
     row["convolutions"] = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
@@ -134,21 +131,29 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
 
 
-def _timed(model: nn.Module, workload: Workload, stop: Stop) -> dict[str, Any]:
-    """Both layouts; on a GPU as CUDA graphs where the step can be recorded, because the host would
-    limit both.
+def _timed(name: str, mode: str, image_size: int, settings: ZooSettings) -> dict[str, Any]:
+    """The benchmark of both layouts; on a GPU as CUDA graphs where the step can be recorded,
+    because the host would limit both.
     """
-    if workload.device.type == "cuda":
-        graphed = replace(workload, settings=replace(workload.settings, cuda_graph=True))
-        try:
-            done = benchmark_layouts(model, graphed, stop=stop)
-            return {**done.to_dict(), "cuda_graph": True}
-        except ConfigError:
-            if not CAN_GO_ON_AFTER_FAILURE:
-                raise
-    # After the except block: its traceback keeps the first attempt's models and graphs in memory.
-    done = benchmark_layouts(model, workload, stop=stop)
-    return {**done.to_dict(), "cuda_graph": False}
+    is_cuda = settings.device.startswith("cuda")
+    options = [True, False] if is_cuda and CAN_GO_ON_AFTER_FAILURE else [is_cuda]
+    benchmark = BenchmarkSettings(
+        model=[name],
+        mode=[mode],
+        precision=[settings.precision],
+        batch_size=[settings.batch_size],
+        cuda_graph=options,
+        image_size=image_size,
+        frames=settings.frames,
+        device=settings.device,
+        time_limit_s=settings.time_limit_s,
+        parity=False,
+    )
+    for combination in combinations_of(benchmark):
+        result = combination.result()
+        if "error" not in result:
+            break
+    return result
 
 
 def verdict(row: dict[str, Any]) -> str:

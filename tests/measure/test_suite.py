@@ -17,13 +17,9 @@ from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
 from cl_train.measure import suite, zoo
-from cl_train.measure.alternate import Stop
 from cl_train.measure.parity import ParityReport
 from cl_train.measure.suite import run_suite
-from cl_train.measure.timed_step import Workload
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
-from cl_train.step.precision import resolve_precision
-from cl_train.step.train_step import StepSettings
 from tests.data.image_folders import write_folder
 from tests.measure.conftest import planted_comparison
 
@@ -156,19 +152,22 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
     """A live exception would keep the models of the first one in memory."""
     measured = []
 
-    def planted(model, workload, stop):
+    def planted(model, workload, layouts, stop):
         assert sys.exception() is None
         measured.append(workload.settings.cuda_graph)
         if workload.settings.cuda_graph:
             raise ConfigError("the step cannot be recorded")
         return planted_comparison([2.0] * 4)
 
-    monkeypatch.setattr(zoo, "benchmark_layouts", planted)
-    monkeypatch.setattr(zoo, "CAN_GO_ON_AFTER_FAILURE", True)
-    step = StepSettings(resolve_precision("fp32", torch.device("cpu")))
-    workload = Workload(2, (3, 32, 32), step, torch.device("cuda"))
-    assert zoo._timed(torch.nn.ReLU(), workload, Stop())["cuda_graph"] is False
-    assert measured == [True, False]
+    monkeypatch.setattr(suite, "benchmark_layouts", planted)
+    monkeypatch.setattr(suite, "choose_device", torch.device)
+    given = replace(ZOO, device="cuda")
+    for can_go_on, graphs in ((True, [True, False]), (False, [True])):
+        monkeypatch.setattr(zoo, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
+        timed = zoo._timed(SMALL, "train", 32, given)
+        assert timed["cuda_graph"] is not can_go_on and ("error" in timed) is not can_go_on
+        assert measured == graphs
+        measured.clear()
 
 
 def test_tables_are_continued_and_written_in_both_forms(tmp_path):
