@@ -99,16 +99,14 @@ class Launcher:
                 break
             grown = self.sweep.with_more_repeats(undecided)
             more = grown.jobs[len(self.sweep.jobs) :]
-            why = None
-            if not more:
-                why = f"max_repeats={self.sweep.options.max_repeats} is reached"
-            elif self._is_too_late(len(more)):
+            if not more or self._is_too_late(len(more)):
                 why = "more repeats would end after time_limit_s"
-            if why:
+                if not more:
+                    why = f"max_repeats={self.sweep.options.max_repeats} is reached"
                 groups = f"{len(undecided)} of {len(grown.groups())} groups"
                 print(f"repeats=auto gives up with {groups} undecided: {why}", flush=True)
                 break
-            print(f"{len(undecided)} groups are not decided: {more[-1].repeat} repeats", flush=True)
+            print(f"not decided: {len(undecided)}; now {more[-1].repeat} repeats", flush=True)
             self.sweep = grown
             self.sweep.save()
             self._run_groups(more)

@@ -276,34 +276,36 @@ def _first_jobs(
     fixed: Sequence[str], varied: Collection[str], runs: Sequence[Composed]
 ) -> list[Job]:
     """The first repeat: jobs that differ only in the compared key form a group."""
-    suffix = "" if runs[0].cfg.repeats == 1 else "_1"
-    groups: dict[tuple[str, ...], list[Job]] = {}
+    by_group: dict[tuple[str, ...], list[tuple[Config, list[str]]]] = {}
     for run in runs:
-        cfg, chosen = run.cfg, [word for word in run.words if _key(word) in varied]
-        others = tuple(word for word in chosen if _setting_of(word) != cfg.compare_by)
+        chosen = [word for word in run.words if _key(word) in varied]
+        others = tuple(word for word in chosen if _setting_of(word) != run.cfg.compare_by)
         compared = [word for word in chosen if word not in others]
-        layout = LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)
-        shown = [cfg.model.replace(":", "."), layout]
-        for key, _, value in (word.partition("=") for word in (*compared, *others)):
-            if key not in ("model", "channels_last"):
-                shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
-        overrides = [*fixed, *(w for w in (*compared, *others) if _key(w) not in _OF_JOBS)]
-        parse_environment(cfg.environment)
-        job = Job(
-            number=0,
-            name="_".join(shown) + suffix,
-            overrides=overrides,
-            nproc=cfg.nproc,
-            environment=cfg.environment,
-            on_cpu=cfg.device == "cpu",
-            has_loader=cfg.data.name != "synthetic",
-            code=code_named(cfg),
-        )
-        groups.setdefault(others, []).append(job)
+        by_group.setdefault(others, []).append((run.cfg, [*compared, *others]))
 
     jobs: list[Job] = []
-    for group, sides in enumerate(groups.values()):
-        for side in sides:
-            name = _free_name(side.name, jobs)
-            jobs.append(replace(side, number=len(jobs), name=name, group=group))
+    for group, sides in enumerate(by_group.values()):
+        for cfg, words in sides:
+            parse_environment(cfg.environment)
+            job = Job(
+                number=len(jobs),
+                name=_free_name(_name(cfg, words), jobs),
+                overrides=[*fixed, *(word for word in words if _key(word) not in _OF_JOBS)],
+                nproc=cfg.nproc,
+                environment=cfg.environment,
+                group=group,
+                on_cpu=cfg.device == "cpu",
+                has_loader=cfg.data.name != "synthetic",
+                code=code_named(cfg),
+            )
+            jobs.append(job)
     return jobs
+
+
+def _name(cfg: Config, words: Sequence[str]) -> str:
+    """Names the first repeat of a job by its model, layout and these words."""
+    shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
+    for key, _, value in (word.partition("=") for word in words):
+        if key not in ("model", "channels_last"):
+            shown.append(value if key == "precision" else f"{key.rpartition('.')[2]}={value}")
+    return "_".join(shown) + ("" if cfg.repeats == 1 else "_1")

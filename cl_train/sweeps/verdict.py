@@ -134,7 +134,7 @@ def compare_pair(
 
     notes += _remarks(sides, by)
     if left_out:
-        notes.append(f"{left_out} repeats are left out, because other processes disturbed them")
+        notes.append(f"left out, because other processes disturbed them: {left_out} of the repeats")
     if len(first) == 1 and verdict != "not_comparable":
         assumed = "one run per side cannot show how much processes differ: 5 % is assumed"
         notes.append(f"{assumed}; repeats=4 measures it")

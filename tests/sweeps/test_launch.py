@@ -300,7 +300,7 @@ def test_disturbed_runs_do_not_count_and_auto_adds_others(
     assert pair["verdict"] == verdict
     if verdict == "faster":
         assert (pair["n"], pair["to_decide"]) == (3, None)
-        assert "1 repeats are left out" in " ".join(pair["notes"])
+        assert "disturbed them: 1 of the repeats" in " ".join(pair["notes"])
         return
     is_given_up = "undecided: max_repeats=4 is reached" in capsys.readouterr().out
     assert is_given_up == ("auto" in words)
