@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def collect(
-    state: TrainState, progress: Mapping[str, Any], facts: Mapping[str, Any]
+    state: TrainState, progress: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state between two steps, as references; the host waits for the loss scale.
 
@@ -54,7 +54,7 @@ def collect(
         "scaler": state.parts.scaler.state_dict(),
         "average": None if average is None else average.module.state_dict(),
         "progress": dict(progress),
-        "facts": dict(facts),
+        "facts": dict(identity),
         "saved_at": time.time(),
     }
 
@@ -67,7 +67,7 @@ class Checkpoints:
 
     store: CheckpointStore
     state: TrainState
-    facts: dict[str, Any]  # identifies the run: see `check_compatible`
+    identity: dict[str, Any]  # of the run: see `check_compatible`
     dist: Dist
     saved_step: int = -1
 
@@ -105,7 +105,7 @@ class Checkpoints:
         saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step = progress.step
         if self.dist.is_main:
-            collected = collect(self.state, saved, self.facts)
+            collected = collect(self.state, saved, self.identity)
             for name, value in (buffers or {}).items():
                 entry, _, name_in_model = name.partition(".")
                 if name_in_model in collected[entry]:  # else it is not persistent
@@ -162,7 +162,7 @@ def resume(checkpoints: Checkpoints, source: str, *, training: bool = True) -> P
     path, saved, skipped = newest
     for line in skipped:
         log.info("skipped a damaged checkpoint: %s", line)
-    changes = check_compatible(saved["facts"], checkpoints.facts, training=training)
+    changes = check_compatible(saved["facts"], checkpoints.identity, training=training)
     for change in changes.values():
         log.info("resume: %s", change)
 

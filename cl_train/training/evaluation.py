@@ -44,9 +44,10 @@ def evaluate_model(
     batch_format: DeviceFormat,
     precision: Precision,
     dist: Dist,
-    signals: StopRequest | None = None,
-    metrics: Callable[..., Any] | None = None,
-    flip: bool = False,
+    *,
+    signals: StopRequest,
+    metrics: Callable[..., Any] | None,
+    flip: bool,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this
     rank. `metrics` are called on rank 0 with the logits, float32 [N, classes], and the targets of
@@ -193,14 +194,14 @@ def outputs(
 
 
 def _until_signal(
-    batches: Iterable[Batch], signals: StopRequest | None, images: int, dist: Dist
+    batches: Iterable[Batch], signals: StopRequest, images: int, dist: Dist
 ) -> Iterator[Batch]:
     """Yield `batches`; before each the ranks agree whether to stop, until all have had theirs."""
-    iterator, shown = iter(batches), dist.is_main and signals is not None
-    with progress_bar("evaluation", images, unit="image", shown=shown) as bar:
+    iterator = iter(batches)
+    with progress_bar("evaluation", images, unit="image", shown=dist.is_main) as bar:
         while True:
             batch = next(iterator, None)
-            flags = [signals.stop or 0 if signals else 0, int(batch is not None)]
+            flags = [signals.stop or 0, int(batch is not None)]
             stop, unfinished = max_over_ranks(flags, dist)
             if stop:
                 raise Interrupted(stop)

@@ -135,8 +135,7 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
         if run.stop_signal:
             run.save()
             return
-        is_best = progress.count_evaluation(score_of(evaluated, cfg.best_by))
-        if is_best:
+        if progress.count_evaluation(score_of(evaluated, cfg.best_by)):
             run.checkpoints.mark_best(progress)
         record_evaluation(run, evaluated)
         if plan.is_out_of_patience(progress):
@@ -199,7 +198,7 @@ def finish(run: ActiveRun) -> RunResult:
     write = partial(
         records.finish,
         "interrupted" if stopped_by else "completed",
-        utilisation=None if stopped_by else partial(utilisation_of, run.state, dist),
+        utilisation=partial(utilisation_of, run.state, dist),
         skipped_images=sum(count for count, _ in bad_images),
         others_pct=run.machine_load.others_pct(),
         first_step_s=run.first_step_s,
