@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure.parity_step import MODES, Record, Samples, recorded_step
+from cl_train.measure.parity_step import Record, Samples, recorded_step
 from cl_train.measure.timed_step import LossFunction, Workload, device_of, image_shape, noise
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify, uncompiled
@@ -39,6 +39,7 @@ MAX_LIMIT = 0.7  # values in a wrong order deviate by 1.4
 MAX_BASELINE_ERROR = 0.25
 SMALL_IMAGE, BATCH_SIZE = 96, 4  # whether layouts agree does not depend on the size
 EVAL = " in eval mode"
+MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # values of `training`
 
 Step = Callable[..., Record]  # of a layout, and a dtype
 
@@ -159,9 +160,9 @@ def check_parity(
     settings = StepSettings(resolve_precision(precision, device))
     size = batch_size or BATCH_SIZE
     input_shape = image_shape(image_size)
-    workload = Workload(size, input_shape, settings, device, mode, batch, loss, output)
     if batch is None:
         batch = noise((size, *_small_input(model, input_shape)), seed)
+    workload = Workload(size, input_shape, settings, device, batch=batch, loss=loss, output=output)
     shape = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
     report = partial(ParityReport, precision=workload.precision.name, batch=shape)
 
@@ -171,7 +172,7 @@ def check_parity(
         note = "no input and no weight has another order in memory in channels_last"
         return report(None, note=note)
 
-    step = partial(recorded_step, model, replace(workload, batch=batch), seed)
+    step = partial(recorded_step, model, workload, MODES[mode], seed)
     remedy = "give another batch or image_size, or mode=train or infer alone"
     with failure_explained(f"the model does not run on a batch {shape}", remedy):
         plain = step(CONTIGUOUS)

@@ -3,7 +3,7 @@
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import Precision, autocast, kernel_selection
 from cl_train.system.tensors import tensors_in
 
-MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # values of `training`
 # Recorded per tensor, to bound memory; a wrong layout changes nearly every element.
 MOST_ELEMENTS = 2**16
 
@@ -35,16 +34,17 @@ Record = dict[str, Samples]
 def recorded_step(
     model: nn.Module,
     workload: Workload,
+    modes: Sequence[bool],
     seed: int,
     layout: Layout,
     dtype: torch.dtype | None = None,
 ) -> Record:
-    """Returns what a copy of `model` in `layout` computes, in the modes of `workload.mode`.
+    """Returns what a copy of `model` in `layout` computes, in `modes`: values of `training`.
 
     Random numbers are equal in all steps. With `dtype` the weights and inputs have it, and there is
     no autocast. Raises ConfigError: torch is known to crash on the step.
     """
-    device, modes = workload.device, MODES[workload.mode]
+    device = workload.device
     precision = workload.precision if dtype is None else Precision("fp32")
     model = model_in_layout(model, layout, precision, device)
     if dtype is not None:
