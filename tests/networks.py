@@ -165,19 +165,3 @@ def signalling(num_classes: int, signum: int, *, in_training: bool, at_call: int
 terminated_in_evaluation = partial(signalling, signum=signal.SIGTERM, in_training=False)
 terminated_in_training = partial(signalling, signum=signal.SIGTERM, in_training=True)
 asked_to_save = partial(signalling, signum=signal.SIGUSR1, in_training=True)
-
-
-def killed_at(num_classes: int) -> nn.Module:
-    """SIGKILLs its process at a forward pass: KILL_AT=train,24,2 is the second one in training on
-    24 px images.
-    """
-
-    def kill(module: Fault, images: torch.Tensor, number: int) -> None:
-        mode, size, call = os.environ["KILL_AT"].split(",")
-        # More than two images: not the check before the first epoch.
-        if len(images) > 2 and (module.training, images.shape[-1]) == (mode == "train", int(size)):
-            module.calls["at"] = module.calls.get("at", 0) + 1
-        if module.calls.get("at") == int(call):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return nn.Sequential(Fault(kill), dropout(num_classes))

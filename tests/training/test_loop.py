@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import signal
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -23,7 +22,6 @@ from cl_train.training.plan import Plan
 from cl_train.training.setup import check_runs, prepare_process
 from tests import networks
 from tests.conftest import Run, write_images
-from tests.faults.bench import Bench
 
 SUMMARY_KEYS = """
     schema_version status command seed model memory_format channels_last_requested precision
@@ -310,31 +308,6 @@ def test_bad_images_are_left_out(train, tmp_path):
 # --- growing images -------------------------------------------------------------------------------
 
 GROWING = ("data.size_schedule=[[0,16],[1,24],[2,32]]", "data.val_size=40", "epochs=3")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "kills"),
-    [
-        ({"checkpoint__every_steps": 2}, "train,16,2 val,40,1 train,24,4 train,32,1"),
-        (
-            {"cuda_graph": "true", "data__workers": 2, "channels_last": "true"},
-            " ".join(f"train,{size},1 train,{size},3 val,40,2" for size in (16, 24, 32)),
-        ),
-    ],
-)
-def test_killed_in_every_phase_and_resumed_to_the_same_bits(words, kills, tmp_path):
-    """SIGKILL in training on each size, at its first and at a later batch, and in the evaluation
-    after each size.
-    """
-    bench, run = Bench(tmp_path, is_full=False), tmp_path / "killed"
-    never = {"KILL_AT": "train,0,0"}
-    growing = dict(word.split("=") for word in GROWING)
-    words = growing | {"model": "tests.networks:killed_at"} | words
-    for kill_at in kills.split():
-        bench.run(run, code=-signal.SIGKILL, environment={"KILL_AT": kill_at}, **words)
-    reference = bench.reference(environment=never, **words)
-    bench.check_resumed(run, reference, environment=never, **words)
 
 
 @pytest.mark.slow
