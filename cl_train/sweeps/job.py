@@ -103,10 +103,10 @@ def outcome_of(folder: Path) -> Run | str:
         return "has not run"
     try:
         run = read_run(folder)
-        damage = [problem for problem in run.problems if "cannot be read" in problem]
-        if run.summary.get("status") == "completed" and not damage:
+        if run.summary.get("status") == "completed" and not run.is_damaged:
             return run
-        why = (*damage, "no summary.json says that it is completed")[0]
+        done = "no summary.json says that it is completed"
+        why = run.problems[0] if run.is_damaged else done
     except ConfigError as error:
         why = str(error)
     return _how_it_ended(folder) or why

@@ -286,6 +286,7 @@ class Run:
     val_losses: dict[int, float]  # the same of the evaluations
     times: tuple[float, float]  # unix time of the first and the last window, seconds
     problems: list[str]  # why this run cannot be compared with any other
+    is_damaged: bool = False  # lines of metrics.jsonl cannot be read: its first problems
     repeat: int | None = None  # number of the repeat in a sweep
 
     def fact(self, name: str) -> Any:
@@ -368,6 +369,7 @@ def read_run(folder: Path) -> Run:
         val_losses={step: loss for step, loss in val_losses.items() if loss is not None},
         times=(min(times), max(times)),
         problems=[f"{folder.name}: {problem}" for problem in problems],
+        is_damaged=damaged_lines != [],
     )
 
 
