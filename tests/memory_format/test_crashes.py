@@ -15,14 +15,6 @@ from cl_train.models.facts import refuse_known_crash
 CRASHES = "oneDNN writes outside its memory"
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def stem(channels=3, **options):
     """The stem of RepVGG: refused at 96 px."""
     conv = nn.Conv2d(channels, 48, 1, **{"stride": 2, "bias": False, **options})
@@ -46,7 +38,7 @@ def stem(channels=3, **options):
         (nn.Sequential(nn.MaxPool2d(2), *stem()), (4, 3, 96, 96), False),  # 48 px arrive
     ],
 )
-def test_the_shape_that_trains_decides(model, shape, is_refused, one_thread):
+def test_the_shape_that_trains_decides(model, shape, is_refused):
     images = torch.randn(shape, dtype=next(model.parameters()).dtype)
     with pytest.raises(ConfigError, match=CRASHES) if is_refused else nullcontext():
         refuse_known_crash(model, images)
