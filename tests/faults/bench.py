@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -178,18 +177,6 @@ def check_ended(running: Callable[[], list[int]], limit_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes {left} still ran after {limit_s} s"
-
-
-@contextmanager
-def mounted(folder: Path, options: str) -> Iterator[bool]:
-    """A small file system. It needs root; elsewhere it is left out."""
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    is_mounted = subprocess.run(command, capture_output=True).returncode == 0
-    try:
-        yield is_mounted
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 def peak_mib(pid: int, field: str = "VmHWM") -> float:

@@ -12,7 +12,6 @@ import torch
 
 import cl_train.system.checkpoints
 import cl_train.system.distributed
-import cl_train.system.files
 import cl_train.training.checkpointing
 import cl_train.training.setup
 from tests.faults.forkserver import Function
@@ -22,11 +21,6 @@ from tests.processes import is_signal_received, wait_until
 def on_rank(rank: int, hook: Function) -> None:
     if os.environ["RANK"] == str(rank):
         hook()
-
-
-def short_retries() -> None:
-    """A disk that stays full ends the run after a second instead of a minute."""
-    cl_train.system.files.RETRY_S = 1.0
 
 
 def before_step(act: Callable[[int, Any, Any], None]) -> None:

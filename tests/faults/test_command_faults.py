@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults import plants
-from tests.faults.bench import mounted
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +29,3 @@ def test_odd_folders_and_environments(bench):
             bench.run(run, *hooks, code=code, said=said, environment=environment)
             for path in filter(Path.is_file, run.rglob("*")):
                 assert b"s3cr3t-value" not in path.read_bytes(), f"{path.name} holds a secret"
-    for name, options, codes in (  # real file systems
-        ("full", "size=64k", (1, 2)),
-        ("no-inodes", "size=8m,nr_inodes=2", (2,)),
-        ("read-only", "size=8m,ro", (2,)),
-    ):
-        (here / name).mkdir()
-        with mounted(here / name, options) as is_mounted:
-            if is_mounted:
-                running = bench.start(here / name / "run", plants.short_retries)
-                with bench.attempt():
-                    code, output = running.wait(), running.output()
-                    assert code in codes and "Traceback" not in output, (name, output)

@@ -34,86 +34,47 @@ class Touch:
         return os.system, (f"touch {EXECUTED}",)
 
 
-class Setting(nn.Module):
-    """Creates the file when it is loaded by TorchScript."""
-
-    def __init__(self):
-        super().__init__()
-        self.path = str(EXECUTED)
-
-    @torch.jit.export
-    def __getstate__(self) -> tuple[str, bool]:
-        return self.path, self.training
-
-    @torch.jit.export
-    def __setstate__(self, state: tuple[str, bool]) -> None:
-        self.path = state[0]
-        self.training = state[1]
-        torch.save(torch.zeros(1), self.path)
-
-    def forward(self, x):
-        return x
-
-
 TOUCH = Touch()
 WEIGHT = {"weight": torch.zeros(4, 3, 3, 3)}
+MODEL = nn.Conv2d(3, 4, 3, bias=False)
 
 
-def saved(content, **options):
-    torch.save(content, "saved.pth", **options)
-    return Path("saved.pth")
-
-
-def raw(content, name):
-    Path(name).write_bytes(content)
+def saved(content, name="saved.pth", save=torch.save, **options):
+    save(content, name, **options)
     return Path(name)
 
 
-def rewritten(source, changes):
-    """`source`, with members of its archive replaced or added."""
-    with zipfile.ZipFile(source) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    root = next(iter(members)).partition("/")[0]
-    members |= {f"{root}/{inner}": content for inner, content in changes.items()}
-    with zipfile.ZipFile(source, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return source
-
-
-def pickle_zip(content):
-    """torch.save's zip format with an ordinary pickle inside."""
-    return rewritten(saved(WEIGHT), {"data.pkl": pickle.dumps(content, protocol=2)})
-
-
 def exported():
-    program = torch.export.export(nn.Sequential(nn.Conv2d(3, 4, 3)), (torch.randn(1, 3, 8, 8),))
-    torch.export.save(program, "plain.pt2")
-    return Path("plain.pt2")
+    return saved(torch.export.export(MODEL, (torch.randn(1, 3, 8, 8),)), "e.pt2", torch.export.save)
 
 
-def scripted():
-    torch.jit.script(Setting()).save("scripted.pt")
-    EXECUTED.unlink(missing_ok=True)
-    return Path("scripted.pt")
+def with_code():
+    path = saved(WEIGHT)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("saved/code/a.py", b"x")
+    return path
 
 
-def checkpoint(content):
-    """A file with a valid digest, which anybody can compute."""
+def pickled():
+    Path("pickle.safetensors").write_bytes(pickle.dumps(TOUCH))
+    return Path("pickle.safetensors")
+
+
+def checkpoint():
+    """With a valid digest, which anybody can compute."""
+    content = {"model": {"weight": torch.zeros(2, 2)}, "facts": {"model": "os:system"}}
     checkpoints.write(Path("checkpoint.pt"), content)
     return Path("checkpoint.pt")
 
 
 FILES = {
-    "pickle named safetensors": lambda: raw(pickle.dumps(TOUCH), "pickle.safetensors"),
-    "pickle in a zip": lambda: pickle_zip({"state_dict": {"a": TOUCH}}),
+    "pickle named safetensors": pickled,
+    "pickle in a zip": lambda: saved({"state_dict": {"a": TOUCH}}),
     "legacy format of an object": lambda: saved({"a": TOUCH}, _use_new_zipfile_serialization=False),
     "exported program": exported,
-    "TorchScript named pth": lambda: scripted().rename("renamed.pth"),
-    "state dict and a program": lambda: rewritten(saved(WEIGHT), {"code/a.py": b"x"}),
-    "checkpoint with a program's name": lambda: checkpoint(
-        {"model": {"weight": torch.zeros(2, 2)}, "facts": {"model": "os:system"}}
-    ),
+    "TorchScript named pth": lambda: saved(torch.jit.script(MODEL), save=torch.jit.save),
+    "state dict and a program": with_code,
+    "checkpoint with a program's name": checkpoint,
     "plain state dict": lambda: saved(WEIGHT),
 }
 # Code that is only named is ignored, and the reader takes the rest.
@@ -128,7 +89,7 @@ def test_planted_file(name):
     """In everything that reads such a file: `weights=` of training, `resume=`, and convert."""
     path, read = FILES[name](), set[str]()
     for reader, call in (
-        ("weights", lambda: load_weights_file(nn.Conv2d(3, 4, 3, bias=False), path)),
+        ("weights", lambda: load_weights_file(MODEL, path)),
         ("checkpoint", lambda: checkpoints.load(path)),
         ("convert", lambda: convert_file(path, "out.pth", model=SMALL, input=(1, 3, 8, 8))),
     ):
