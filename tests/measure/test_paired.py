@@ -15,7 +15,7 @@ from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, timed_step
-from cl_train.measure.alternate import Block, MachineLoad, Stop, alternate, rounds_that_count
+from cl_train.measure.alternate import Block, MachineLoad, Stop
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
 from cl_train.measure.taken_time import timed_block
 from cl_train.measure.timed_step import TimedStep, Workload
@@ -40,22 +40,6 @@ def workload(precision="fp32", **changes):
     settings = {name: changes.pop(name) for name in set(changes) - names}
     step = StepSettings(resolve_precision(precision, CPU), **settings)
     return replace(Workload(4, (3, 16, 16), step, CPU), **changes)
-
-
-def test_blocks_alternate_until_the_interval_is_narrow_or_time_is_over():
-    blocks = Mock(**{"a.return_value": Block(0.02), "b.return_value": Block(0.01)})
-    done = alternate([blocks.a, blocks.b], Stop())
-    assert [name for name, *_ in blocks.mock_calls] == ["a", "b", "b", "a"] * 8
-    assert (len(done), done.stopped_by, done.times_s(1)) == (8, "target_ci", [0.01] * 16)
-    assert [ratio.ratio for ratio in done.intervals()] == pytest.approx([1.0, 2.0])
-    uneven = Mock(side_effect=map(Block, [1.0, 1.0, 5.0, 1.0]))
-    done = alternate([uneven, lambda: Block(1.0)], Stop(time_limit_s=0.0))
-    assert (len(done), done.stopped_by, done.times_s(0)) == (2, "time_limit", [1.0, 1.0, 5.0, 1.0])
-    # Slower by 1 % from block to block: it cancels within a round.
-    slower = (Block(0.01 * 1.01**n) for n in range(1000))
-    done = alternate([lambda: next(slower)] * 3, Stop())
-    assert [ratio.ratio for ratio in done.intervals()] == pytest.approx([1.0] * 3)
-    assert done.ratios(2) == pytest.approx([1.0] * len(done))
 
 
 def test_both_sides_have_the_same_weights_and_images_in_their_layout():
@@ -164,21 +148,6 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     assert done.ratio.ratio == pytest.approx(2.0) and "3 of 11 rounds are left out" in str(done)
     assert "none of the 8 rounds" in str(replace(done, rounds_left_out=0))
     assert done.ratio.ratio == pytest.approx(done.speeds[0].step_ms / done.speeds[1].step_ms)
-
-
-@pytest.mark.parametrize(
-    ("taken_shares", "is_busy", "kept"),
-    [
-        ([0.01, 0.5, 0.0, 0.02, 0.01, 0.3], False, [0, 2, 3, 4]),
-        ([0.06, 0.03, 0.05, 0.01, 0.04, 0.07, 0.08, 0.02, 0.09, 0.1], False, [1, 2, 3, 4, 7]),
-        ([0.06, 0.03, 0.9], False, [0, 1, 2]),
-        ([0.01, 0.5, 0.0, 0.02, 0.01, 0.3, 0.4, 0.5, 0.6], True, [0, 2, 3, 4]),
-        ([0.01, 0.5, 0.0, 0.02, 0.5, 0.3], True, []),
-        ([0.01, 0.0], True, [0, 1]),
-    ],
-)
-def test_small_disturbances_leave_half_of_the_rounds_at_least(taken_shares, is_busy, kept):
-    assert rounds_that_count(taken_shares, is_busy=is_busy) == kept
 
 
 def test_a_comparison_prints_and_becomes_json(monkeypatch):

@@ -1,14 +1,11 @@
 """Statistics with known answers, and simulated sweeps of equal and of different sides."""
 
-import itertools
 import math
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from cl_train.measure import alternate as driver
-from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.measure.statistics import (
     SMALLEST_SPREAD,
     Interval,
@@ -187,31 +184,6 @@ def test_one_uneven_run_per_side_widens_the_interval():
     uneven = [[100.0] * 10 + [103.0] * 10 + [106.0] * 10 + [109.0] * 10]
     even = [[100.0] * 8]
     assert interval_of_runs(uneven, uneven).width > 1.3 * interval_of_runs(even, even).width
-
-
-@pytest.mark.parametrize(
-    ("spread", "ratio", "right", "at_most_wrong"),
-    [
-        (0.005, 1.0, "no_difference", 0),
-        (0.02, 1.0, "no_difference", 5),
-        (0.05, 1.0, "", 5),
-        (0.02, 1.05, "faster", 0),
-        (0.05, 0.8, "slower", 0),
-    ],
-)
-def test_a_benchmark_errs_rarely(spread, ratio, right, at_most_wrong, monkeypatch):
-    """Simulated: at most 32 rounds, each of one second."""
-    rng, clock = np.random.default_rng(0), itertools.count()
-    monkeypatch.setattr(driver.time, "perf_counter", lambda: float(next(clock)))
-    found: Counter[str] = Counter()
-    for _ in range(200):
-        logs = rng.normal(math.log(ratio), spread, 32)
-        blocks = (Block(math.exp(-log)) for log in np.repeat(logs, 2))
-        done = alternate([lambda: Block(1.0), blocks.__next__], Stop(time_limit_s=32))
-        found[verdict_of(done.intervals()[1])] += 1
-    wrong = {"faster", "slower", "no_difference"} - {right or "no_difference"}
-    assert 100 * sum(found[name] for name in wrong) / 200 <= at_most_wrong, found
-    assert not right or found[right] >= 190, found
 
 
 def test_the_time_that_decides_follows_from_the_interval():
