@@ -41,7 +41,7 @@ from cl_train.step.optim import build_optimizer, in_memory_order
 from cl_train.step.precision import EMA, autocast, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.machine import document_of, timed_s
-from cl_train.system.run_folder import read_records, windows_of, windows_that_count
+from cl_train.system.run_folder import counted_windows, read_records, windows_of
 from cl_train.training.loop import train
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def cl_train_steps(settings: OverheadSettings, device: torch.device) -> Block:
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(io.StringIO()):
             assert train(checked_config(values), Path(folder)).exit_code == 0
-        windows = windows_that_count(windows_of(read_records(Path(folder))[0]))
+        windows = counted_windows(windows_of(read_records(Path(folder))[0]))
     return Block(statistics.fmean(window.step_ms for window in windows) / 1000)
 
 

@@ -104,7 +104,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput and step time over `windows_that_count`; None without a window."""
+    """Throughput and step time over `counted_windows`; None without a window."""
 
     image_size: int  # of those windows
     # images/s: `end_to_end`; `compute`, the same of synthetic data, else null; `loader`, always
@@ -119,7 +119,7 @@ class Speed:
         speeds: dict[str, Any] = {"end_to_end": None, "compute": None, "loader": None}
         if not windows:
             return cls(image_size, speeds)
-        counted = windows_that_count(windows)
+        counted = counted_windows(windows)
         images_per_s = spread([window.images_per_s for window in counted])
         speeds["end_to_end"] = {name: round(value, 2) for name, value in images_per_s.items()}
         if not has_loader:
@@ -217,7 +217,7 @@ def after_warmup(windows: Sequence[Window]) -> list[Window]:
     return [window for window in windows if not window.warmup] or list(windows)
 
 
-def windows_that_count(windows: Sequence[Window]) -> list[Window]:
+def counted_windows(windows: Sequence[Window]) -> list[Window]:
     """The windows that make a run's speed: those after warm-up, of the last image size that has
     such windows.
     """
@@ -352,7 +352,7 @@ def read_run(folder: Path) -> Run:
 
     # config.yaml has nproc=1: torchrun starts the processes.
     settings = config | {"nproc": summary.get("world_size", 1)}
-    counted = windows_that_count(windows)
+    counted = counted_windows(windows)
     if config.get("data.size_schedule"):  # growing images: the speed is that of the last size
         settings["data.image_size"] = counted[-1].image_size
     problems = [f"{METRICS}, line {number} cannot be read" for number in damaged_lines]

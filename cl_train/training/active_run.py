@@ -39,12 +39,12 @@ ADVICE = (
 READ_AT_ONCE = ("cpu",)  # devices whose log lines are read without waiting
 MAX_BAD_STEPS = 10  # of on_nonfinite=skip
 BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
-LEAD_STEPS = 2  # that the device may be behind the host: each holds a batch in memory
+MAX_STEPS_AHEAD = 2  # that the device may be behind the host: each holds a batch in memory
 
 
 @dataclass
-class WindowTiming:
-    """The timing of the steps between two log lines. Marks of `DeviceClock` are moments in the work
+class Timing:
+    """Of the steps between two log lines. Marks of `DeviceClock` are moments in the work
     of the device: CUDA events, or on a CPU the time.
     """
 
@@ -60,10 +60,10 @@ class WindowTiming:
 
 
 @dataclass(frozen=True)
-class SubmittedWindow:
+class PendingWindow:
     """The steps of a log line whose sums are on the way to the host."""
 
-    timing: WindowTiming
+    timing: Timing
     rows: torch.Tensor  # of this rank, on the device: see `rows_of`
     totals: torch.Tensor  # of all steps and ranks, on the host after the mark `copied`
     copied: Any
@@ -91,12 +91,12 @@ class ThroughputMeter:
         if image_size != self._image_size:
             self._image_size, self._steps_before = image_size, 0
         self._idle_from = mark = self.clock.mark() if mark is None else mark
-        self._window = WindowTiming(image_size, self._steps_before < self._warmup_steps, mark, mark)
+        self._window = Timing(image_size, self._steps_before < self._warmup_steps, mark, mark)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The block waits for the batches of a step; before it the host waits for the device."""
-        while len(self._ends) >= LEAD_STEPS:
+        while len(self._ends) >= MAX_STEPS_AHEAD:
             self.clock.wait(self._ends.popleft())
         since = self._host_clock()
         yield
@@ -113,7 +113,7 @@ class ThroughputMeter:
         self._idle_from = self.clock.mark()
         self._window.pauses.append((self._window.end, self._idle_from))
 
-    def close(self) -> WindowTiming:
+    def close(self) -> Timing:
         """Close the window and begin the next. The host does not wait."""
         closed = self._window
         assert closed.waits, "an empty window"
@@ -121,7 +121,7 @@ class ThroughputMeter:
         self.start(closed.image_size, closed.end)
         return closed
 
-    def measured(self, window: WindowTiming) -> dict[str, Any]:
+    def measured(self, window: Timing) -> dict[str, Any]:
         """A closed window as fields of `Window`; the host waits for its end. `data_wait_pct`: the
         share of the time in which an idle device had no batch.
         """
@@ -158,7 +158,7 @@ class ActiveRun:
     progress: Progress
     stop_signal: int = 0  # ends the run
     epoch_windows: list[Window] = field(default_factory=list)
-    submitted: SubmittedWindow | None = None
+    pending: PendingWindow | None = None
     first_step_s: float | None = None  # since the process began its work
     is_loader_checked: bool = False  # once per run, after the first epoch
 
@@ -182,7 +182,7 @@ class ActiveRun:
         progress, buffers = self.progress, dict[str, torch.Tensor]()
         if self.checkpoints.saved_step == progress.step:
             return
-        self.log_submitted()
+        self.log_pending()
         if progress.pending_steps:
             count = self._count_bad_steps(rows_of(progress.pending_steps), progress.step)
             buffers = self._buffers.values_after(is_bad=count > progress.bad_steps)
@@ -224,10 +224,10 @@ class ActiveRun:
         self.progress.pending_steps = []
         timing, copied = self.meter.close(), self.meter.clock.mark()
         step, epoch = self.progress.step, self.progress.epoch
-        self.log_submitted()
-        self.submitted = SubmittedWindow(timing, rows, totals, copied, step, epoch, lr)
+        self.log_pending()
+        self.pending = PendingWindow(timing, rows, totals, copied, step, epoch, lr)
         if self.dist.device.type in READ_AT_ONCE or self.plan.is_epoch_end(self.progress):
-            self.log_submitted()
+            self.log_pending()
 
     def note_first_step(self) -> None:
         """The host waits for the device, once per run: this step selects kernels and compiles."""
@@ -238,25 +238,25 @@ class ActiveRun:
         if self.dist.device.type == "cuda" or self.plan.cfg.compile:
             log.info("the first step is done after %.0f s", self.first_step_s)
 
-    def log_submitted(self) -> None:
-        """Log the submitted window, if there is one. Raises TrainingFault: the run must end."""
-        if self.submitted is None:
+    def log_pending(self) -> None:
+        """Log the pending window, if there is one. Raises TrainingFault: the run must end."""
+        if self.pending is None:
             return
-        submitted, self.submitted = self.submitted, None
-        self.meter.clock.wait(submitted.copied)
-        loss, correct1, correct5, skipped, skipped_images, *scale = submitted.totals.tolist()
+        pending, self.pending = self.pending, None
+        self.meter.clock.wait(pending.copied)
+        loss, correct1, correct5, skipped, skipped_images, *scale = pending.totals.tolist()
         self.progress.skipped_steps += round(skipped / self.dist.world_size)
-        rows = submitted.rows
+        rows = pending.rows
         images = len(rows) * self.plan.global_batch_size
         window = Window(
-            step=submitted.step,
-            epoch=submitted.epoch,
-            lr=submitted.lr,
+            step=pending.step,
+            epoch=pending.epoch,
+            lr=pending.lr,
             time=time.time(),
             loss=loss / (len(rows) * self.dist.world_size),
             top1=100 * correct1 / images,
             top5=100 * correct5 / images,
-            **self.meter.measured(submitted.timing),
+            **self.meter.measured(pending.timing),
             loss_scale=scale[0] if scale else None,
             skipped_steps=self.progress.skipped_steps,
             skipped_images=int(skipped_images),

@@ -189,7 +189,7 @@ def record_failure(
         return
     if run.dist.world_size == 1:  # the other ranks may not take part
         with suppress(RuntimeError):
-            run.log_submitted()
+            run.log_pending()
     with suppress(OSError):
         run.records.finish("failed", why=str(error).partition("\n")[0])
     if isinstance(error, Exception):  # a second Ctrl-C does not wait

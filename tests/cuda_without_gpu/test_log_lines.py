@@ -53,17 +53,17 @@ def test_the_sums_are_read_after_their_copy(train, monkeypatch):
     """Until the host has waited for the mark after it, the pinned memory holds something else."""
     at_once = train(*WORDS)
     read_late(monkeypatch)
-    log_submitted = active_run.ActiveRun.log_submitted
+    log_pending = active_run.ActiveRun.log_pending
 
     def arrive_late(run):
-        if run.submitted is not None:
-            totals, copied = run.submitted.totals, run.submitted.copied
+        if run.pending is not None:
+            totals, copied = run.pending.totals, run.pending.copied
             sums = totals.clone()
             totals.fill_(float("nan"))
             run.meter.clock.wait = lambda mark: totals.copy_(sums) if mark is copied else None
-        log_submitted(run)
+        log_pending(run)
 
-    monkeypatch.setattr(active_run.ActiveRun, "log_submitted", arrive_late)
+    monkeypatch.setattr(active_run.ActiveRun, "log_pending", arrive_late)
     assert train(*WORDS).losses == at_once.losses
 
 

@@ -180,14 +180,14 @@ def test_an_evaluation_leaves_the_run_alone(train, image_folder, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
     """Also if the device fails while the last lines are read."""
-    original, calls = ActiveRun.log_submitted, count()
+    original, calls = ActiveRun.log_pending, count()
 
     def failing(run):
         if next(calls) == 6:  # two calls a step, and the third step fails
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         original(run)
 
-    monkeypatch.setattr(ActiveRun, "log_submitted", failing)
+    monkeypatch.setattr(ActiveRun, "log_pending", failing)
     fp16 = "precision=fp16 data.image_size=16"
     for words, problem in (
         ("model=tests.networks:nan_at_third_step", "the loss is nan at step 3 on rank 0"),
