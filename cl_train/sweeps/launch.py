@@ -103,8 +103,8 @@ class Launcher:
                 why = "more repeats would end after time_limit_s"
                 if not more:
                     why = f"max_repeats={self.sweep.options.max_repeats} is reached"
-                groups = f"{len(undecided)} of {len(grown.groups())} groups"
-                print(f"repeats=auto gives up with {groups} undecided: {why}", flush=True)
+                comparisons = f"{len(undecided)} of {len(grown.groups())} comparisons"
+                print(f"repeats=auto gives up with {comparisons} undecided: {why}", flush=True)
                 break
             print(f"not decided: {len(undecided)}; now {more[-1].repeat} repeats", flush=True)
             self.sweep = grown

@@ -65,6 +65,11 @@ class Report:
         """Each pair as in comparison.json; every other form of the report is made from them."""
         return [_row(pair, _to_decide(pair, self)) for pair in self.pairs]
 
+    @property
+    def named(self) -> list[tuple[str, Pair, dict[str, Any]]]:
+        """Label, pair and row of each."""
+        return list(zip(self.labels, self.pairs, self.rows, strict=True))
+
 
 WriteCurves = Callable[[Report, Path], None]  # of a TensorBoard page, which needs torch
 
@@ -235,7 +240,7 @@ def write_report(report: Report, folder: Path) -> None:
     write_csv(folder / "comparison.csv", cells, [] if cells else ["verdict"])
 
     bars = []
-    for label, pair in zip(report.labels, report.pairs, strict=True):
+    for label, pair, _ in report.named:
         reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
         words = f"{pair.ratio} {pair.words}{reason}"
         bars.append(Bar(label, pair.interval, pair.verdict, words))
@@ -252,7 +257,7 @@ def write_report(report: Report, folder: Path) -> None:
 def verdict_sentence(report: Report) -> str:
     """The outcome, a line for each pair."""
     lines = []
-    for label, pair, row in zip(report.labels, report.pairs, report.rows, strict=True):
+    for label, pair, row in report.named:
         precision, interval = pair.held_equal.get("precision"), pair.interval
         what = f"{label} ({precision})" if precision and "precision=" not in label else label
         next_step = f" To decide it, {row['to_decide']}" if row["to_decide"] else ""
@@ -283,7 +288,7 @@ def as_markdown(report: Report) -> str:
         ]
         paragraphs.append(f"Equal for all: {', '.join(shown)}.")
     by_note: dict[str, list[str]] = {}
-    for label, pair in zip(report.labels, report.pairs, strict=True):
+    for label, pair, _ in report.named:
         for note in pair.notes:
             by_note.setdefault(note, []).append(label)
     notes = [f"- {', '.join(concerned)}: {note}" for note, concerned in by_note.items()]
@@ -320,5 +325,5 @@ def _table(report: Report) -> list[dict[str, str]]:
             "peak memory GiB": both(row, "peak_memory_gib", 2),
             "bottleneck": row["bottleneck"],
         }
-        for label, pair, row in zip(report.labels, report.pairs, report.rows, strict=True)
+        for label, pair, row in report.named
     ]

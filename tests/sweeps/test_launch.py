@@ -344,7 +344,7 @@ def test_repeats_auto_ends_when_every_pair_is_decided(stand_in, folder, capsys):
         assert compared(limited)[0]["n"] == repeats
         assert compared(limited)[0]["verdict"] == "inconclusive"
         assert re.search(
-            f"gives up with 1 of 1 groups undecided: .*{name}", capsys.readouterr().out
+            f"gives up with 1 of 1 comparisons undecided: .*{name}", capsys.readouterr().out
         )
         assert "repeats=auto" in compared(limited)[0]["to_decide"]
     more = plan_sweep(runs_of(f"resume_sweep={limited}", "repeats=auto", "max_repeats=20"))
