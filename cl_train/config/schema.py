@@ -91,6 +91,12 @@ class Config:
         "full", "what channels_last converts: all, convolutions, or `select`", choices=CONVERSIONS
     )
     select: list[str] = setting([], "conversion=select: names of modules (shell patterns)")
+    parity: str = neutral_setting(
+        "auto",
+        "before channels_last trains, compare what both layouts compute; auto = once per model and "
+        "machine, false = train unchecked",
+        choices=BOOL_OR_AUTO,
+    )
     accumulate_steps: int = setting(1, "micro-steps per optimizer step", Range(1))
     global_batch_size: int | None = setting(
         None, "images of a step of all processes; sets accumulate_steps", Range(1)

@@ -3,7 +3,6 @@
 The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one file for all that can change it.
 """
 
-import hashlib
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +16,9 @@ from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
+from cl_train.measure.kept import keep, kept_file, read_kept
 from cl_train.measure.paired import benchmark_layouts
+from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.statistics import verdict_of
 from cl_train.measure.timed_step import (
     TimedStep,
@@ -29,13 +30,10 @@ from cl_train.measure.timed_step import (
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES
 from cl_train.step.precision import resolve_precision
-from cl_train.step.train_step import LEARNING_RATE, StepSettings
+from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import failure_explained
-from cl_train.system.files import cache_folder, read_json, write_json
 from cl_train.system.machine import (
     available_bytes,
-    describe_environment,
-    device_name,
     problem_of_gpu,
     release_memory,
 )
@@ -61,6 +59,7 @@ class Choice:
     seconds: float
     cached: bool = False
     conclusive: bool = True  # False: too noisy or disturbed; the next run measures again
+    parity: str | None = None  # of channels_last: "passed", or "inconclusive: why"
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -131,18 +130,19 @@ def choose_layout(
     workload: Workload,
     time_limit_s: float = TIME_LIMIT_S,
     candidate: Layout = CHANNELS_LAST,
+    parity: str = "auto",
 ) -> Choice:
     """As `choose_memory_format`, for the step of `workload`: that of the run that asks.
 
     The choice is `candidate` if it is faster, else contiguous. It is cached if it was measured
-    undisturbed, and its interval decides or is narrow.
+    undisturbed, and its interval decides or is narrow. `parity`: as the setting of a run.
     """
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(CONTIGUOUS, "contiguous: the model has no convolutions", 0.0)
-    path = _cache_file(model, workload, candidate)
+    path = kept_file("layout", model, workload, candidate)
     cached = _read(path, candidate)
     if cached is not None:
-        return cached
+        return _with_parity(cached, model, workload, parity)
     log.info(
         "channels_last=auto: measuring the layouts, about %.0f s; an undisturbed result is kept",
         time_limit_s,
@@ -154,8 +154,19 @@ def choose_layout(
     finally:
         release_memory()
     if choice.conclusive:
-        _write(path, choice)
-    return choice
+        keep(path, choice.to_dict(), "channels_last=auto")
+    return _with_parity(choice, model, workload, parity)
+
+
+def _with_parity(choice: Choice, model: nn.Module, workload: Workload, parity: str) -> Choice:
+    """The choice; contiguous if channels_last computes something else."""
+    if not choice.channels_last:
+        return choice
+    found = parity_before_use(model, workload, choice.layout, parity)
+    if found.passed is False:
+        reason = f"contiguous: channels_last computes something else: {found.text}"
+        return replace(choice, layout=CONTIGUOUS, reason=reason)
+    return replace(choice, parity=found.status)
 
 
 def _measured_choice(
@@ -230,42 +241,12 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
     return replace(workload, batch_size=batch_size, settings=settings)
 
 
-def _cache_file(model: nn.Module, workload: Workload, candidate: Layout) -> Path:
-    """Returns a file named by what could change which layout is faster. Of the model that is its
-    text and its parameters: another `forward` of the same modules is not noticed.
-    """
-    named = model.named_parameters()
-    parameters = [(name, tuple(one.shape), one.requires_grad) for name, one in named]
-    versions = describe_environment(workload.device)
-    machine = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
-    machine.append(device_name(workload.device))
-    settings = workload.settings
-    same_speed = replace(
-        settings,
-        optim=replace(settings.optim, lr=LEARNING_RATE),
-        precision=replace(settings.precision, reason=""),
-    )
-    work = replace(workload, settings=same_speed)
-    is_deterministic = torch.are_deterministic_algorithms_enabled()  # it selects kernels
-    step = (work, candidate, is_deterministic)
-    described = repr((8, type(model), model, parameters, step, machine))
-    return cache_folder() / f"layout-{hashlib.sha256(described.encode()).hexdigest()[:20]}.json"
-
-
 def _read(path: Path, candidate: Layout) -> Choice | None:
+    kept = read_kept(path) or {}
     try:
-        plain = read_json(path)
-        is_candidate = plain["memory_format"] == MEMORY_FORMAT_NAMES[candidate.memory_format]
+        is_candidate = kept["memory_format"] == MEMORY_FORMAT_NAMES[candidate.memory_format]
         layout = candidate if is_candidate else CONTIGUOUS
-        reason = f"{plain['reason']} (measured before: {path})"
-        return Choice(layout, reason, float(plain["seconds"]), cached=True)
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or one that cannot be read
+        reason = f"{kept['reason']} (measured before: {path})"
+        return Choice(layout, reason, float(kept["seconds"]), cached=True)
+    except (ValueError, KeyError, TypeError):
         return None
-
-
-def _write(path: Path, choice: Choice) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, choice.to_dict())
-    except OSError as error:
-        log.warning("channels_last=auto: not cached (%s), so the next run measures again", error)

@@ -1,14 +1,12 @@
-"""Do both memory formats compute the same? A step each in eval and in training mode, from equal
-weights and images.
+"""Do both memory formats compute the same? Three questions, as docs/benchmarks.md explains:
 
-First in float64, where only code that depends on the layout differs by more than `FLOAT64_LIMIT`;
-then in the precision under test, where both layouts are compared with the float64 run.
-docs/benchmarks.md explains the limits.
+1. Does every operator call of a step compute the same in channels_last (`kernels.py`)?
+2. Does code that runs other operators in channels_last (`code_paths.py`)?
+3. Does the code as a whole, in float64 and at a small size, where rounding hides nothing?
 """
 
 import math
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,66 +15,54 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure.parity_step import Record, Samples, recorded_step
+from cl_train.measure.code_paths import (
+    MOST_MODULES,
+    errors_of_visit,
+    modules_of_other_code,
+    visits_of,
+)
+from cl_train.measure.kernels import KernelCheck, WrongCall
+from cl_train.measure.parity_step import ParityStep, Record, Samples
 from cl_train.measure.timed_step import LossFunction, Workload, device_of, image_shape, noise
+from cl_train.memory_format.audit_report import Origin
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify, uncompiled
-from cl_train.models.facts import facts_of, image_shapes
+from cl_train.models.facts import facts_of, image_shapes, refuse_known_crash
 from cl_train.models.sources import copy_model
-from cl_train.step.precision import Precision, resolve_precision
+from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.tensors import tensors_in
 
 FLOAT64_LIMIT = 1e-6
-FLOAT32_LIMIT = 1e-3  # instead of FLOAT64_LIMIT, for a model that does not run in float64
-# Times contiguous's error: sums run in another order, 8 was measured in correct models.
-TOLERANCE = 16.0
-MIN_LIMIT = 0.02  # or the square root of the dtype's epsilon
-GRADIENT_LIMIT = 0.1  # a ReLU may change sign
-MAX_LIMIT = 0.7  # values in a wrong order deviate by 1.4
-# A tensor whose contiguous run deviates more, by rounding, is not checked in this precision.
-MAX_BASELINE_ERROR = 0.25
-SMALL_IMAGE, BATCH_SIZE = 96, 4  # whether layouts agree does not depend on the size
+FLOAT32_LIMIT = 1e-3  # for a model that does not run in float64
+# Of the typical element of a step's gradients: below it a gradient is rounding, zero in theory.
+FLOAT64_ELEMENT = 1e-3
+SMALL_SIZES = (48, 64, 96)  # pixels; the first that the model takes
+SMALL_BATCH = 4  # the fewest whose BatchNorm has gradients
 EVAL = " in eval mode"
 MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # values of `training`
-
-Step = Callable[..., Record]  # of a layout, and a dtype
+BATCH_SIZE = 4
 
 
 @dataclass(frozen=True)
 class Check:
-    """One compared tensor; errors are relative L2 distances to the contiguous float64 run."""
+    """One tensor of the whole step: the relative L2 distance of the layouts, and its limit."""
 
-    # "input of", "output of", "gradient of", "statistics of" a module or parameter; "result 0";
-    # "loss"
+    # "input of", "output of", "gradient of" a module or parameter; "buffer"; "result 0"; "loss"
     what: str
-    computed_in: str  # "torch.float64" or the precision, with " in eval mode" where that is so
-    contiguous_error: float
-    channels_last_error: float
+    computed_in: str  # "torch.float64", with " in eval mode" where that is so
+    error: float
     allowed_error: float
 
     @property
     def failed(self) -> bool:
-        return self.channels_last_error > self.allowed_error
-
-    @property
-    def is_gradient(self) -> bool:
-        return self.what.startswith("gradient of ")
-
-    def to_dict(self) -> dict[str, Any]:
-        """An infinite error is None: JSON has none."""
-        return {name: None if value == math.inf else value for name, value in vars(self).items()}
+        return self.error > self.allowed_error
 
     def __str__(self) -> str:
-        errors = (self.channels_last_error, self.contiguous_error, self.allowed_error)
-        converted, plain, allowed = (f"{100 * error:.2g} %" for error in errors)
-        deviates = f"channels_last deviates {converted} from the reference, contiguous {plain}"
-        text = f"{self.what} in {self.computed_in}: {deviates}, the limit is {allowed}"
-        is_exact = self.computed_in.startswith(str(torch.float64))
-        if self.is_gradient and not is_exact and not self.failed:
-            text += " (rounding flips the sign of an activation near 0, and its gradient with it)"
-        return text
+        deviates = f"channels_last deviates {100 * self.error:.2g} %"
+        limit = f"the limit is {100 * self.allowed_error:g} %"
+        return f"{self.what} in {self.computed_in}: {deviates}, {limit}"
 
 
 @dataclass(frozen=True)
@@ -85,30 +71,23 @@ class ParityReport:
 
     passed: bool | None  # None: inconclusive, for the reason in `note`
     precision: str
-    batch: str  # what the model ran on, such as "[4, 3, 96, 96]"
-    # The module whose input agrees and whose output does not, or an error's text.
+    batch: str  # what the model ran on, such as "[4, 3, 224, 224]"
+    # The operator with its module and line, the module whose input agrees and whose output does
+    # not, or an error's text.
     first_divergence: str | None = None
-    worst: Check | None = None  # by error / allowed error
-    failed: list[Check] = field(default_factory=list)
+    worst: str | None = None  # what is nearest to its limit, or above it
+    failed: list[str] = field(default_factory=list)
     note: str = ""
-    # Median over gradients (or outputs) of channels_last's error / contiguous's, in `precision`.
-    times_less_exact: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, of the failed checks the first ten."""
-        worst = self.worst and self.worst.to_dict()
-        failed = [check.to_dict() for check in self.failed[:10]]
-        return {**vars(self), "failed": failed, "worst": worst, "text": str(self)}
+        """Plain values, of what failed the first ten."""
+        return {**vars(self), "failed": self.failed[:10], "text": str(self)}
 
     def __str__(self) -> str:
         if self.passed is None:
-            text = "cannot be checked"
+            text = "inconclusive"
         elif self.passed:
-            text = "the layouts agree; "
-            if self.times_less_exact is not None and self.times_less_exact >= 1.5:
-                times = f"{self.times_less_exact:.2g} times"
-                text += f"channels_last is {times} less exact in {self.precision}; "
-            text += f"nearest to the limit: {self.worst}"
+            text = f"the layouts agree; nearest to the limit: {self.worst}"
         elif not self.failed:
             text = f"channels_last fails, and contiguous does not: {self.first_divergence}"
         else:
@@ -132,19 +111,19 @@ def check_parity(
     mode: str = "both",
     seed: int = 0,
 ) -> ParityReport:
-    """Compare copies of `model` in both layouts: outputs, results, gradients and BatchNorm
-    statistics of one step.
+    """Compare a step of copies of `model` in both layouts: each operator call by itself, and the
+    code as a whole in float64.
 
     Random operators draw equal numbers in all runs. A crash in channels_last is a difference.
 
     Args:
-        model: fp32, in any layout, on any device.
-        batch, image_size, device: as in `compare_layouts`; noise is at most 96 px large where the
-            model takes that.
+        model: fp32, in any layout, on any device; where its parameters are constant, such as a
+            scale of zero, the copies hold other values.
+        batch, image_size, device: as in `compare_layouts`.
         batch_size: default: 4.
         loss: scalar of the model's output; default: a sum with fixed random weights.
         output: the part of the output to compare; default: all of it.
-        precision: what the two layouts compute in besides float64.
+        precision: of the step whose operators are compared.
         conversion: "full" or "conv", as in `convert`.
         mode: "train" (training mode, with backward), "infer" (eval mode, forward only) or "both".
         seed: of the images and of the model's random numbers.
@@ -158,153 +137,154 @@ def check_parity(
         raise ConfigError(f"mode={mode}; use {', '.join(MODES)}")
     device = device_of(model, device)
     settings = StepSettings(resolve_precision(precision, device))
-    size = batch_size or BATCH_SIZE
-    input_shape = image_shape(image_size)
-    if batch is None:
-        batch = noise((size, *_small_input(model, input_shape)), seed)
-    workload = Workload(size, input_shape, settings, device, batch=batch, loss=loss, output=output)
-    shape = str(list(batch.shape)) if isinstance(batch, torch.Tensor) else type(batch).__name__
-    report = partial(ParityReport, precision=workload.precision.name, batch=shape)
+    size, shape = batch_size or BATCH_SIZE, image_shape(image_size)
+    workload = Workload(size, shape, settings, device, batch=batch, loss=loss, output=output)
+    return parity_of(model, workload, Layout(conversion=conversion), MODES[mode], seed)
 
-    images = [tensor for tensor in tensors_in(batch) if tensor.dim() in CHANNELS_LAST_BY_DIM]
+
+def parity_of(
+    model: nn.Module, workload: Workload, layout: Layout, modes: Sequence[bool], seed: int = 0
+) -> ParityReport:
+    """As `check_parity`, of the step of `workload`, with noise if it has no batch."""
+    given = workload.batch
+    if given is None:
+        given = noise((workload.batch_size, *workload.input_shape), seed)
+    shape = str(list(given.shape)) if isinstance(given, torch.Tensor) else type(given).__name__
+    asked = workload.precision.name, shape
+
+    images = [tensor for tensor in tensors_in(given) if tensor.dim() in CHANNELS_LAST_BY_DIM]
     is_converted = any(classify(tensor) != "ambiguous" for tensor in images)
-    if not is_converted and not convert(copy_model(model, "meta"), conversion).changed:
+    if not is_converted and not convert(copy_model(model, "meta"), layout).changed:
         note = "no input and no weight has another order in memory in channels_last"
-        return report(None, note=note)
+        return ParityReport(None, *asked, note=note)
 
-    step = partial(recorded_step, model, workload, MODES[mode], seed)
+    tested = replace(workload, batch=given)
+    plain, converted = KernelCheck(replays=False), KernelCheck()
     remedy = "give another batch or image_size, or mode=train or infer alone"
     with failure_explained(f"the model does not run on a batch {shape}", remedy):
-        plain = step(CONTIGUOUS)
-    layout = Layout(conversion=conversion)
-    return _compare_layouts(report, model, step, plain, layout, workload.precision)
+        contiguous_step = ParityStep.of(model, tested, modes, CONTIGUOUS, seed)
+        has_gradient = contiguous_step.run(plain)
+    del contiguous_step
+    if True in modes and not has_gradient:
+        note = "there was no backward pass; mode=infer compares the forward pass alone"
+        return ParityReport(None, *asked, note=note)
+    try:
+        if workload.device.type == "cpu" and True in modes:
+            refuse_known_crash(model, given)
+        step = ParityStep.of(model, tested, modes, layout, seed)
+        step.run(converted)
+    except Exception as error:
+        return ParityReport(False, *asked, first_divergence=explain_failure(error))
+    try:
+        differing = [*converted.wrong, *_wrong_code(plain, converted, step)]
+    except Exception as error:  # a module may not run by itself
+        note = "modules that run other operators in channels_last cannot be compared by themselves"
+        return ParityReport(None, *asked, note=f"{note}: {explain_failure(error)}")
+    if differing:
+        failed = [str(one) for one in differing]
+        return ParityReport(False, *asked, differing[0].where, failed[0], failed)
+
+    small = workload.batch
+    if small is None:
+        small = noise((SMALL_BATCH, *_small_input(model, workload.input_shape)), seed)
+    step_of = partial(ParityStep.of, model, replace(workload, batch=small), modes, seed=seed)
+    code = _compare_code(model, step_of, layout, asked)
+    if code.passed and converted.worst is not None:
+        code = replace(code, worst=str(converted.worst))
+    if converted.unchecked:
+        names = ", ".join(sorted(converted.unchecked))
+        code = replace(code, note="; ".join(filter(None, (code.note, f"not replayed: {names}"))))
+    return code
+
+
+def _wrong_code(plain: KernelCheck, converted: KernelCheck, step: ParityStep) -> list[WrongCall]:
+    """The modules whose other operators in channels_last compute something else."""
+    names = modules_of_other_code(plain, converted)[:MOST_MODULES]
+    wrong = []
+    for name, visits in visits_of(step, names).items() if names else ():
+        module = dict(step.model.named_modules())[name]
+        for visit in visits:
+            errors = errors_of_visit(module, visit, step)
+            failed = [(n, *each) for n, each in enumerate(errors) if not each[0] <= 1]
+            if failed:
+                number, error, relative = failed[0]
+                is_backward = visit.is_training and number >= len(visit.gradients)
+                origin = Origin("forward", name, type(module).__name__)
+                origin = replace(origin, direction="backward") if is_backward else origin
+                wrong.append(WrongCall("code", origin, (), error, relative))
+                break
+    return wrong
 
 
 def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one input: at most `SMALL_IMAGE` pixels, where the model runs on that."""
-    small = (*wanted[:-2], *(min(side, SMALL_IMAGE) for side in wanted[-2:]))
-    try:
-        facts_of(model, image_shapes(model, 2, *small))
-    except Exception:  # a model may raise any, for a size that it does not take
-        return wanted
-    return small
+    """The shape of one input: of the first of `SMALL_SIZES` that the model takes, if smaller."""
+    for size in SMALL_SIZES:
+        small = (*wanted[:-2], *(min(side, size) for side in wanted[-2:]))
+        try:
+            facts_of(model, image_shapes(model, 2, *small))
+        except Exception:  # a model may raise any, for a size that it does not take
+            continue
+        return small
+    return wanted
 
 
-def _reference(step: Step) -> tuple[Record, torch.dtype, list[str]]:
-    """The contiguous step in float64, or with a note in fp32."""
-    try:
-        return step(CONTIGUOUS, torch.float64), torch.float64, []
-    except Exception as error:  # a model that creates or expects fp32 tensors
-        note = f"compared in fp32, as the model does not run in float64 ({explain_failure(error)})"
-    return step(CONTIGUOUS, torch.float32), torch.float32, [note]
+# --- the code as a whole --------------------------------------------------------------------------
 
 
-def _compare_layouts(
-    report: Callable[..., ParityReport],
-    model: nn.Module,
-    step: Step,
-    plain: Record,
-    layout: Layout,
-    precision: Precision,
+def _compare_code(
+    model: nn.Module, step_of: Callable[..., ParityStep], layout: Layout, asked: tuple[str, str]
 ) -> ParityReport:
-    """`plain` is the contiguous step in the precision under test."""
-    reference, dtype, notes = _reference(step)
-    exact_limit = FLOAT64_LIMIT if dtype == torch.float64 else FLOAT32_LIMIT
+    dtype, notes = torch.float64, ""
+    try:
+        reference = step_of(CONTIGUOUS, dtype=dtype).record()
+    except Exception as error:  # a model that creates or expects fp32 tensors
+        why = explain_failure(error)
+        notes = f"the code is compared in fp32, as the model does not run in float64 ({why})"
+        dtype = torch.float32
+        reference = step_of(CONTIGUOUS, dtype=dtype).record()
     results = [*reference.get("eval results", []), *reference.get("results", [])]
     if not any(tensor.isfinite().any() for _, tensor in results):
-        return report(None, note="the contiguous model returns nothing that is finite")
-
+        note = "the contiguous model returns nothing that is finite"
+        return ParityReport(None, *asked, note=note)
     try:
-        converted, rounded = step(layout, dtype), step(layout)
+        converted = step_of(layout, dtype=dtype).record()
     except Exception as error:
-        return report(False, first_divergence=explain_failure(error), note="; ".join(notes))
+        why = explain_failure(error)
+        return ParityReport(False, *asked, first_divergence=why, note=notes)
 
-    def compared_exactly(record: Record) -> list[Check]:
-        return _compare(reference, reference, record, str(dtype), lambda *_: exact_limit)
-
-    checks = compared_exactly(converted)
-    is_exactly_equal = not any(check.failed for check in checks)
-    if not is_exactly_equal:
-        again = compared_exactly(step(CONTIGUOUS, dtype))
-        if any(check.failed for check in again):
-            why = "the model draws random numbers that torch.manual_seed does not control"
-            return report(None, note=f"two contiguous runs differ: {why}")
-
-    limit = partial(_limit, precision=precision)
-    rounded_checks = _compare(reference, plain, rounded, precision.name, limit)
-    visible = [check for check in rounded_checks if check.contiguous_error <= MAX_BASELINE_ERROR]
-    if hidden := len(rounded_checks) - len(visible):
-        count = f"{hidden} of {len(rounded_checks)} tensors"
-        notes.append(f"{count} only compared exactly: too inaccurate in {precision.name}")
-    if is_exactly_equal and dtype == torch.float64:
-        # The model is ill-conditioned: gradients of mobileone_s0 deviate by 38 % in fp32.
-        visible = [
-            replace(check, allowed_error=MAX_LIMIT) if check.is_gradient and check.failed else check
-            for check in visible
-        ]
-        if any(check.failed for check in visible):
-            notes.append("in float64 the layouts agree")
-
-    checks += visible
+    checks = _compare(reference, converted, dtype)
     failed = [check for check in checks if check.failed]
-    return report(
-        not failed,
-        first_divergence=_first_divergence(failed[0], model) if failed else None,
-        worst=max(checks, key=lambda one: one.channels_last_error / (one.allowed_error or 1.0)),
-        failed=failed,
-        note="; ".join(notes),
-        times_less_exact=_times_less_exact(visible),
-    )
+    if failed:
+        again = step_of(CONTIGUOUS, dtype=dtype).record()
+        if any(check.failed for check in _compare(reference, again, dtype)):
+            why = "the model draws random numbers that torch.manual_seed does not control"
+            return ParityReport(None, *asked, note=f"two contiguous runs differ: {why}")
+    worst = str(max(checks, key=lambda one: one.error / (one.allowed_error or 1.0)))
+    first = _first_divergence(failed[0], model) if failed else None
+    return ParityReport(not failed, *asked, first, worst, [*map(str, failed)], notes)
 
 
-def _times_less_exact(checks: list[Check]) -> float | None:
-    gradients = [check for check in checks if check.is_gradient]
-    ratios = [
-        check.channels_last_error / check.contiguous_error
-        for check in gradients or checks
-        if check.contiguous_error > 0 and math.isfinite(check.channels_last_error)
-    ]
-    return statistics.median(ratios) if ratios else None
-
-
-def _limit(kind: str, contiguous_error: float, precision: Precision) -> float:
-    is_tf32 = precision.tf32 and precision.input_dtype == torch.float32
-    dtype = torch.float16 if is_tf32 else precision.input_dtype  # TF32 has the mantissa of float16
-    floor = max(MIN_LIMIT, math.sqrt(torch.finfo(dtype).eps))
-    if kind == "gradients":
-        floor = max(floor, GRADIENT_LIMIT)
-    return min(MAX_LIMIT, max(TOLERANCE * contiguous_error, floor))
-
-
-def _compare(
-    reference: Record,
-    plain: Record,
-    converted: Record,
-    computed_in: str,
-    limit: Callable[[str, float], float],
-) -> list[Check]:
+def _compare(reference: Record, converted: Record, dtype: torch.dtype) -> list[Check]:
     """Checks in the order of `Record`, in which a difference spreads."""
+    limit = FLOAT64_LIMIT if dtype == torch.float64 else FLOAT32_LIMIT
     checks: list[Check] = []
     for kind, expected in reference.items():
-        where = computed_in + (EVAL if kind.startswith("eval") else "")
+        where = str(dtype) + (EVAL if kind.startswith("eval") else "")
         names, called = ([name for name, _ in record[kind]] for record in (reference, converted))
         if names != called:
             differing = (one for one, two in zip(called, names, strict=False) if one != two)
             place = next(differing, "the last tensor")
-            return [*checks, Check(f"order of calls at {place}", where, 0.0, math.inf, 0.0)]
+            return [*checks, Check(f"order of calls at {place}", where, math.inf, 0.0)]
 
-        # Gradients that are zero in theory (a bias before BatchNorm) are rounding errors: the norm
-        # of a tensor of typical elements is added to that of each gradient.
+        # Gradients that are zero in theory, of a bias before BatchNorm, are rounding errors: the
+        # norm of a tensor of typical elements is added to that of each gradient.
         element = 0.0
         if kind == "gradients" and expected:
             element = float(torch.cat([true for _, true in expected]).square().mean().sqrt())
-
-        plain_errors = _errors(plain[kind], expected, element)
-        typical = statistics.median(plain_errors) if plain_errors else 0.0
+            element *= FLOAT64_ELEMENT if dtype == torch.float64 else 1.0
         errors = _errors(converted[kind], expected, element)
-        for name, plain_error, error in zip(names, plain_errors, errors, strict=True):
-            allowed = limit(kind, max(plain_error, typical))
-            checks.append(Check(name, where, plain_error, error, allowed))
+        pairs = zip(names, errors, strict=True)
+        checks += [Check(name, where, error, limit) for name, error in pairs]
     return checks
 
 
@@ -326,13 +306,13 @@ def _error(tensor: torch.Tensor, true: torch.Tensor, element: float) -> float:
 
 def _first_divergence(check: Check, model: nn.Module) -> str:
     """The module to look at: if a module's *input* differs first, the code of its parent."""
-    kind, _, name = check.what.partition(" of ")
+    kind, _, name = check.what.replace("buffer ", "buffer of ").partition(" of ")
     parent = name.rpartition(".")[0]
     places = {
         "output": (name.removeprefix("the model"), ""),
         "input": (parent, f", in the forward code before submodule {name} is called"),
         "gradient": (parent, ", in backward (its forward agrees)"),
-        "statistics": (name, ", in its running statistics (its output agrees)"),
+        "buffer": (parent, ", in its buffers (its output agrees)"),
     }
     if kind not in places:
         return f"the model as a whole ({check.what})"

@@ -1,10 +1,13 @@
-"""One step of a model, recorded: what its modules read and return, its results and gradients."""
+"""One step of a copy of a model in eval and in training mode, for the checks of parity; and its
+record: what its modules read and return, its results, gradients and buffers.
+"""
 
 import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,107 +19,186 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
 from cl_train.memory_format.convert import Layout
 from cl_train.memory_format.model_call import call_model, output_tensors
-from cl_train.memory_format.operator_recorder import schema_of
-from cl_train.models.facts import refuse_known_crash
+from cl_train.memory_format.operator_recorder import OriginRecorder, schema_of
 from cl_train.step.backup import random_state_restored
-from cl_train.step.precision import Precision, autocast, kernel_selection
-from cl_train.system.tensors import tensors_in
+from cl_train.step.precision import BATCH_NORMS, Precision, autocast, kernel_selection
+from cl_train.system.tensors import map_tensors, tensors_in
 
-# Recorded per tensor, to bound memory; a wrong layout changes nearly every element.
+# Recorded per tensor, to bound memory; of larger ones a sample, and their borders.
 MOST_ELEMENTS = 2**16
 
 # Tensors of a step by name, in the order of computation. Kinds: "forward" ("input of X", "output of
-# X"), "results" ("result 0", "loss"), "gradients", "statistics"; "eval forward", "eval results".
+# X"), "results" ("result 0", "loss"), "gradients", "buffers"; "eval forward", "eval results".
 Samples = list[tuple[str, torch.Tensor]]
 Record = dict[str, Samples]
 
 
-def recorded_step(
-    model: nn.Module,
-    workload: Workload,
-    modes: Sequence[bool],
-    seed: int,
-    layout: Layout,
-    dtype: torch.dtype | None = None,
-) -> Record:
-    """Returns what a copy of `model` in `layout` computes, in `modes`: values of `training`.
+@dataclass
+class ParityStep:
+    """A copy of a model in one layout, with its batch; each run draws the same random numbers.
 
-    Random numbers are equal in all steps. With `dtype` the weights and inputs have it, and there is
-    no autocast. Raises ConfigError: torch is known to crash on the step.
+    Parameters that the initialisation makes constant hold seeded values instead: behind a scale of
+    zero every gradient is zero, right or wrong. BatchNorm's statistics are those of the last batch.
     """
-    device = workload.device
-    precision = workload.precision if dtype is None else Precision("fp32")
-    model = model_in_layout(model, layout, precision, device)
-    if dtype is not None:
-        with warnings.catch_warnings(action="ignore"):  # complex parameters keep their dtype
-            model.to(dtype)
-    input_dtype = dtype or precision.input_dtype
-    batch = place_batch(workload.batch, device, input_dtype, layout.memory_format)
 
-    def forward() -> Any:
-        with autocast(precision, device):
-            return call_model(model, batch)
+    model: nn.Module
+    batch: Any
+    precision: Precision
+    workload: Workload
+    modes: Sequence[bool]  # values of `training`
+    seed: int
 
-    if layout.is_channels_last and True in modes:
-        refuse_known_crash(model, batch)
-    record: Record = {}
-    kernels = kernel_selection(tf32=precision.tf32, autotune=False)
-    with random_state_restored(device), kernels, EqualRandomness(seed):
-        for is_training in modes:
-            # The entry of the output may exist in training only.
-            output_key = workload.output if is_training is modes[-1] else None
-            gradients = nullcontext() if is_training else torch.no_grad()
-            with autocast(precision, device), gradients, _watched(model.train(is_training)) as seen:
-                output = call_model(model, batch)
-                results = output_tensors(output, output_key)
-                named = [(f"result {n}", sample(result)) for n, result in enumerate(results)]
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        workload: Workload,
+        modes: Sequence[bool],
+        layout: Layout,
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> "ParityStep":
+        """`dtype`: of weights and inputs, without autocast, instead of the workload's precision."""
+        precision = workload.precision if dtype is None else Precision("fp32")
+        copied = model_in_layout(model, layout, precision, workload.device)
+        _give_values(copied, seed)
+        if dtype is not None:
+            with warnings.catch_warnings(action="ignore"):  # complex parameters keep their dtype
+                copied.to(dtype)
+        input_dtype = dtype or precision.input_dtype
+        batch = place_batch(workload.batch, workload.device, input_dtype, layout.memory_format)
+        return cls(copied, batch, precision, workload, modes, seed)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The caller's context does not count: gradients are on, and autocast is the step's own."""
+        device = self.workload.device
+        with ExitStack() as stack:
+            stack.enter_context(kernel_selection(tf32=self.precision.tf32, autotune=False))
+            stack.enter_context(random_state_restored(device))
+            stack.enter_context(EqualRandomness(self.seed))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def forward(self, is_training: bool) -> Any:
+        self.model.train(is_training)
+        gradients = nullcontext() if is_training else torch.no_grad()
+        # A model that works in place takes no leaf of autograd.
+        batch = map_tensors(lambda one: one.clone() if one.requires_grad else one, self.batch)
+        with gradients, autocast(self.precision, self.workload.device):
+            return call_model(self.model, batch)
+
+    def results(self, output: Any, is_training: bool) -> list[torch.Tensor]:
+        """The entry of the output may exist in training only."""
+        key = self.workload.output if is_training is self.modes[-1] else None
+        return output_tensors(output, key)
+
+    def loss(self, output: Any) -> torch.Tensor:
+        if self.workload.loss is None:
+            return _weighted_sum(self.results(output, True))
+        with autocast(self.precision, self.workload.device):
+            return self.workload.loss(output)
+
+    def run(self, recorder: OriginRecorder | None = None) -> bool:
+        """Both modes, watched by `recorder`; whether there was a backward pass."""
+        has_gradient = False
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            self.batch = map_tensors(_with_gradient, self.batch)
+        with nullcontext() if recorder is None else recorder.watching(), self.running():
+            for is_training in self.modes:
+                output = self.forward(is_training)
+                if is_training and (loss := self.loss(output)).requires_grad:
+                    loss.backward()
+                    has_gradient = True
+        return has_gradient
+
+    def record(self) -> Record:
+        """What the step computes, sampled."""
+        record: Record = {}
+        with self.running():
+            self.batch = map_tensors(_with_gradient, self.batch)
+            for is_training in self.modes:
+                with _watched(self.model) as forward:
+                    output = self.forward(is_training)
+                results = enumerate(self.results(output, is_training))
+                named = [(f"result {n}", sample(result)) for n, result in results]
                 if not is_training:
-                    record |= {"eval forward": seen, "eval results": named}
+                    record |= {"eval forward": forward, "eval results": named}
                     continue
-                if workload.loss is None:
-                    loss = _weighted_sum(results)
-                else:
-                    loss = workload.loss(output)
-                    named.append(("loss", sample(loss)))
-            # In front: a difference in both modes is reported in training.
-            forward_record = {"forward": seen, "results": named}
-            record = forward_record | _backward(model, loss, seen) | record
-    return record
+                loss = self.loss(output)
+                named.append(("loss", sample(loss)))
+                if loss.requires_grad:
+                    loss.backward()
+                # In front: a difference in both modes is reported in training.
+                trained = {
+                    "forward": forward,
+                    "results": named,
+                    "gradients": self._gradients(forward),
+                }
+                record = trained | {"buffers": self._buffers()} | record
+        return record
+
+    def _gradients(self, forward: Samples) -> Samples:
+        """Those of the modules that ran last first; then that of the input."""
+        position = {name.partition(" of ")[2]: index for index, (name, _) in enumerate(forward)}
+        parameters = sorted(
+            self.model.named_parameters(),
+            key=lambda item: -position.get(item[0].rpartition(".")[0], -1),
+        )
+        inputs = [("the input", tensor) for tensor in tensors_in(self.batch)]
+        named = [(name, tensor.grad) for name, tensor in (*parameters, *inputs)]
+        return [(f"gradient of {name}", sample(grad)) for name, grad in named if grad is not None]
+
+    def _buffers(self) -> Samples:
+        named = [*self.model.named_buffers()]
+        return [(f"buffer {name}", sample(one)) for name, one in named if one.is_floating_point()]
 
 
-def _backward(model: nn.Module, loss: torch.Tensor, forward: Samples) -> Record:
-    """The gradients, those of the modules that ran last first, and BatchNorm's statistics."""
-    if loss.requires_grad:
-        loss.backward()
-    position = {name.partition(" of ")[2]: index for index, (name, _) in enumerate(forward)}
-    parameters = sorted(
-        model.named_parameters(), key=lambda item: -position.get(item[0].rpartition(".")[0], -1)
-    )
-    gradients = [
-        (f"gradient of {name}", sample(parameter.grad))
-        for name, parameter in parameters
-        if parameter.grad is not None
-    ]
-    statistics: Samples = []
-    for name, module in model.named_modules():
-        mean, variance = (getattr(module, f"running_{what}", None) for what in ("mean", "var"))
-        if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
-            # The spread is the unit of both.
-            values = torch.cat([sample(mean), sample(variance).sqrt()])
-            statistics.append((f"statistics of {name}", values))
-    return {"gradients": gradients, "statistics": statistics}
+def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_(tensor.is_floating_point())
+
+
+def _give_values(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, BATCH_NORMS) and module.momentum is not None:
+            module.momentum = 1.0
+    for name, parameter in model.named_parameters():
+        is_plain = parameter.is_floating_point() and parameter.layout == torch.strided
+        if not is_plain or parameter.numel() < 2 or 0 in parameter.stride():
+            continue
+        if bool(parameter.amin() != parameter.amax()):
+            continue
+        values = torch.rand(parameter.shape, generator=generator)
+        fan_in = parameter[0].numel()
+        if fan_in > 1:  # a weight, such as the last convolution of a branch
+            values = (2 * values - 1) * math.sqrt(3 / fan_in)
+        elif name.rpartition(".")[2] == "bias":
+            values = 0.2 * values - 0.1
+        else:
+            values += 0.5
+        parameter.data.copy_(values)
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to `MOST_ELEMENTS` evenly spaced elements in logical order, float64 on the CPU.
-
-    Waits for the device.
+    """Elements in logical order, float64 on the CPU: all, or of more than `MOST_ELEMENTS` evenly
+    spaced ones with the borders of images. Waits for the device.
     """
     tensor = _real(tensor.detach())
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    step = math.ceil(tensor.numel() / MOST_ELEMENTS) | 1  # odd: no alias
-    return tensor.reshape(-1)[::step].to("cpu", torch.float64, copy=True)
+    flat = tensor.reshape(-1)
+    step = math.ceil(tensor.numel() / MOST_ELEMENTS)
+    parts = [flat]
+    if step > 1:
+        while math.gcd(step, tensor.numel()) > 1:  # else it sees the same columns in every image
+            step += 1
+        parts = [flat[::step]]
+        if tensor.dim() >= 4:
+            borders = (tensor.select(dim, end) for dim in (-2, -1) for end in (0, -1))
+            parts += [border.reshape(-1)[: MOST_ELEMENTS // 4] for border in borders]
+    return torch.cat(parts).to("cpu", torch.float64, copy=True)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from cl_train.system.failures import TORCH, short_path
 
 COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
 
-_OWN = f"{Path(__file__).parent}/"
+_OWN = f"{Path(__file__).parents[1]}/"
 
 
 def name_of(function: Any) -> str:
@@ -105,9 +105,9 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         package = _package(frame.f_code.co_filename)
         is_autograd = frame.f_code.co_name == "_engine_run_backward"
-        if is_autograd or package == _OWN or (package == "torch" and lines):
+        if is_autograd or (package in ("torch", _OWN) and lines):
             break
-        if package != "torch":
+        if package not in ("torch", _OWN):
             called = package
             lines.setdefault(package, (frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back

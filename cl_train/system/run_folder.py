@@ -89,6 +89,7 @@ class RunFacts:
     cuda_graph: str
     epochs: int
     memory_format: str
+    parity: str | None  # of channels_last: passed, off, or "inconclusive: why"
     precision: str
     world_size: int
     global_batch_size: int
@@ -379,6 +380,8 @@ def run_problems(windows: Sequence[Window], summary: dict[str, Any]) -> Iterator
         yield "no summary.json: the run was killed or has not ended"
     elif summary.get("status") not in ("completed", "interrupted", None):
         yield f"status {summary['status']}"
+    if summary.get("parity", "passed") != "passed":
+        yield f"channels_last was not shown to compute the same (parity: {summary['parity']:.200})"
     if changed := summary.get("resumed_with"):
         yield f"it was resumed with other settings: {show(changed):.300}"
 

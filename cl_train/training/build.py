@@ -63,6 +63,7 @@ class TrainState:
     parts: StepParts  # optimizer, loss scaler, EMA and the wrapped model that trains
     batch_format: DeviceFormat  # of the model's input; its memory format is also the model's
     train_step: Callable[[Sequence[Batch]], StepResult]  # eager or as a CUDA graph
+    parity: str | None = None  # of channels_last, as in summary.json
     facts: Mapping[int, ModelFacts] = field(default_factory=dict)  # by image size of training
 
 
@@ -83,7 +84,8 @@ def build_train_state(
         freeze(model, cfg.freeze, head)  # the new modules, too
 
     model = cast_model(model.to(dist.device), settings.precision)
-    batch_format = convert_layout(cfg, model, settings, dist, facts.values())
+    chosen = convert_layout(cfg, model, settings, dist, facts.values())
+    batch_format = chosen.batch_format
 
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
@@ -107,7 +109,7 @@ def build_train_state(
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
-    return TrainState(model, parts, batch_format, step, facts)
+    return TrainState(model, parts, batch_format, step, chosen.parity, facts)
 
 
 def build_evaluated_state(
@@ -122,9 +124,10 @@ def build_evaluated_state(
     facts_by_size(cfg, model, ())
     model = cast_model(model.to(dist.device), settings.precision)
     settings = replace(settings, compile=False, cuda_graph=False, accumulate_steps=1)
-    batch_format = convert_layout(cfg, model, settings, dist, (), mode="infer")
+    chosen = convert_layout(cfg, model, settings, dist, (), mode="infer")
     parts = make_step(model, settings, dist.device)
-    return TrainState(model, parts, batch_format, partial(train_step, parts))
+    step = partial(train_step, parts)
+    return TrainState(model, parts, chosen.batch_format, step, chosen.parity)
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:

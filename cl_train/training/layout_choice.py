@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,14 +11,24 @@ from cl_train.config.schema import Config
 from cl_train.data.build import size_schedule
 from cl_train.data.device import DeviceFormat
 from cl_train.errors import ConfigError
-from cl_train.measure.auto import choose_layout
+from cl_train.measure.auto import Choice, choose_layout
+from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.models.facts import ModelFacts
 from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist, on_main
+from cl_train.training.console import is_importable
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """The format of a batch, which is also the model's; `parity` as in summary.json."""
+
+    batch_format: DeviceFormat
+    parity: str | None  # None: the run trains contiguous
 
 
 def convert_layout(
@@ -27,25 +38,29 @@ def convert_layout(
     dist: Dist,
     facts: Collection[ModelFacts],
     mode: str = "train",
-) -> DeviceFormat:
-    """Convert `model` in place as the settings say; returns the format of its input. `facts`: at
-    the sizes of training, as `auto` would notice a crash at its own size only. mode: what is run.
+) -> ChosenLayout:
+    """Convert `model` in place as the settings say. `facts`: at the sizes of training, as `auto`
+    would notice a crash at its own size only. mode: what is run.
 
-    Raises ConfigError: channels_last=true, and torch is known to crash on the model.
+    Raises ConfigError: channels_last=true, and torch is known to crash on the model, or to compute
+    something else.
     """
-    layout = layout_of(cfg)
+    layout, parity = layout_of(cfg), None
     crashes = [each.crash for each in facts if each.crash] if dist.device.type == "cpu" else []
     if crashes and cfg.channels_last == "auto":
         log.info("channels_last=auto: contiguous: %s", crashes[0])
         layout = CONTIGUOUS
     elif cfg.channels_last == "auto":
-        layout = measured_layout(cfg, model, settings, dist, mode)
+        layout, parity = measured_layout(cfg, model, settings, dist, mode)
     elif crashes and layout.is_channels_last:
         raise ConfigError(crashes[0])
+    elif layout.is_channels_last:
+        parity = checked_parity(cfg, model, settings, dist, mode)
     report = convert(model, layout)
     if layout.is_channels_last:
         log.info("%s", report)
-    return DeviceFormat(dist.device, settings.precision.input_dtype, layout.memory_format)
+    dtype = settings.precision.input_dtype
+    return ChosenLayout(DeviceFormat(dist.device, dtype, layout.memory_format), parity)
 
 
 def layout_of(cfg: Config) -> Layout:
@@ -57,12 +72,42 @@ def layout_of(cfg: Config) -> Layout:
 
 def measured_layout(
     cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist, mode: str
-) -> Layout:
-    """`channels_last=auto`: rank 0 measures the run's own step on its largest images, or its
-    evaluation.
-    """
-    size = size_schedule(cfg.data).largest if mode == "train" else cfg.data.eval_size
-    workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
-    choice = on_main(lambda: choose_layout(model, workload, candidate=layout_of(cfg)), dist)
+) -> tuple[Layout, str | None]:
+    """`channels_last=auto`: rank 0 measures the run's own step; with its parity."""
+    workload = workload_of(cfg, settings, dist, mode)
+
+    def choose() -> Choice:
+        return choose_layout(model, workload, candidate=layout_of(cfg), parity=cfg.parity)
+
+    choice = on_main(choose, dist)
     log.info("channels_last=auto: %s", choice.reason)
-    return choice.layout
+    return choice.layout, choice.parity
+
+
+def checked_parity(
+    cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist, mode: str
+) -> str:
+    """Rank 0 compares both layouts in the run's own step; the status in summary.json.
+
+    Raises ConfigError: channels_last computes something else.
+    """
+    workload, layout = workload_of(cfg, settings, dist, mode), layout_of(cfg)
+    parity = on_main(lambda: parity_before_use(model, workload, layout, cfg.parity), dist)
+    if parity.passed is False:
+        check = "cl_train.check_parity(model)"
+        if is_importable(cfg.model):
+            size = f"data.image_size={workload.input_shape[-1]}"
+            check = f"cl-train compare parity=true model={cfg.model} {size}"
+            check += f" precision={settings.precision.name}"
+        what = f"channels_last=true computes something else: {parity.text}"
+        advice = "channels_last=false trains, parity=false trains all the same"
+        raise ConfigError(f"{what}; more: {check}; {advice}")
+    if parity.passed is None and not parity.is_off:
+        log.warning("parity: %s", parity.status)
+    return parity.status
+
+
+def workload_of(cfg: Config, settings: StepSettings, dist: Dist, mode: str) -> Workload:
+    """The run's own step on its largest images, or its evaluation."""
+    size = size_schedule(cfg.data).largest if mode == "train" else cfg.data.eval_size
+    return Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)

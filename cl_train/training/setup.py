@@ -261,6 +261,7 @@ def describe_run(plan: Plan, data: Data, state: TrainState, dist: Dist, command:
         **{name: getattr(cfg, name) for name in settings},
         command=command,
         memory_format=model_memory_format(state.model),
+        parity=state.parity,
         precision=state.parts.precision.name,
         world_size=dist.world_size,
         global_batch_size=plan.global_batch_size,

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.measure import auto, paired, timed_step
+from cl_train.errors import ConfigError
+from cl_train.measure import auto, paired, parity_gate, timed_step
 from cl_train.memory_format.convert import Layout
 from cl_train.memory_format.layout import classify
 from cl_train.step.train_step import make_step
+from cl_train.system.run_folder import read_run
 from cl_train.training import build, layout_choice
 
 slow_layout = ""
@@ -95,7 +97,7 @@ def test_the_step_that_is_timed_is_the_step_that_trains(train, quick_auto, monke
 def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkeypatch):
     timed = []
 
-    def chosen(model, workload, candidate):
+    def chosen(model, workload, candidate, parity):
         timed.append((workload.mode, workload.input_shape, workload.settings.compile, candidate))
         return auto.Choice(candidate, "planted", 0.0)
 
@@ -106,3 +108,55 @@ def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkey
     summary = train(*words, "compile=true", "conversion=conv").summary
     assert timed == [("infer", (3, 48, 48), False, Layout(torch.channels_last, "conv"))]
     assert summary["memory_format"] == "channels_last"
+
+
+class Wrong(nn.Module):
+    """Computes something else in channels_last."""
+
+    def forward(self, images):
+        return images if images.is_contiguous() else 1.1 * images
+
+
+def wrong(num_classes):
+    return nn.Sequential(Wrong(), *watched(num_classes))
+
+
+WRONG = (f"model={__name__}:wrong", "epochs=1", "evaluate_every=-1")
+
+
+@pytest.fixture
+def no_results_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_no_run_trains_in_a_layout_that_computes_something_else(train, no_results_kept):
+    with pytest.raises(ConfigError, match=r"code \(forward\) of 0 \(Wrong\).*parity=false"):
+        train(*WRONG, "channels_last=true")
+    unchecked = train(*WRONG, "channels_last=true", "parity=false")
+    assert unchecked.summary["parity"] == "off"
+    assert unchecked.summary["memory_format"] == "channels_last"
+    assert train(*WRONG, "channels_last=false").summary["parity"] is None
+    [problem] = read_run(unchecked.folder).problems
+    assert "parity: off" in problem
+
+
+def test_auto_does_not_choose_what_computes_something_else(
+    train, no_results_kept, quick_auto, monkeypatch
+):
+    monkeypatch.setattr(auto, "verdict_of", lambda ratio: "faster")
+    assert train(*WRONG, "channels_last=auto").summary["memory_format"] == "contiguous"
+    model = wrong(3)
+    for _ in range(2):  # the second time the choice is kept, and its parity
+        choice = auto.choose_memory_format(model, batch_size=4, image_size=32, time_limit_s=0.0)
+        assert not choice.channels_last and "of 0 (Wrong)" in choice.reason
+
+
+def test_the_second_run_does_not_compare_again(train, no_results_kept, monkeypatch):
+    compared = Mock(side_effect=parity_gate.parity_of)
+    monkeypatch.setattr(parity_gate, "parity_of", compared)
+    words = (f"model={__name__}:watched", "channels_last=true", "max_steps=1", "evaluate_every=-1")
+    for word, count in (("seed=0", 1), ("seed=1", 1), ("batch_size=3", 2), ("parity=true", 3)):
+        assert train(*words, word).summary["parity"] == "passed"
+        assert compared.call_count == count
+    images = [call.args[1].batch_size for call in compared.call_args_list]
+    assert images == [4, 3, 4], "an odd batch is compared with an odd one"

@@ -89,7 +89,6 @@ def network(middle):
     return nn.Sequential(stem, middle, nn.Sequential(*layers), nn.Flatten(), nn.Linear(16, 10))
 
 
-BEFORE_SECOND = "1 (Made), in the forward code before submodule 1.second"
 NOT_IN_FLOAT64 = wrong(lambda _, x: x if x.dtype == torch.float64 else x.flip(1))
 RAW_VIEW = nn.Sequential(nn.ReLU(), Made(lambda _, x: as_if_contiguous(x)))
 
@@ -105,50 +104,22 @@ def test_a_sound_model_agrees_and_stays_as_it_is(precision):
 
 
 @pytest.mark.parametrize(
-    ("middle", "precision", "where", "computed_in"),
+    ("middle", "precision", "where"),
     [
-        (RAW_VIEW, "fp32", "1.1 (Made)", "torch.float64"),
-        (RAW_VIEW, "bf16", "1.1 (Made)", "torch.float64"),
-        (block(), "fp32", BEFORE_SECOND, "torch.float64"),
-        (Made(backward), "fp32", "0.1 (BatchNorm2d), in backward", "torch.float64"),
-        (wrong(lambda _, x: x * float("nan")), "fp32", "1 (Made)", "torch.float64"),
-        (NOT_IN_FLOAT64, "fp32", "1 (Made)", "fp32"),
-        (in_mode(training=True), "fp32", "1 (Made)", "torch.float64"),
-        (in_mode(training=False), "fp32", "1 (Made), in eval mode", "torch.float64 in eval mode"),
+        (RAW_VIEW, "fp32", "code (forward) of 1.1 (Made)"),
+        (RAW_VIEW, "bf16", "code (forward) of 1.1 (Made)"),
+        (block(), "fp32", "code (forward) of 1 (Made)"),
+        (Made(backward), "fp32", "0.1 (BatchNorm2d), in backward (its forward agrees)"),
+        (wrong(lambda _, x: x * float("nan")), "fp32", "code (forward) of 1 (Made)"),
+        (NOT_IN_FLOAT64, "fp32", "code (forward) of 1 (Made)"),
+        (in_mode(training=True), "fp32", "code (forward) of 1 (Made)"),
+        (in_mode(training=False), "fp32", "code (forward) of 1 (Made)"),
     ],
 )
-def test_a_planted_bug_is_named(middle, precision, where, computed_in):
+def test_a_planted_bug_is_named(middle, precision, where):
     report = check_parity(network(middle), image_size=12, precision=precision)
-    found = report.first_divergence
-    assert report.passed is False and found.startswith(where) and found in str(report)
-    [first, *_] = report.failed
-    assert first.computed_in == computed_in and first.channels_last_error > 0.3
-    [plain, *_] = json.loads(json.dumps(report.to_dict(), allow_nan=False))["failed"]
-    error = plain["channels_last_error"]
-    assert error is None or error > 0.3, "JSON has no infinity"
-
-
-def rounding(planted):
-    """The network; `planted` of most gradients in channels_last, but for float64."""
-
-    def run(_, x):
-        x = x.clone()
-        if x.requires_grad and x.dtype != torch.float64 and not x.is_contiguous():
-            x.register_hook(planted)
-        return x
-
-    model = network(nn.Identity())
-    model[2].insert(3, Made(run))
-    return model
-
-
-def test_float64_decides_about_gradients_that_fp32_rounds():
-    """As in mobileone_s0, where single gradients deviate by 38 % in fp32, and 4e-13 in float64."""
-    report = check_parity(rounding(lambda gradient: 1.4 * gradient), image_size=12)
-    assert report.passed and "times less exact in fp32" in str(report)
-    assert report.times_less_exact > 100
-    report = check_parity(rounding(lambda gradient: gradient.flip(1)), image_size=12)
-    assert report.passed is False and "in float64 the layouts agree" in report.note
+    assert report.passed is False and report.first_divergence == where and where in str(report)
+    json.loads(json.dumps(report.to_dict(), allow_nan=False))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -173,7 +144,7 @@ def test_random_models_agree_and_planted_errors_in_them_are_found(draw):
     sound = check_parity(network(wrong(lambda _, x: x, DRAWS[draw])), image_size=12)
     planted = check_parity(network(wrong(lambda _, x: x * 1.2, DRAWS[draw])), image_size=12)
     assert sound.passed, str(sound)
-    assert planted.passed is False and planted.first_divergence == "1 (Made)"
+    assert planted.passed is False and planted.first_divergence == "code (forward) of 1 (Made)"
 
 
 conv3d = F.conv3d
@@ -195,7 +166,7 @@ def test_a_wrong_convolution_of_videos_is_found(is_wrong, monkeypatch):
     torch.manual_seed(0)
     report = check_parity(video(10), image_size=(3, 4, 8, 8), batch_size=2, precision="bf16")
     assert report.passed is not is_wrong
-    assert not is_wrong or "first in 0 (Conv3d)" in str(report)
+    assert not is_wrong or "of 0 (Conv3d)" in str(report)
 
 
 # As a transformer.
@@ -206,11 +177,11 @@ ONE_SIZE = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.Flatten(), nn.Linear(4 * 32 *
     ("model", "given", "batch"),
     [
         (ONE_SIZE, {"image_size": 128}, "[4, 3, 128, 128]"),
-        (nn.Conv2d(3, 4, 3, 8), {}, "[4, 3, 96, 96]"),
+        (nn.Conv2d(3, 4, 3, 8), {}, "[4, 3, 224, 224]"),
         (nn.Conv2d(3, 4, 3), {"image_size": 32, "batch_size": 3}, "[3, 3, 32, 32]"),
     ],
 )
-def test_small_images_where_the_model_takes_them(model, given, batch):
+def test_the_batch_that_was_asked_for_is_compared(model, given, batch):
     report = check_parity(model, **given)
     assert report.passed and report.batch == batch
 
@@ -231,7 +202,7 @@ UNSEEDED = network(wrong(lambda _, x: x, lambda x: x * OUTSIDE.random()))
 )
 def test_a_check_that_could_not_fail_has_not_passed(model, given, reason):
     report = check_parity(model, **given)
-    assert report.passed is None and reason in str(report) and "cannot be checked" in str(report)
+    assert report.passed is None and reason in str(report) and "inconclusive" in str(report)
 
 
 def viewing():

@@ -1,0 +1,91 @@
+"""Results of measurements that a later run need not repeat: one small file for all that can change
+them, in ${XDG_CACHE_HOME:-~/.cache}/cl_train/.
+"""
+
+import hashlib
+import inspect
+import logging
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cl_train.measure.timed_step import Workload
+from cl_train.memory_format.convert import Layout
+from cl_train.step.train_step import LEARNING_RATE
+from cl_train.system.files import cache_folder, read_json, write_json
+from cl_train.system.machine import describe_environment, device_name
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 9
+# Variables that choose kernels, such as ONEDNN_MAX_CPU_ISA.
+_PREFIXES = ("ONEDNN_", "DNNL_", "ATEN_", "MKL_", "CUDNN_", "CUBLAS_", "NVIDIA_TF32", "TORCH_")
+
+
+def kept_file(kind: str, model: nn.Module, workload: Workload, candidate: Layout) -> Path:
+    """A file named by the model's text, code and parameters, its step, the machine and versions."""
+    named = model.named_parameters()
+    parameters = [(name, tuple(one.shape), one.requires_grad) for name, one in named]
+    versions = describe_environment(workload.device)
+    machine: list[object] = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
+    machine += [device_name(workload.device), torch.get_num_threads()]
+    machine += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_PREFIXES))
+    same_speed = replace(
+        workload.settings,
+        optim=replace(workload.settings.optim, lr=LEARNING_RATE),
+        precision=replace(workload.precision, reason=""),
+    )
+    work = replace(workload, settings=same_speed)
+    described = (
+        type(model),
+        model,
+        parameters,
+        _code_of(model),
+        work,
+        candidate,
+        _flags(),
+        machine,
+    )
+    digest = hashlib.sha256(repr((_FORMAT, *described)).encode()).hexdigest()[:20]
+    return cache_folder() / f"{kind}-{digest}.json"
+
+
+def _code_of(model: nn.Module) -> list[str]:
+    """The source of the classes of its modules that are not torch's own."""
+    sources = []
+    for kind in sorted({type(module) for module in model.modules()}, key=repr):
+        if not kind.__module__.startswith("torch."):
+            with suppress(OSError, TypeError):  # typed into an interpreter
+                sources.append(inspect.getsource(kind))
+    return sources
+
+
+def _flags() -> list[object]:
+    """Switches of torch that choose kernels."""
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+    ]
+
+
+def read_kept(path: Path) -> dict[str, Any] | None:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):  # there is none, or one that cannot be read
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def keep(path: Path, result: dict[str, Any], what: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+    except OSError as error:
+        log.warning("%s: not cached (%s), so the next run measures again", what, error)

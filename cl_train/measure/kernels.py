@@ -1,0 +1,357 @@
+"""Whether every operator call of a step in channels_last computes what it computes on contiguous
+inputs.
+
+Each distinct call, forward and backward, is replayed on copies of its inputs: in their own strides
+and contiguous. Both are compared within what rounding explains: in fp32 64 times what a change of
+the inputs by one rounding changes, or 8 times the square root of the length of its sums; in 16 bits
+four times the error of the contiguous call against fp32, and one rounding. Each call is compared by
+itself, so that a wrong kernel cannot hide behind a scale of zero, nor behind rounding elsewhere.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from sys import _getframe
+from typing import Any
+
+import torch
+
+from cl_train.memory_format.audit_report import Origin
+from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder, name_of, schema_of
+from cl_train.step.backup import random_state_restored
+from cl_train.system.tensors import map_tensors, tensors_in
+
+# Of the change that one rounding of the inputs makes; 0.4 of it was seen in 51 correct models.
+FP32_ROUNDINGS = 64
+# Of the contiguous call's error in 16 bits, and one rounding of the result on top.
+ERRORS_16_BIT = 4
+# Ties of a maximum may be broken differently.
+INDEX_LIMIT = 0.01
+# Their results depend on strides by definition, or hold no values.
+_OF_MEMORY = ("as_strided", "empty")
+_WITHOUT_VALUES = {*COPIES, "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"}
+_16_BIT = {torch.float16, torch.bfloat16}
+_NOT_FINITE_RTOL = 0.1  # of the finite elements among others
+_SEED = 3
+
+
+@dataclass(frozen=True)
+class WrongCall:
+    """A call whose result differs in channels_last; `error` in multiples of its limit."""
+
+    operator: str  # such as "aten.avg_pool2d_backward.default"
+    origin: Origin
+    shapes: tuple[tuple[int, ...], ...]  # of its tensors
+    error: float
+    relative_error: float  # L2 distance / L2 norm of the contiguous result
+
+    @property
+    def where(self) -> str:
+        """The operator, its module and the line that called it."""
+        name = self.operator.removeprefix("aten.").partition(".")[0]
+        module = f"{self.origin.module or 'the model'} ({self.origin.module_type})"
+        source = self.origin.source
+        line = f", {source} `{self.origin.line}`" if source else ""
+        return f"{name} ({self.origin.direction}) of {module}{line}"
+
+    def __str__(self) -> str:
+        deviates = f"channels_last deviates {100 * self.relative_error:.2g} % from contiguous"
+        shape = f" (input {list(self.shapes[0])})" if self.shapes else ""
+        return f"{self.where}: {deviates}, {self.error:.2g} of the limit{shape}"
+
+
+class KernelCheck(OriginRecorder):
+    """Replays the distinct operator calls of the block that read images in channels_last."""
+
+    def __init__(self, *, replays: bool = True) -> None:
+        super().__init__()
+        self._replays = replays
+        # Calls that compute, or that read an image by strides, by module and direction.
+        self.operators: Counter[tuple[str, str, str]] = Counter()
+        self.wrong: list[WrongCall] = []
+        self.calls = 0  # distinct ones that were replayed
+        self.worst: WrongCall | None = None  # by error, also below the limit
+        self.unchecked: dict[str, str] = {}  # operators that could not be replayed, with the reason
+        self.backward_calls = 0
+        self._seen: set[Any] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = None
+        is_permuted = any(map(_is_permuted, tensors_in((args, kwargs))))
+        if self._replays and is_permuted and _computes(function):
+            key = _key_of(function, args, kwargs)
+            if key not in self._seen:
+                self._seen.add(key)
+                call = args, kwargs
+                if _written_arguments(function):  # copied before it writes
+                    call = copied(call, same_strides)
+        result = function(*args, **kwargs)
+        origin = self.origin(_getframe(1))
+        self._count(function, origin, is_permuted)
+        if call is not None:
+            self._replay(function, *call, origin)
+        return result
+
+    def _count(self, function: Any, origin: Origin, is_permuted: bool) -> None:
+        name = name_of(function)
+        is_read_by_strides = is_permuted and "as_strided" in name
+        has_values = _computes(function) and name not in _WITHOUT_VALUES
+        if (has_values or is_read_by_strides) and origin.module_type != "Parameter":
+            self.operators[origin.module, origin.direction, name] += 1
+
+    def _replay(self, function: Any, args: Any, kwargs: Any, origin: Origin) -> None:
+        self.calls += 1
+        self.backward_calls += origin.direction == "backward"
+        device = next(tensor.device for tensor in tensors_in((args, kwargs)))
+        try:
+            with random_state_restored(device):
+                errors = _errors(function, (args, kwargs))
+        except Exception as failure:  # an operator may take no copies, or not these dtypes
+            self.unchecked[str(function)] = f"{type(failure).__name__}: {failure}"[:200]
+            return
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
+        for error, relative in errors:
+            call = WrongCall(str(function), origin, shapes, error, relative)
+            if self.worst is None or not error <= self.worst.error:
+                self.worst = call
+            if not error <= 1:
+                self.wrong.append(call)
+
+
+@cache
+def _computes(function: Any) -> bool:
+    """Whether its result has values of its own, which do not depend on strides by definition."""
+    return not _is_view(function) and all(word not in name_of(function) for word in _OF_MEMORY)
+
+
+@cache
+def _is_view(function: Any) -> bool:
+    aliases = [returned.alias_info for returned in _schema(function, "returns")]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@cache
+def _written_arguments(function: Any) -> list[tuple[int, str]]:
+    """Positions and names; batch_norm does not declare that it writes its running statistics."""
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(_schema(function, "arguments"))
+        if argument.name.startswith("running_")
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+
+
+def _schema(function: Any, part: str) -> Sequence[Any]:
+    schema = schema_of(function)
+    return getattr(schema, part) if schema is not None else ()
+
+
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout == torch.strided and tensor.dim() >= 3 and tensor.numel() > 1
+    return is_plain and not tensor.is_contiguous()
+
+
+def _key_of(function: Any, args: Any, kwargs: Any) -> Any:
+    tensors = tensors_in((args, kwargs))
+    layouts = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+    others = map_tensors(lambda _: None, (args, kwargs))
+    return function, layouts, repr(others)
+
+
+# --- replays --------------------------------------------------------------------------------------
+
+Values = Any  # tensors in nested tuples, lists and dicts: the arguments of a call
+Run = Callable[[Values], list[torch.Tensor]]  # the results of a call on these arguments
+Errors = list[tuple[float, float]]  # of each result: in multiples of its limit, and relative
+
+
+def compare_results(
+    converted: Run, plain: Run, exact: Run, call: Values, dtype: torch.dtype = torch.float32
+) -> Errors:
+    """Of `converted` on `call`, and `plain` on contiguous copies; `exact` is it in fp32, and is run
+    where the arguments, the results or `dtype` have 16 bits.
+    """
+    contiguous = copied(call, torch.Tensor.contiguous)
+    found, expected = converted(call), plain(contiguous)
+    tensors = tensors_in((call, expected))
+    dtypes = _16_BIT & {dtype, *(tensor.dtype for tensor in tensors)}
+    if dtypes:
+        roundoff = max(torch.finfo(each).eps for each in dtypes)
+        true = exact(copied(contiguous, _in_fp32))
+        return _compare_in_16_bit(found, expected, true, roundoff)
+    generator = torch.Generator().manual_seed(_SEED)
+    shaken = plain(copied(contiguous, partial(_shaken, generator=generator)))
+    longest = max(tensor.numel() for tensor in tensors)
+    return _compare(found, expected, shaken, longest)
+
+
+def _errors(function: Any, call: Values) -> Errors:
+    run = partial(_results, function)
+    is_random = torch.Tag.nondeterministic_seeded in function.tags
+    if is_random and "attention" not in function.name():
+        # The same numbers in another order.
+        halves = copied(call, _half)
+        results = map(_sorted, (run(halves), run(copied(halves, torch.Tensor.contiguous))))
+        found, expected = results
+        return _compare(found, expected, expected, 1)
+    generator = torch.Generator().manual_seed(_SEED)
+    values = copied(call, partial(_without_constants, generator=generator))
+    return compare_results(
+        run, run, partial(_results, function, of_argument=_dtype_in_fp32), values
+    )
+
+
+def _results(
+    function: Any, call: Values, of_argument: Callable[[Any], Any] = lambda value: value
+) -> list[torch.Tensor]:
+    """The tensors that a call returns or writes; its arguments stay as they are."""
+    written = _written_arguments(function)
+    args, kwargs = copied(call, same_strides) if written else call
+    args = [of_argument(value) for value in args]
+    kwargs = {name: of_argument(value) for name, value in kwargs.items()}
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        torch.manual_seed(_SEED)
+    results = tensors_in(function(*args, **kwargs))
+    for position, name in written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        results += [t for t in tensors_in(value) if not any(t is one for one in results)]
+    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in results]
+
+
+def _compare(
+    converted: list[torch.Tensor],
+    plain: list[torch.Tensor],
+    shaken: list[torch.Tensor],
+    longest: int,
+) -> Errors:
+    """`shaken`: from inputs that differ by one rounding. `longest`: elements of the largest
+    tensor, which tells how many are added at most.
+    """
+    errors: Errors = []
+    for x, y, z in zip(converted, plain, shaken, strict=True):
+        if (error := _error_of_kind(x, y)) is not None:
+            errors.append(error)
+            continue
+        norm, change = _norm(y), _norm(z - y)
+        roundings = max(FP32_ROUNDINGS, 8 * math.sqrt(longest / y.numel()))
+        errors.append(_ratio(_norm(x - y), roundings * (change + _epsilon(y) * norm), norm))
+    return errors
+
+
+def _compare_in_16_bit(
+    converted: list[torch.Tensor],
+    plain: list[torch.Tensor],
+    exact: list[torch.Tensor],
+    roundoff: float,
+) -> Errors:
+    errors: Errors = []
+    for x, y, true in zip(converted, plain, exact, strict=True):
+        if (error := _error_of_kind(x, y)) is not None:
+            errors.append(error)
+            continue
+        norm = _norm(true)
+        limit = ERRORS_16_BIT * _norm(y - true) + roundoff * norm
+        errors.append(_ratio(_norm(x - true), limit, norm))
+    return errors
+
+
+def _error_of_kind(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float] | None:
+    """The error of results that are not compared by their norms."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return math.inf, math.inf
+    if not y.numel():
+        return 0.0, 0.0
+    if not y.is_floating_point():
+        differing = float((x != y).float().mean())
+        return differing / INDEX_LIMIT, differing
+    finite = y.isfinite()
+    if not finite.all():
+        is_alike = torch.equal(finite, x.isfinite()) and torch.allclose(
+            x[finite].float(), y[finite].float(), rtol=_NOT_FINITE_RTOL
+        )
+        return (0.0, 0.0) if is_alike else (math.inf, math.inf)
+    return None
+
+
+def _ratio(distance: float, limit: float, norm: float) -> tuple[float, float]:
+    if not math.isfinite(distance):
+        return math.inf, math.inf
+    return (distance / limit if limit else math.inf) if distance else 0.0, distance / (norm or 1.0)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Waits for the device."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _epsilon(tensor: torch.Tensor) -> float:
+    is_tf32 = tensor.is_cuda and torch.backends.cudnn.allow_tf32 and tensor.dtype == torch.float32
+    return 2.0**-10 if is_tf32 else torch.finfo(tensor.dtype).eps
+
+
+# --- copies of arguments --------------------------------------------------------------------------
+
+
+def copied(call: Values, copy: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+    """`copy` of each tensor; one that stands twice stays one."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = copy(tensor)
+        return copies[id(tensor)]
+
+    return map_tensors(once, call)
+
+
+def same_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same strides, also with gaps; a dimension that is expanded stays so."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        return tensor.clone()
+    base = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        base = base.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else base
+    copied = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
+    try:
+        return copied.copy_(base).expand(tensor.shape)
+    except RuntimeError:  # elements overlap in memory
+        return tensor.clone()
+
+
+def _without_constants(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Positive noise where all elements are equal, as the gradients behind a scale of zero are."""
+    is_writable = tensor.is_floating_point() and tensor.numel() > 1 and 0 not in tensor.stride()
+    if not is_writable or bool(tensor.amin() != tensor.amax()):
+        return tensor
+    return same_strides(tensor).copy_(0.5 + torch.rand(tensor.shape, generator=generator))
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    is_writable = tensor.is_floating_point() and 0 not in tensor.stride()
+    return same_strides(tensor).fill_(0.5) if is_writable else tensor
+
+
+def _shaken(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Each element by about one rounding smaller or larger."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float32) - 0.5
+    return tensor * (1 + 4 * _epsilon(tensor) * noise.to(tensor.device))
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _16_BIT else tensor
+
+
+def _dtype_in_fp32(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in _16_BIT else value
+
+
+def _sorted(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.flatten().float().sort().values for tensor in tensors]

@@ -1,0 +1,166 @@
+"""Each operator call is compared by itself: planted kernels are found and named, whatever stands
+behind them; sound ones agree in every precision.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cl_train.measure.kernels import KernelCheck
+from cl_train.measure.parity import check_parity
+from tests.conftest import CPU_PRECISIONS
+from tests.measure.conftest import unchanged
+
+
+class Planted(TorchDispatchMode):
+    """`fault` of a result of `operator`, where it reads an image in channels_last."""
+
+    def __init__(self, operator, fault, result=0, when=lambda image: True):
+        super().__init__()
+        self.operator, self.fault, self.result, self.when = operator, fault, result, when
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returned = function(*args, **(kwargs or {}))
+        images = [one for one in args if isinstance(one, torch.Tensor) and one.dim() == 4]
+        converted = [one for one in images if not one.is_contiguous()]
+        if self.operator in str(function) and any(map(self.when, converted)):
+            results = returned if isinstance(returned, tuple) else (returned,)
+            if (right := results[self.result]) is not None:
+                right.copy_(self.fault(right))
+        return returned
+
+
+def without_last_column(tensor):
+    return torch.cat([tensor[..., :-1], torch.zeros_like(tensor[..., -1:])], -1)
+
+
+class Branch(nn.Module):
+    """A residual branch behind a scale of zero, as timm initialises it."""
+
+    def __init__(self, channels=8):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+        nn.init.zeros_(self.norm.weight)
+
+    def forward(self, images):
+        return images + F.relu(self.norm(self.conv(images)))
+
+
+def network():
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(3, 2, 1)
+    return nn.Sequential(*stem, Branch(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+FAULTS = {
+    "flipped": lambda tensor: tensor.flip(-1),
+    "shifted": lambda tensor: tensor.roll(1, -1),
+    "last column": without_last_column,
+    "1.02": lambda tensor: 1.02 * tensor,
+    "1.6": lambda tensor: 1.6 * tensor,
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("operator", "named"),
+    [
+        ("convolution.default", "convolution (forward) of 0 (Conv2d)"),
+        ("convolution_backward", "convolution_backward (backward) of 4.conv (Conv2d)"),
+        ("avg_pool2d_backward", "avg_pool2d_backward (backward) of 3 (AvgPool2d)"),
+    ],
+)
+def test_a_wrong_kernel_is_named_also_behind_a_scale_of_zero(operator, named, fault, precision):
+    with Planted(operator, FAULTS[fault]):
+        report = check_parity(network(), image_size=32, precision=precision)
+    assert report.passed is False and report.first_divergence.startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("operator", "result", "named"),
+    [
+        ("convolution_backward", 1, "convolution_backward (backward) of 4.conv"),  # of the weight
+        ("native_batch_norm_backward", 1, "native_batch_norm_backward (backward) of 4.norm"),
+        ("add.Tensor", 0, "add (forward) of 4"),
+        ("threshold_backward", 0, "threshold_backward (backward) of 4"),
+    ],
+)
+def test_every_result_of_a_call_counts(operator, result, named):
+    with Planted(operator, lambda tensor: 1.02 * tensor, result):
+        report = check_parity(network(), image_size=32)
+    assert report.passed is False and report.first_divergence.startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("when", "given", "is_found"),
+    [
+        (lambda image: len(image) % 2 == 1, {"batch_size": 4}, False),
+        (lambda image: len(image) % 2 == 1, {"batch_size": 3}, True),
+        (lambda image: image.shape[-1] > 48, {"image_size": 48}, False),
+        (lambda image: image.shape[-1] > 48, {"image_size": 64}, True),
+        (lambda image: image.dtype == torch.bfloat16, {"precision": "fp32"}, False),
+        (lambda image: image.dtype == torch.bfloat16, {"precision": "bf16"}, True),
+        (lambda image: not torch.is_grad_enabled(), {"mode": "infer"}, True),
+    ],
+)
+def test_the_batch_the_size_and_the_precision_asked_for_are_compared(when, given, is_found):
+    with Planted("convolution.default", FAULTS["shifted"], when=when):
+        report = check_parity(network(), **{"image_size": 32} | given)
+    assert report.passed is not is_found
+
+
+def test_statistics_that_an_operator_writes_unasked_count():
+    class Biased(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            returned = function(*args, **(kwargs or {}))
+            if "native_batch_norm.default" in str(function) and not args[0].is_contiguous():
+                count = args[0].numel() / args[0].shape[1]
+                args[4].mul_((count - 1) / count)
+            return returned
+
+    with Biased():
+        report = check_parity(network(), image_size=16)
+    assert report.passed is False and "native_batch_norm (forward)" in report.first_divergence
+
+
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
+def test_sound_kernels_agree(precision):
+    model = network()
+    with unchanged(model):
+        assert check_parity(model, image_size=32, precision=precision).passed
+
+
+OPERATORS = {
+    "in place": lambda x: x.add_(1).relu_(),
+    "out": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+    "several results": lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
+    "list of tensors": lambda x: torch.cat([x, x.flip(3)], 1),
+    "gaps in memory": lambda x: x[:, 1:5] * 2,
+    "expanded": lambda x: x + x[:, :1].expand_as(x),
+    "random": lambda x: F.dropout(x, 0.5, True),
+    "random in place": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "whole numbers": lambda x: (x > 0).long(),
+    "complex": lambda x: torch.fft.rfft2(x),
+    "not finite": lambda x: (x - x) / (x - x),
+    "one tensor twice": lambda x: x.mul_(x),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_calls_of_any_form_are_replayed_and_leave_no_trace(name):
+    torch.manual_seed(0)
+    images = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    expected = OPERATORS[name](images.clone())
+    state, check = torch.get_rng_state(), KernelCheck()
+    torch.manual_seed(1)
+    with check.watching():
+        found = OPERATORS[name](images.clone())
+    assert not check.wrong and not check.unchecked and check.calls
+    if "random" not in name:
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    torch.set_rng_state(state)
