@@ -173,8 +173,8 @@ def _measured_choice(
     model: nn.Module, workload: Workload, time_limit_s: float, candidate: Layout
 ) -> Choice:
     started_at = time.perf_counter()
-    measured = affordable(model, workload, time_limit_s)
     stop = Stop(time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
+    measured = scaled_to_time(model, workload, stop.time_limit_s)
     done = benchmark_layouts(model, measured, (CONTIGUOUS, candidate), stop=stop)
 
     verdict = verdict_of(done.ratio)  # even if disturbed: that slows both layouts alike
@@ -203,7 +203,7 @@ def _smaller(batch_size: int, measured: Workload, workload: Workload) -> str:
     return " at " + " and ".join(parts) if parts else ""
 
 
-def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Workload:
+def scaled_to_time(model: nn.Module, workload: Workload, rounds_s: float) -> Workload:
     """Returns `workload`, on a CPU with as many images per step as memory and time allow.
 
     First the batch becomes smaller, down to `LEAST_IMAGES`, then the number of micro-steps. A GPU
@@ -226,9 +226,7 @@ def affordable(model: nn.Module, workload: Workload, time_limit_s: float) -> Wor
     available = available_bytes(workload.device)
 
     def fits(batch_size: int, micro_steps: int) -> bool:
-        is_quick = (
-            LEAST_STEPS * batch_size * micro_steps * image_s <= SHARE_OF_ROUNDS * time_limit_s
-        )
+        is_quick = LEAST_STEPS * batch_size * micro_steps * image_s <= rounds_s
         needed = held_bytes + batch_size * image_bytes
         return is_quick and (available is None or needed <= SHARE_OF_MEMORY * available)
 

@@ -140,7 +140,7 @@ def _built(
         model = torchvision.models.get_model(name, weights=published, **options)
         replace_classifier(model, num_classes)
         return model
-    options |= {"num_classes": num_classes, **size_options(name, image_size)}
+    options |= {"num_classes": num_classes, **_size_options(name, image_size)}
     if is_timm:
         timm = optional_module("timm", f"model={name}")
         return timm.create_model(_timm_name(name), pretrained=weights is not None, **options)
@@ -160,7 +160,7 @@ def _timm_facts(name: str) -> dict[str, Any]:
     return recorded.to_dict() if recorded else {}
 
 
-def size_options(name: str, image_size: int | None) -> dict[str, int]:
+def _size_options(name: str, image_size: int | None) -> dict[str, int]:
     """The argument of a zoo's builder for networks that are built for one image size."""
     if image_size is None or ":" in name:
         return {}
