@@ -35,6 +35,8 @@ class CompareSettings(OnDevice):
     parity: bool = setting(False, "check that both layouts of `model` compute the same")
     model: str | None = setting(None, f"parity=true: {schema.MODEL_HELP}")
     precision: str = setting("fp32", "parity=true: of the step", choices=schema.PRECISIONS)
+    batch_size: int = setting(4, "parity=true: images", Range(1))
+    compile: bool = setting(False, "parity=true: also compare the compiled model")
     image_size: int | None = setting(
         None, "parity=true: pixels; null = the model's", Range(8), key="data.image_size"
     )
@@ -80,6 +82,13 @@ def _check_parity(settings: CompareSettings) -> bool:
     name, device = str(settings.model), choose_device(settings.device)
     size = settings.image_size or usual_image_size(name)
     model = build_model(name, num_classes=100, image_size=size)
-    outcome = check_parity(model, image_size=size, precision=settings.precision, device=device)
+    outcome = check_parity(
+        model,
+        image_size=size,
+        batch_size=settings.batch_size,
+        precision=settings.precision,
+        device=device,
+        compile=settings.compile,
+    )
     print(f"{name}: {outcome}")
     return bool(outcome.passed)

@@ -6,7 +6,7 @@ modules that do so are run again by themselves, on copies of what they read in t
 backward, in both layouts.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from cl_train.memory_format.model_call import output_tensors
 from cl_train.models.sources import copy_model
 from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import Precision, autocast
+from cl_train.step.train_step import compiled
 from cl_train.system.tensors import map_tensors, tensors_in
 
 MOST_MODULES = 64  # that are run again
@@ -73,13 +74,22 @@ def visits_of(step: ParityStep, names: list[str]) -> dict[str, list[Visit]]:
     return visits
 
 
-def errors_of_visit(module: nn.Module, visit: Visit, step: ParityStep) -> Errors:
-    """Of all that the module returns and writes, and of the gradients of all that it reads."""
-    plain = copy_model(module)
+def errors_of_visit(
+    module: nn.Module, visit: Visit, step: ParityStep, *, compile: bool = False
+) -> Errors:
+    """Of all that the module returns and writes, and of the gradients of all that it reads;
+    compile: of the compiled module in channels_last, without dropout.
+    """
+    converted = copy_model(module)
+    for part in converted.modules() if compile else ():
+        for name in ("p", "drop_prob"):  # of torch's, torchvision's and timm's
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    plain = copy_model(converted)
     convert(plain, CONTIGUOUS)
-    run = partial(_results, step, visit.is_training)
+    run = partial(_results, step, visit.is_training, compile)
     return compare_results(
-        partial(run, copy_model(module), step.precision),
+        partial(run, compiled(converted) if compile else converted, step.precision),
         partial(run, plain, step.precision),
         partial(run, copy_model(plain).float(), Precision("fp32")),
         (visit.args, visit.kwargs, visit.gradients),
@@ -88,14 +98,22 @@ def errors_of_visit(module: nn.Module, visit: Visit, step: ParityStep) -> Errors
 
 
 def _results(
-    step: ParityStep, is_training: bool, model: nn.Module, precision: Precision, call: Any
+    step: ParityStep,
+    is_training: bool,
+    compile: bool,
+    model: nn.Module,
+    precision: Precision,
+    call: Any,
 ) -> list[torch.Tensor]:
     *given, gradients = call
     leaves = map_tensors(_leaf, given)
-    args, kwargs = map_tensors(torch.clone, leaves)  # an in-place module takes no leaves
+    # An in-place module takes no leaves, a compiled one warns of others.
+    args, kwargs = leaves if compile else map_tensors(torch.clone, leaves)
     model.train(is_training)
-    randomness = random_state_restored(step.workload.device)
-    with randomness, EqualRandomness(step.seed), torch.set_grad_enabled(is_training):
+    # A model is not compiled below a mode that sees its operators.
+    randomness = nullcontext() if compile else EqualRandomness(step.seed)
+    restored = random_state_restored(step.workload.device)
+    with restored, randomness, torch.set_grad_enabled(is_training):
         with autocast(precision, step.workload.device):
             outputs = output_tensors(model(*args, **kwargs))
         pairs = [

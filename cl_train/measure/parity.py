@@ -17,6 +17,7 @@ from torch import nn
 from cl_train.errors import ConfigError
 from cl_train.measure.code_paths import (
     MOST_MODULES,
+    Visit,
     errors_of_visit,
     modules_of_other_code,
     visits_of,
@@ -109,6 +110,7 @@ def check_parity(
     device: torch.device | str | None = None,
     conversion: str = "full",
     mode: str = "both",
+    compile: bool = False,
     seed: int = 0,
 ) -> ParityReport:
     """Compare a step of copies of `model` in both layouts: each operator call by itself, and the
@@ -126,6 +128,7 @@ def check_parity(
         precision: of the step whose operators are compared.
         conversion: "full" or "conv", as in `convert`.
         mode: "train" (training mode, with backward), "infer" (eval mode, forward only) or "both".
+        compile: also compare the compiled model as a whole.
         seed: of the images and of the model's random numbers.
 
     Raises:
@@ -136,7 +139,7 @@ def check_parity(
     if mode not in MODES:
         raise ConfigError(f"mode={mode}; use {', '.join(MODES)}")
     device = device_of(model, device)
-    settings = StepSettings(resolve_precision(precision, device))
+    settings = StepSettings(resolve_precision(precision, device), compile=compile)
     size, shape = batch_size or BATCH_SIZE, image_shape(image_size)
     workload = Workload(size, shape, settings, device, batch=batch, loss=loss, output=output)
     return parity_of(model, workload, Layout(conversion=conversion), MODES[mode], seed)
@@ -177,8 +180,10 @@ def parity_of(
         return ParityReport(False, *asked, first_divergence=explain_failure(error))
     try:
         differing = [*converted.wrong, *_wrong_code(plain, converted, step)]
+        if not differing and workload.settings.compile:
+            differing = _wrong_visits(step, visits_of(step, [""]), compile=True)
     except Exception as error:  # a module may not run by itself
-        note = "modules that run other operators in channels_last cannot be compared by themselves"
+        note = "modules that run other code in channels_last cannot be compared by themselves"
         return ParityReport(None, *asked, note=f"{note}: {explain_failure(error)}")
     if differing:
         failed = [str(one) for one in differing]
@@ -200,19 +205,25 @@ def parity_of(
 def _wrong_code(plain: KernelCheck, converted: KernelCheck, step: ParityStep) -> list[WrongCall]:
     """The modules whose other operators in channels_last compute something else."""
     names = modules_of_other_code(plain, converted)[:MOST_MODULES]
-    wrong = []
-    for name, visits in visits_of(step, names).items() if names else ():
-        module = dict(step.model.named_modules())[name]
-        for visit in visits:
-            errors = errors_of_visit(module, visit, step)
-            failed = [(n, *each) for n, each in enumerate(errors) if not each[0] <= 1]
-            if failed:
-                number, error, relative = failed[0]
-                is_backward = visit.is_training and number >= len(visit.gradients)
-                origin = Origin("forward", name, type(module).__name__)
-                origin = replace(origin, direction="backward") if is_backward else origin
-                wrong.append(WrongCall("code", origin, (), error, relative))
-                break
+    return _wrong_visits(step, visits_of(step, names)) if names else []
+
+
+def _wrong_visits(
+    step: ParityStep, visits: dict[str, list[Visit]], *, compile: bool = False
+) -> list[WrongCall]:
+    """The first result of each module that differs."""
+    wrong: list[WrongCall] = []
+    modules = dict(step.model.named_modules())
+    for name, visit in ((name, visit) for name, each in visits.items() for visit in each):
+        errors = errors_of_visit(modules[name], visit, step, compile=compile)
+        failed = [(n, *error) for n, error in enumerate(errors) if not error[0] <= 1]
+        if failed and all(one.origin.module != name for one in wrong):
+            number, error, relative = failed[0]
+            origin = Origin("forward", name, type(modules[name]).__name__)
+            if visit.is_training and number >= len(visit.gradients):
+                origin = replace(origin, direction="backward")
+            what = "compiled code" if compile else "code"
+            wrong.append(WrongCall(what, origin, (), error, relative))
     return wrong
 
 

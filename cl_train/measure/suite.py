@@ -86,6 +86,7 @@ class Combination:
             image_size=workload.input_shape,
             precision=workload.precision.name,
             device=workload.device,
+            compile=workload.settings.compile,
         )
 
     def _to_decide(self, done: Comparison) -> str | None:

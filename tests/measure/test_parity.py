@@ -5,6 +5,7 @@ Unusual models: tests/training/test_odd_models.py.
 
 import json
 import random
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -217,3 +218,23 @@ def test_a_compiled_model_is_compared_eager():
 def test_the_line_of_a_view_is_named():
     report = check_parity(viewing(), image_size=16)
     assert ".view(len(x), -1)" in str(report) and ".reshape" in str(report)
+
+
+class WrongOnceCompiled(nn.Module):
+    def forward(self, x):
+        is_wrong = torch.compiler.is_compiling() and not x.is_contiguous()
+        return 1.1 * x if is_wrong else x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_compiled_model_is_compared_as_it_runs(is_wrong, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model = network(WrongOnceCompiled() if is_wrong else nn.Identity())
+    assert check_parity(model, image_size=12).passed
+    report = check_parity(model, image_size=12, compile=True)
+    assert report.passed is not is_wrong
+    assert (
+        not is_wrong
+        or report.first_divergence == "compiled code (forward) of the model (Sequential)"
+    )
