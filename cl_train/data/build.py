@@ -17,12 +17,12 @@ from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
 from cl_train.data.images import ImageSource, Indices, Split, list_folder, list_images
-from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader, WorkerTimes
+from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
 from cl_train.data.sample import list_sample
 from cl_train.data.stream import StreamLoader
 from cl_train.data.tar_shards import ShardSplit, list_shards
-from cl_train.data.transforms import ImageReader, ImageTransform, label_mix
+from cl_train.data.transforms import ImageReader, ImageTransform, WorkerTimes, label_mix
 from cl_train.data.user_dataset import DatasetReader, SampleForm, open_datasets
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist

@@ -1,10 +1,11 @@
 """The loader of one split: from sample indices to NHWC batches in shared memory.
 
-    order of the epoch -> this rank's share -> batches -> tasks -> workers -> batches
+    order of the epoch -> this rank's share -> requests -> workers -> batches
 
 Batch n of an epoch lies in slot n % slots, where workers fill its rows in place: no pixel is
-pickled or copied between processes. A batch is divided into tasks of at least 8 rows. Example:
-batches of 32 images, 4 workers and data.prefetch=3 make 4 tasks of a batch, and 6 slots:
+pickled or copied between processes. It is requested in parts of at least 8 rows, which torch hands
+to the workers in turn and returns in order. Example: batches of 32 images, 4 workers and
+data.prefetch=3 make 4 parts of a batch, and 6 slots:
 
     on a GPU: 1 requested + 3 prefetched + 2 whose copies to the GPU are under way
     on a CPU: 1 requested + 5 prefetched
@@ -17,30 +18,28 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data.decode import BadImage
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import Indices
 from cl_train.data.order import SizeSchedule, order_of_rank
-from cl_train.data.transforms import ImageReader
-from cl_train.data.user_dataset import DatasetReader
-from cl_train.data.workers import Workers, shared
-from cl_train.errors import BadImageError, ConfigError
+from cl_train.data.transforms import WorkerTimes
+from cl_train.data.workers import Progress, Workers, shared
+from cl_train.errors import BadImageError, ConfigError, WorkerError
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
-Reader = ImageReader | DatasetReader  # of the samples of one split; each worker has a copy
 _MAX_WORKERS = 32
-_MIN_ROWS = 8  # per task: smaller ones cost more in messages than the even distribution gains
-_MAX_TASKS = 512  # submitted at once: their pipe holds about 900
+_MIN_ROWS = 8  # of a part: smaller ones cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
@@ -77,16 +76,6 @@ class DataSettings:
         return -(-len(range(self.dist.rank, sample_count, self.dist.world_size)) // self.batch_size)
 
 
-class WorkerTimes(NamedTuple):
-    """Seconds that workers spent on each part of loading."""
-
-    read_s: float = 0.0
-    decode_s: float = 0.0
-    resize_s: float = 0.0
-    images: float = 0
-    dataset_s: float = 0.0  # in the user's Dataset
-
-
 @dataclass
 class BadImages:
     """The bad samples of both splits: `reasons` by name, each once.
@@ -118,77 +107,129 @@ class BadImages:
             )
 
 
-class Slots:
-    """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC,
-    `targets` and `indices` of the samples, int64 [slots, rows].
+class Reader(Protocol):
+    """Reads the samples of one split; each worker has a copy."""
+
+    dtype: torch.dtype
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str: ...
+
+    def read(
+        self, row: Tensor, index: int, epoch: int, random_index: int
+    ) -> tuple[int, WorkerTimes]:
+        """Writes sample `index` into `row`, [3, size, size]; returns its label and the seconds.
+
+        `random_index`: whose random numbers it gets; not `index` for a repeated image, or one in
+        the place of a bad one. Raises BadImage.
+        """
+
+
+class BatchRequest(NamedTuple):
+    """Rows of batch `number` from `first_row` on, for the samples `indices`."""
+
+    iteration: int
+    epoch: int
+    image_size: int
+    number: int
+    first_row: int
+    indices: Indices
+
+
+class Filled(NamedTuple):
+    """What a worker reports of a request; pixels and labels are in the slot."""
+
+    bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
+    missing: list[int]  # rows for which there was no good sample
+    error: str = ""
+
+
+class SlotDataset(Dataset[Any]):
+    """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC, and
+    `targets` [slots, rows]. A worker fills requested rows in place.
+
+    `times`: [workers, parts of `WorkerTimes`]. `attempts`: samples that are tried for a row; 1: a
+    bad one is left out.
     """
 
-    def __init__(self, reader: Reader, slots: int, rows: int, image_size: int) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        shape: tuple[int, int, int],  # slots, rows, image size
+        progress: Progress,
+        times: npt.NDArray[np.float64],
+        attempts: int,
+    ) -> None:
+        slots, rows, image_size = shape
         self.pixels = shared((slots, rows * image_size**2 * 3), reader.dtype)
         self.targets = shared((slots, rows), torch.int64)
-        self.indices: Indices = shared((slots, rows), torch.int64).numpy()
+        self._reader, self._attempts = reader, attempts
+        self._progress, self._times = progress, times
 
     def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
         """Returns batch `number`: images [rows that fit, 3, image_size, image_size], targets."""
-        slot = number % len(self.indices)
+        slot = number % len(self.pixels)
         rows = self.pixels.shape[1] // (image_size**2 * 3)
         shape = (rows, image_size, image_size, 3)
         images = self.pixels[slot, : math.prod(shape)].view(shape).permute(0, 3, 1, 2)
         return images, self.targets[slot]
 
+    def __getitems__(self, request: BatchRequest) -> Filled:
+        images, labels = self.batch(request.number, request.image_size)
+        targets = labels.numpy()  # writing a number into a tensor takes ten times as long
+        filled = Filled([], [])
+        try:
+            for row, index in enumerate(request.indices.tolist(), request.first_row):
+                if self._progress.wanted[0] != request.iteration:
+                    break
+                label = self._read_good(images[row], index, request.epoch, filled.bad)
+                if label is None:
+                    filled.missing.append(row)
+                else:
+                    targets[row] = label
+        except Exception as error:  # a bug or lack of memory; perhaps not picklable
+            return Filled([], [], f"a loader worker failed: {type(error).__name__}: {error}")
+        return filled
 
-class Task(NamedTuple):
-    """Rows `first_row` to `end_row` of batch `number`, which a worker fills."""
-
-    number: int
-    epoch: int
-    image_size: int
-    first_row: int
-    end_row: int
-
-
-class Done(NamedTuple):
-    """What a worker reports of a task; pixels and labels are in the slot."""
-
-    number: int  # of the batch
-    bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
-    missing: list[int]  # rows for which there was no good sample
-
-
-def fill(
-    slots: Slots,
-    reader: Reader,
-    times: npt.NDArray[np.float64],
-    attempts: int,
-    task: Task,
-    worker: int,
-    begin: Callable[[int], bool],
-) -> Done | None:
-    """Reads the samples of a task into their rows; the next good sample replaces a bad one. None:
-    the task is no longer wanted.
-
-    `attempts`: samples that are tried for a row; 1: a bad one is left out. `times`: [workers, parts
-    of `WorkerTimes`].
-    """
-    images, labels = slots.batch(task.number, task.image_size)
-    targets = labels.numpy()  # writing a number into a tensor takes ten times as long
-    indices = slots.indices[task.number % len(slots.indices)]
-    reader.times = times[worker]
-    done = Done(task.number, [], [])
-    for row in range(task.first_row, task.end_row):
-        index = int(indices[row])
-        for candidate in range(index, index + attempts):
-            sample = candidate % len(reader)
-            if not begin(sample):
-                return None
+    def _read_good(
+        self, row: Tensor, index: int, epoch: int, bad: list[tuple[str, str, bool]]
+    ) -> int | None:
+        """Reads sample `index`, or the next good one, and returns its label."""
+        for candidate in range(index, index + self._attempts):
+            sample = candidate % len(self._reader)
+            self._progress.begin(sample)
             try:
-                targets[row] = reader.read(images[row], sample, task.epoch, random_index=index)
-                break
-            except BadImage as bad:
-                done.bad.append((reader.name(sample), str(bad), candidate == index))
-        else:
-            done.missing.append(row)
-    return done
+                label, times = self._reader.read(row, sample, epoch, random_index=index)
+            except BadImage as error:
+                bad.append((self._reader.name(sample), str(error), candidate == index))
+                continue
+            self._times[self._progress.worker] += times
+            return label
+        return None
+
+
+class _Requests:
+    """The batch sampler: `parts` requests for each batch, while their iteration is wanted.
+
+    `epoch`: its number and its image size.
+    """
+
+    numbers, indices, epoch = range(0), np.empty(0, np.int64), (0, 0)
+
+    def __init__(self, progress: Progress, batch_size: int, parts: int) -> None:
+        self._progress, self._batch_size, self._parts = progress, batch_size, parts
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        iteration, size = int(self._progress.wanted[0]), self._batch_size
+        for number in self.numbers:
+            share = self.indices[number * size : (number + 1) * size]
+            bounds = [len(share) * part // self._parts for part in range(self._parts + 1)]
+            for first_row, end_row in itertools.pairwise(bounds):
+                if self._progress.wanted[0] != iteration:
+                    return
+                rows = share[first_row:end_row]
+                yield BatchRequest(iteration, *self.epoch, number, first_row, rows)
 
 
 class HostLoader:
@@ -210,22 +251,23 @@ class HostLoader:
         self.reader, self.sizes, self.batch_size = reader, sizes, settings.batch_size
         self._settings, self._bad_images, self._order_of = settings, bad_images, order_of
         self._is_training = order_of is not None
-        self.sample_count = len(reader)
-        self.workers = settings.workers
-        self._times = shared((max(1, self.workers), len(WorkerTimes())), torch.float64).numpy()
-
-        most_tasks = _MAX_TASKS // (settings.data.prefetch + COPIES_UNDER_WAY + 1)
-        self._tasks_per_batch = max(1, min(self.batch_size // _MIN_ROWS, self.workers, most_tasks))
+        self.sample_count, self.workers = len(reader), settings.workers
         copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
-        busy = -(-self.workers // self._tasks_per_batch)  # batches that give each worker a task
-        prepared = max(settings.data.prefetch + COPIES_UNDER_WAY - copied, busy)
-        self._ahead = prepared if self.workers else 0  # batches beyond the one that is requested
-        self._slot_count = self._ahead + 1 + copied
+        self._parts = max(1, min(self.batch_size // _MIN_ROWS, self.workers))  # of a batch
+        prepared = (settings.data.prefetch + COPIES_UNDER_WAY - copied) * self._parts
+        self._parts_per_worker = -(-prepared // max(1, self.workers))
+        # torch sends the next request just before it returns an item
+        ahead = -(-self._parts_per_worker * self.workers // self._parts)
+        self._slot_count = ahead + 1 + copied
         self._check_memory()
-
-        self._slots: Slots | None = None
+        shape = self._slot_count, self.batch_size, sizes.largest
+        attempts = _SUBSTITUTES if self._is_training else 1
+        self._progress = Progress(self.workers, reader.name)
+        self._times = shared((max(1, self.workers), len(WorkerTimes())), torch.float64).numpy()
+        self._new_slots = partial(SlotDataset, reader, shape, self._progress, self._times, attempts)
+        self._slots: SlotDataset | None = None
         self._pool: Workers | None = None
-        self._iteration: tuple[threading.Thread, object] | None = None  # that has not ended
+        self._thread: threading.Thread | None = None  # that iterates
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
@@ -243,64 +285,51 @@ class HostLoader:
         more were. Ends an earlier iteration of the same thread. Raises BadImageError, WorkerError;
         RuntimeError: another iteration has begun, or another thread has not ended its own.
         """
-        thread = threading.current_thread()
-        iteration = thread, object()
-        other = self._iteration[0] if self._iteration else thread
-        if other is not thread and other.is_alive():
+        thread, other = threading.current_thread(), self._thread
+        if other and other is not thread and other.is_alive():
             raise RuntimeError(
                 f"{other.name} iterates over this loader: end that iteration, or use a loader per"
                 " thread"
             )
-        self._iteration = iteration
-        try:
-            for batch in self._batches(epoch, first_batch):
-                yield batch
-                if self._iteration is not iteration:
-                    raise RuntimeError("another iteration over this loader has begun")
-        finally:  # left early, the workers would go on with what is prepared in advance
-            if self._iteration is iteration:
-                self._iteration = None
-                if self._pool is not None:
-                    self._pool.skip()
-
-    def _batches(self, epoch: int, first_batch: int) -> Iterator[RawBatch]:
-        image_size = self.sizes.image_size_at(epoch)
-        indices = self._indices_of(epoch)
-        count = self.batch_count()
         workers, slots = self.start()
         self._pin(slots)
-        workers.drain()  # what an earlier iteration prepared in advance
-        finished: dict[int, list[Done]] = {number: [] for number in range(first_batch, count)}
-        submitted = first_batch
-        for number in range(first_batch, count):
-            while submitted < min(number + self._ahead + 1, count):
-                # into memory that is released by now
-                share = indices[submitted * self.batch_size : (submitted + 1) * self.batch_size]
-                for task in self._tasks(submitted, epoch, share):
-                    workers.submit(task)
-                submitted += 1
-            while len(finished[number]) < self._tasks_per_batch:
-                done = workers.result()
-                finished[done.number].append(done)
-            rows = min(self.batch_size, len(indices) - number * self.batch_size)
-            good = self._good_rows(finished.pop(number), rows)
-            images, targets = slots.batch(number, image_size)
-            # No copy, unless `good` is a list of rows.
-            images = images[good].to(memory_format=torch.channels_last)
-            yield RawBatch(images, targets[good], number, epoch)
+        self._progress.wanted += 1
+        iteration = int(self._progress.wanted[0])
+        self._thread, self._iteration = thread, iteration
+        try:
+            while workers.next() is not None:  # what an earlier iteration prepared in advance
+                pass
+            image_size, indices = self.sizes.image_size_at(epoch), self._indices_of(epoch)
+            requests = self._requests
+            requests.epoch, requests.indices = (epoch, image_size), indices
+            requests.numbers = range(first_batch, self.batch_count())
+            workers.begin()
+            for number in requests.numbers:
+                filled = [workers.next() for _ in range(self._parts)]
+                rows = min(self.batch_size, len(indices) - number * self.batch_size)
+                good = self._good_rows(filled, rows)
+                images, targets = slots.batch(number, image_size)
+                # No copy, unless `good` is a list of rows.
+                images = images[good].to(memory_format=torch.channels_last)
+                yield RawBatch(images, targets[good], number, epoch)
+                if self._progress.wanted[0] != iteration:
+                    raise RuntimeError("another iteration has begun, or the loader was closed")
+        finally:  # left early, the workers would go on with what is prepared in advance
+            if self._iteration == iteration:
+                self._progress.wanted += 1
+                self._thread = None
 
-    def start(self) -> tuple[Workers, Slots]:
+    def start(self) -> tuple[Workers, SlotDataset]:
         """Starts the workers, unless they run."""
-        if self._pool is not None and not self._pool.is_running:
+        if self._pool is None or self._slots is None or not self._pool.is_running:
             self.close()  # after a failure: new workers, in new memory
-        if self._pool is None or self._slots is None:
-            largest = self.sizes.largest
-            slots = Slots(self.reader, self._slot_count, self.batch_size, largest)
-            attempts = _SUBSTITUTES if self._is_training else 1
-            work = partial(fill, slots, self.reader, self._times, attempts)
+            self._slots = self._new_slots()
+            self._requests = _Requests(self._progress, self.batch_size, self._parts)
+            options: dict[str, Any] = {"batch_sampler": self._requests}
+            if self.workers:
+                options |= {"prefetch_factor": self._parts_per_worker, "persistent_workers": True}
             timeout_s = self._settings.data.worker_timeout_s
-            self._pool = Workers(work, self.workers, timeout_s, self.reader.name)
-            self._slots = slots
+            self._pool = Workers(self._slots, self._progress, timeout_s, **options)
         return self._pool, self._slots
 
     def close(self) -> None:
@@ -318,30 +347,24 @@ class HostLoader:
             return np.arange(rank, self.sample_count, ranks)
         return order_of_rank(self._order_of(epoch), self.batch_size, rank, ranks)
 
-    def _tasks(self, number: int, epoch: int, share: Indices) -> Iterator[Task]:
-        """Writes the samples of batch `number` into its slot; yields the tasks of their rows."""
-        assert self._slots is not None
-        self._slots.indices[number % self._slot_count, : len(share)] = share
-        image_size, parts = self.sizes.image_size_at(epoch), self._tasks_per_batch
-        bounds = [len(share) * part // parts for part in range(parts + 1)]
-        for first_row, end_row in itertools.pairwise(bounds):
-            yield Task(number, epoch, image_size, first_row, end_row)
-
-    def _good_rows(self, done: list[Done], rows: int) -> slice | list[int]:
+    def _good_rows(self, filled: list[Filled], rows: int) -> slice | list[int]:
         """Returns which of a batch's rows hold a sample; a list makes a copy of them.
 
-        Raises BadImageError.
+        Raises BadImageError, WorkerError.
         """
-        for name, reason, skipped in itertools.chain(*(task.bad for task in done)):
+        if error := next((part.error for part in filled if part.error), ""):
+            self.close()
+            raise WorkerError(error)
+        for name, reason, skipped in itertools.chain(*(part.bad for part in filled)):
             self._bad_images.add(name, reason, skipped=skipped)
-        missing = {row for task in done for row in task.missing}
+        missing = {row for part in filled for row in part.missing}
         if not missing:
             return slice(rows)
         if self._is_training:
             raise BadImageError(f"{_SUBSTITUTES} images in sequence cannot be used")
         return [row for row in range(rows) if row not in missing]
 
-    def _pin(self, slots: Slots) -> None:
+    def _pin(self, slots: SlotDataset) -> None:
         """Page-locks the slots: copies to the GPU overlap with computation. Only after the fork: a
         driver may withhold registered memory from later children (MADV_DONTFORK), and workers that
         write to it would crash.

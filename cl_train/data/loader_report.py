@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from cl_train.data.loader import WorkerTimes
+from cl_train.data.transforms import WorkerTimes
 
 
 def first_reasons(reasons: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,11 +65,18 @@ def default_val_resize(image_size: int) -> int:
     return round(image_size * 256 / 224)
 
 
-class ImageReader:
-    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips.
+class WorkerTimes(NamedTuple):
+    """Seconds that workers spent on each part of loading."""
 
-    `times`: see `WorkerTimes`.
-    """
+    read_s: float = 0.0
+    decode_s: float = 0.0
+    resize_s: float = 0.0
+    images: float = 0
+    dataset_s: float = 0.0  # in the user's Dataset
+
+
+class ImageReader:
+    """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips."""
 
     dtype = torch.uint8
 
@@ -78,7 +85,6 @@ class ImageReader:
         self._decoder = cfg.decoder, tuple(formats)
         self._split, self._transform = split, transform
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
-        self.times = np.zeros(5)
 
     def __len__(self) -> int:
         return len(self._split)
@@ -86,20 +92,18 @@ class ImageReader:
     def name(self, index: int) -> str:
         return self._split.name(index)
 
-    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Write image `index` into `row`, uint8 [3, size, size], and return its label.
-
-        `random_index`: whose random numbers it gets; not `index` for a repeated image, or one in
-        the place of a bad one. Raises BadImage.
-        """
+    def read(
+        self, row: Tensor, index: int, epoch: int, random_index: int
+    ) -> tuple[int, WorkerTimes]:
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
         pixels = EncodedImage(data, *self._decoder).decode(self._scratch)
         decoded = perf_counter()
         self._transform(row, pixels, epoch, random_index)
-        self.times += (read - begin, decoded - read, perf_counter() - decoded, 1, 0)
-        return int(self._split.labels[index])
+        resize_s = perf_counter() - decoded
+        times = WorkerTimes(read - begin, decoded - read, resize_s, images=1)
+        return int(self._split.labels[index]), times
 
 
 class ImageTransform:

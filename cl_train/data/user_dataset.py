@@ -20,8 +20,8 @@ from cl_train.config.schema import DataConfig
 from cl_train.config.validation import user_function
 from cl_train.data.decode import BadImage, Pixels
 from cl_train.data.images import ImageSource
-from cl_train.data.transforms import ImageTransform, seeded_everywhere
-from cl_train.data.workers import Workers
+from cl_train.data.transforms import ImageTransform, WorkerTimes, seeded_everywhere
+from cl_train.data.workers import Progress, Workers
 from cl_train.errors import ConfigError, WorkerError
 
 _SHOWN = 300  # characters of a message of the user's code
@@ -98,28 +98,22 @@ class SampleForm:
 
 
 class DatasetReader:
-    """Reads the samples of a map-style Dataset; it has the public members of `ImageReader`.
+    """Reads the samples of a map-style Dataset.
 
     Raises ConfigError: the first sample cannot be used.
     """
 
     def __init__(self, dataset: Any, form: SampleForm, timeout_s: float) -> None:
         check_first(form, lambda: dataset[0], timeout_s)
-        self._dataset, self._form = dataset, form
-        self._samples, self.times = len(dataset), np.zeros(5)
-        self.dtype = form.dtype
+        self._dataset, self._form, self._samples = dataset, form, len(dataset)
+        self.dtype, self.name = form.dtype, form.name
 
     def __len__(self) -> int:
         return self._samples
 
-    def name(self, index: int) -> str:
-        return self._form.name(index)
-
-    def read(self, row: Tensor, index: int, epoch: int, random_index: int) -> int:
-        """Writes sample `index` into `row`; returns its label.
-
-        Raises BadImage for any exception of the dataset.
-        """
+    def read(
+        self, row: Tensor, index: int, epoch: int, random_index: int
+    ) -> tuple[int, WorkerTimes]:
         begin = perf_counter()
         transform = self._form.transform
         epoch = epoch if transform.training else 0
@@ -130,8 +124,8 @@ class DatasetReader:
             label = self._form.write(row, sample, epoch, random_index)
         except Exception as error:
             raise BadImage(reason_of(error)) from error
-        self.times += (0, 0, perf_counter() - loaded, 1, loaded - begin)
-        return label
+        times = {"resize_s": perf_counter() - loaded, "dataset_s": loaded - begin}
+        return label, WorkerTimes(**times, images=1)
 
 
 def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> None:
@@ -139,21 +133,21 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
 
     It is read in a worker: the workers must not share a file that the dataset opens when it reads.
     """
+    progress = Progress(1, form.name)
 
-    def first(task: None, worker: int, begin: Callable[[int], bool]) -> tuple[Any, ...]:
-        begin(0)
-        problem = ""
+    def first(index: int) -> tuple[torch.dtype, str]:
+        progress.begin(index)
         try:
             with seeded_everywhere(form.transform.seed, 0, 0):
                 form.take_from(read())
         except Exception as error:
-            problem = reason_of(error)
-        return form.dtype, problem
+            return form.dtype, reason_of(error)
+        return form.dtype, ""
 
+    options = {"batch_size": None, "collate_fn": first}
     try:
-        with closing(Workers(first, 1, timeout_s, form.name)) as workers:
-            workers.submit(None)
-            form.dtype, problem = workers.result()
+        with closing(Workers([0], progress, timeout_s, **options)) as workers:
+            form.dtype, problem = workers.next()
     except WorkerError as error:
         problem = str(error)
     if problem:

@@ -1,212 +1,199 @@
-"""The worker processes of a loader: forks that live until `close`.
-
-All take their tasks from one queue, so a delayed one holds up only its own task, and send results
-through one pipe. A sentinel tells that a process died, the time without a new sample that all hang.
+"""torch's DataLoader, whose workers end with this process in any case, and whose failures name the
+sample.
 """
 
 import gc
 import math
 import mmap
-import multiprocessing
 import multiprocessing.util
 import os
 import signal
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
-from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from cl_train.errors import WorkerError
 from cl_train.system.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_parent, handles_signals
 
-_CLOSE_S = 2.0
+_POLL_S = 2.0  # a dead worker is noticed so late at most
+_NICE = 5  # of workers: the thread that launches a GPU's kernels never waits for a core
 _PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns zeros in memory that later forks share.
-
-    It has no name that could outlive a crash.
-    """
+    """Returns zeros in memory that later forks share; no name of it could outlive a crash."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-class Workers:
-    """Runs tasks in `count` processes, or for 0 in the caller.
+class Progress:
+    """How many samples each of `count` workers has begun, and the last one, in shared memory.
 
-    `work(task, worker, begin)` runs in forks: it is not pickled, but tasks and results are. It
-    calls `begin(sample)` before it reads a sample, and returns None if that is false: the task is
-    skipped. `result` raises if none begins for `timeout_s`. WorkerError: no more processes.
+    `wanted`: the number of the iteration whose samples are.
     """
 
-    def __init__(
-        self,
-        work: Callable[[Any, int, Callable[[int], bool]], Any],
-        count: int,
-        timeout_s: float,
-        name_of: Callable[[int], str],
-    ) -> None:
-        fork = multiprocessing.get_context("fork")
-        self._work, self._timeout_s, self._name_of = work, timeout_s, name_of
-        self._begun, self._last_begun = shared((2, max(1, count)), torch.int64).numpy()
-        self._round = shared((1,), torch.int64).numpy()  # of the tasks that are wanted
-        self._tasks = fork.SimpleQueue()
-        self._results, self._results_end = fork.Pipe(duplex=False)
-        self._sending = fork.Lock()
-        self._unfinished = 0
-        self._events = DefaultSelector()  # results, and ends of workers
-        self._events.register(self._results, EVENT_READ)
-        self.processes: list[BaseProcess] = []
-        self.is_running = True
-        self._owner = os.getpid()
-        killing_at_exit(self, self.processes)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # until `_run`
+    worker = 0  # in a worker: its number
+
+    def __init__(self, count: int, name_of: Callable[[int], str]) -> None:
+        self.count, self._name_of = count, name_of
+        self.begun, self._samples = shared((2, max(1, count)), torch.int64).numpy()
+        self.wanted = shared((1,), torch.int64).numpy()
+
+    def begin(self, sample: int) -> None:
+        self._samples[self.worker] = sample
+        self.begun[self.worker] += 1
+
+    def last(self, worker: int) -> str:
+        return self._name_of(int(self._samples[worker])) if self.begun[worker] else "none yet"
+
+
+class Workers:
+    """A DataLoader (`options`) with forks that live until `close`; without any the caller loads.
+
+    WorkerError: one died, or none has begun a sample for `timeout_s`; then none is left.
+    """
+
+    def __init__(self, dataset: Any, progress: Progress, timeout_s: float, **options: Any) -> None:
+        self._progress, self._timeout_s = progress, timeout_s
+        self._poll_s, self._owner = min(_POLL_S, timeout_s / 2), os.getpid()
+        context = _Fork()
+        self.processes = context.processes
+        # At the end of the program multiprocessing would send SIGTERM, which they ignore, and wait.
+        multiprocessing.util.Finalize(self, _kill, (self.processes,), exitpriority=10)
+        if progress.count:
+            start = partial(_start_worker, progress, handles_signals())
+            options |= {"multiprocessing_context": context, "worker_init_fn": start}
+            options |= {"num_workers": progress.count, "timeout": self._poll_s}
+        options["generator"] = torch.Generator()  # the training's own numbers stay as they are
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of many workers, and of the fork of a threaded process
+            self._loader: Any = DataLoader(dataset, **{"collate_fn": _unchanged, **options})
+            self.begin()
+
+    @property
+    def is_running(self) -> bool:
+        return self._loader is not None
+
+    def begin(self) -> None:
+        """Begins another iteration. Raises WorkerError."""
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # see _start_worker
+        problem = ""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a threaded process forks: no worker takes a lock
-                for worker in range(count):
-                    arguments = worker, handles_signals()
-                    process = fork.Process(target=self._run, args=arguments, daemon=True)
-                    process.start()
-                    self.processes.append(process)
-                    self._events.register(process.sentinel, EVENT_READ, data=worker)
-        except OSError as error:
-            self.close()
-            raise WorkerError(
-                f"cannot start {count} loader workers: {error}. Free memory, processes or open"
-                " files (ulimit -n), or lower data.workers"
-            ) from None
+            with _without_sigchld():
+                self._items = iter(self._loader)
+        except (OSError, RuntimeError) as error:
+            problem = self._death() or (
+                f"cannot start {self._progress.count} loader workers: {error}. Free memory,"
+                " processes or open files (ulimit -n), or lower data.workers"
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if problem:
+            self.close(kill=True)
+            raise WorkerError(problem)
 
-    def submit(self, task: Any) -> None:
-        """Hands `task` to the worker that is free first."""
-        self._tasks.put((int(self._round[0]), task))
-        self._unfinished += 1
-
-    def result(self) -> Any:
-        """Returns the next result of any submitted task; None: it was skipped.
-
-        Raises WorkerError, after which the workers have ended.
-        """
+    def next(self) -> Any:
+        """Returns the next item; None: there is no more. Raises WorkerError."""
+        begun, quiet_s = -1, 0.0  # counted in polls: a program that was suspended has one
         try:
-            result = self._receive() if self.processes else self._done(self._tasks.get(), 0)
-            if isinstance(result, WorkerError):
-                raise result
-        except BaseException:  # Ctrl-C may leave half a result in the pipe
-            _kill(self.processes)
+            while quiet_s < self._timeout_s:
+                try:
+                    return next(self._items, None)
+                except RuntimeError:  # a worker died, or none sent an item for `_poll_s`
+                    if not self.processes:
+                        raise
+                if death := self._death():
+                    raise WorkerError(death)
+                before, begun = begun, int(self._progress.begun.sum())
+                quiet_s = quiet_s + self._poll_s if begun == before else 0.0
+        except BaseException:  # Ctrl-C may leave half an item in the pipe
             self.close()
             raise
-        self._unfinished -= 1
-        return result
+        last = "; ".join(map(self._last, range(len(self.processes))))
+        self.close(kill=True)
+        raise WorkerError(
+            f"no loader worker finished an image for {self._timeout_s:g} s. Last images begun:"
+            f" {last}. If the storage is slow, raise data.worker_timeout_s."
+        )
 
-    def skip(self) -> None:
-        """The submitted tasks need not be done."""
-        self._round += 1
-
-    def drain(self) -> None:
-        """Skips the submitted tasks and waits until no worker writes for one of them."""
-        self.skip()
-        while self._unfinished:
-            self.result()
-
-    def close(self) -> None:
-        """Ends the workers: each finishes its sample, and is killed after 2 s."""
-        if os.getpid() != self._owner or not self.is_running:
+    def close(self, *, kill: bool = False) -> None:
+        """Ends the workers: each finishes its sample; one that hangs is killed after 10 s."""
+        if not self.is_running or os.getpid() != self._owner:
             return  # in a fork: they are not its children
-        self.is_running = False
-        self.skip()
-        for _ in self.processes:
-            self._tasks.put(None)
-        deadline = time.monotonic() + _CLOSE_S
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        _kill(self.processes)
-        self._events.close()
+        self._progress.wanted += 1
+        with _without_sigchld():
+            if kill:
+                _kill(self.processes)
+            self._items = self._loader = None  # torch waits for them
+            _kill(self.processes)
+            self.processes.clear()
 
-    def _run(self, worker: int, by_kernel: bool) -> None:
-        """In the worker: does tasks until the loader closes or its process ends.
-
-        `by_kernel`: its signal follows the end of the thread that forked.
-        """
-        gc.freeze()  # freeing the parent's garbage may wait for its threads
-        ignore_parents_signals()
-        end_with_parent(by_kernel=by_kernel)
-        torch.set_num_threads(1)
-        while message := self._tasks.get():
-            result = self._done(message, worker)
-            with self._sending:
-                self._results_end.send(result)
-
-    def _done(self, message: tuple[int, Any], worker: int) -> Any:
-        task_round, task = message
-
-        def begin(sample: int) -> bool:
-            if self._round[0] != task_round:
-                return False
-            self._last_begun[worker] = sample
-            self._begun[worker] += 1
-            return True
-
-        try:
-            return self._work(task, worker, begin)
-        except Exception as error:  # a bug or lack of memory; perhaps not picklable
-            return WorkerError(f"a loader worker failed: {type(error).__name__}: {error}")
-
-    def _receive(self) -> Any:
-        """Waits for a result. Raises WorkerError: a worker died, or all hang."""
-        begun = int(self._begun.sum())
-        quiet = 0
-        # Two quiet halves of the limit (epoll's is 24 days): a program that was suspended has one.
-        while not (events := self._events.select(min(self._timeout_s / 2, 1e6))):
-            begun_before, begun = begun, int(self._begun.sum())
-            quiet = quiet + 1 if begun == begun_before else 0
-            if quiet == 2:
-                last = "; ".join(map(self._sample_of, range(len(self.processes))))
-                raise WorkerError(
-                    f"no loader worker finished an image for {self._timeout_s:g} s. Last images"
-                    f" begun: {last}. If the storage is slow, raise data.worker_timeout_s."
+    def _death(self) -> str:
+        """What happened to a worker that has ended."""
+        for worker, process in enumerate(self.processes):
+            if process.pid and not process.is_alive():
+                code = process.exitcode or 0
+                how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+                memory = " Out of memory? Lower data.workers or data.prefetch."
+                hint = memory if code == -signal.SIGKILL else ""
+                return (
+                    f"a loader worker {how}; the last image it began: {self._last(worker)}.{hint}"
                 )
-        dead = [key.data for key, _ in events if key.data is not None]
-        if dead:
-            raise WorkerError(self._death_of(dead[0]))
-        return self._results.recv()
+        return ""
 
-    def _death_of(self, worker: int) -> str:
-        self.processes[worker].join()
-        code = self.processes[worker].exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-        hint = ""
-        if code == -signal.SIGKILL:
-            hint = " Out of memory? Lower data.workers or data.prefetch."
-        return f"a loader worker {how}; the last image it began: {self._sample_of(worker)}.{hint}"
-
-    def _sample_of(self, worker: int) -> str:
-        name = self._name_of(int(self._last_begun[worker])) if self._begun[worker] else "none yet"
-        return f"{name} (pid {self.processes[worker].pid})"
+    def _last(self, worker: int) -> str:
+        return f"{self._progress.last(worker)} (pid {self.processes[worker].pid})"
 
 
-def ignore_parents_signals() -> None:
-    """In a worker: Ctrl-C and a scheduler's SIGTERM reach the whole group."""
-    for signum in _PARENTS_SIGNALS:
+class _Fork(ForkContext):
+    """Knows the processes that it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[BaseProcess] = []
+
+    def Process(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+        self.processes.append(super().Process(*arguments, **options))
+        return self.processes[-1]
+
+
+def _start_worker(progress: Progress, by_kernel: bool, worker: int) -> None:
+    """`by_kernel`: its signal follows the end of the thread that forked."""
+    gc.freeze()  # freeing the parent's garbage may wait for its threads
+    for signum in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole group
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
+    end_with_parent(by_kernel=by_kernel)
+    os.nice(_NICE)
+    progress.worker = worker
 
 
-def killing_at_exit(owner: object, processes: list[BaseProcess]) -> multiprocessing.util.Finalize:
-    """Returns a function that kills `processes`. It is also called when `owner` is freed, and when
-    the program ends, where multiprocessing would send SIGTERM, which they ignore, and wait.
-    """
-    return multiprocessing.util.Finalize(owner, _kill, (processes,), exitpriority=10)
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+@contextmanager
+def _without_sigchld() -> Iterator[None]:
+    """Without torch's handler, which raises for a dead worker anywhere, such as within a step."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if handles_signals() else None
+    try:
+        yield
+    finally:
+        if handles_signals():
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def _kill(processes: list[BaseProcess]) -> None:
     for process in filter(BaseProcess.is_alive, processes):
         process.kill()
-        process.join(_CLOSE_S)
+        process.join()

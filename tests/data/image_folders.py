@@ -17,6 +17,7 @@ from cl_train.data.build import Data, ImageData, build_data
 from cl_train.data.device import DeviceFormat
 from cl_train.data.loader import DataSettings
 from cl_train.system.distributed import Dist
+from tests.processes import LIMIT_S
 
 CPU = torch.device("cpu")
 FLOAT_CHANNELS_LAST = DeviceFormat(CPU, torch.float32, torch.channels_last)
@@ -47,18 +48,13 @@ def jpeg(height: int = 48, width: int = 64, seed: int = 0) -> bytes:
 
 
 def count_silence_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Workers count as silent only after one of them has called the function returned: until then a
-    busy machine may be slow.
+    """Workers count as silent after 1 s, but only once one of them has called the function
+    returned: until then a busy machine may be slow.
     """
     reached = data_workers.shared((1,), torch.int64)
-
-    class PatientSelector(data_workers.DefaultSelector):  # type: ignore[name-defined, misc]
-        def select(self, timeout: float | None = None) -> Any:
-            while not (ready := super().select(timeout)) and not reached:
-                pass
-            return ready
-
-    monkeypatch.setattr(data_workers, "DefaultSelector", PatientSelector)
+    timeout_s = property(lambda _: 1.0 if reached else LIMIT_S, lambda *_: None)
+    monkeypatch.setattr(data_workers.Workers, "_timeout_s", timeout_s, raising=False)
+    monkeypatch.setattr(data_workers, "_POLL_S", 0.5)
 
     def reach() -> None:
         reached.fill_(1)

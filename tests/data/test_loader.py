@@ -12,8 +12,8 @@ import torch
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import checked_config
-from cl_train.data.loader import WorkerTimes
 from cl_train.data.loader_report import bottleneck_advice
+from cl_train.data.transforms import WorkerTimes
 from cl_train.errors import BadImageError, ConfigError
 from tests.data.image_folders import (
     CPU,
@@ -90,7 +90,7 @@ def test_labels_belong_to_their_images(root):
         reader, expected = data.train_loader.reader, {}
         row = torch.empty(32, 32, 3, dtype=torch.uint8).permute(2, 0, 1)
         for index in range(53):
-            label = reader.read(row, index, 0, random_index=index)
+            label, _ = reader.read(row, index, 0, random_index=index)
             assert f"class_{label}" in reader.name(index)
             expected[row.numpy().tobytes()] = label
         for images, targets in train_batches(data):

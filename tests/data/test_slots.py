@@ -1,5 +1,8 @@
 """The loader's memory on CUDA: no batch is written while it is copied to the device."""
 
+from collections import deque
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +10,12 @@ import torch
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import loader as loader_module
 from cl_train.data.device import DeviceFormat, Normalise, to_device
-from cl_train.data.loader import BadImages, DataSettings, Done, HostLoader
+from cl_train.data.loader import BadImages, DataSettings, Filled, HostLoader
 from cl_train.data.order import SizeSchedule
 from cl_train.system.distributed import Dist
 from tests.cuda_without_gpu.fake_cuda import CUDA, fake_cuda
 
-SIZE, BATCHES = 8, 12
+SIZE, SAMPLES = 8, 288
 FORMAT = DeviceFormat(CUDA, torch.float16, torch.channels_last)
 
 
@@ -21,31 +24,40 @@ class Reader:
     name = str
 
     def __len__(self):
-        return 4 * BATCHES
+        return SAMPLES
 
 
 class InstantWorkers:
-    """Fills nothing: tensors without data cannot be read or written."""
+    """Sends requests as torch does: the next one just before it returns an item."""
 
     is_running = True
 
-    def __init__(self, *arguments):
-        self.tasks = []
+    def close(self):
+        pass
 
-    def submit(self, task):
-        self.tasks.append(task)
+    def __init__(self, slots, progress, timeout_s, *, batch_sampler, prefetch_factor=0, **options):
+        self.ahead, self.requests = progress.count * prefetch_factor, batch_sampler
+        self.begin()
 
-    def result(self):
-        return Done(self.tasks.pop().number, [], [])
+    def begin(self):
+        self.sent = iter(self.requests)
+        self.items = deque(islice(self.sent, self.ahead))
 
-    skip = drain = close = lambda self: None
+    def next(self):
+        self.items.extend(islice(self.sent, 0 if self.ahead else 1))
+        item = self.items.popleft() if self.items else None
+        self.items.extend(islice(self.sent, 1 if self.ahead else 0))
+        return item and Filled([], [])
 
 
 class SlotsWithoutData:
-    def __init__(self, count):
-        self.indices = np.zeros((count, 4), np.int64)
-        images = [torch.zeros(4, SIZE, SIZE, 3, dtype=torch.uint8) for _ in range(count)]
-        self.memory = [(nhwc.permute(0, 3, 1, 2), torch.zeros(4).long()) for nhwc in images]
+    """Tensors without data cannot be read or written."""
+
+    def __init__(self, reader, shape, *arguments):
+        self.memory = []
+        for _ in range(shape[0]):
+            images = torch.zeros(shape[1], SIZE, SIZE, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+            self.memory.append((images, torch.zeros(shape[1]).long()))
 
     def batch(self, number, image_size):
         return self.memory[number % len(self.memory)]
@@ -55,45 +67,43 @@ def loader_of(batch_size, **data):
     settings = DataSettings(DataConfig(**data), AugmentConfig(), batch_size, 0, Dist(0, 1, CUDA))
     bad_images, sizes = BadImages(skip=False, limit=0), SizeSchedule(((0, SIZE),))
     return HostLoader(
-        Reader(), sizes, settings, bad_images, order_of=lambda epoch: np.arange(4 * BATCHES)
+        Reader(), sizes, settings, bad_images, order_of=lambda epoch: np.arange(SAMPLES)
     )
 
 
-def errors_of_an_epoch(monkeypatch, workers, copies_under_way):
+def errors_of_an_epoch(monkeypatch, copies_under_way, **settings):
     monkeypatch.setattr(HostLoader, "_pin", lambda self, slots: None)
     monkeypatch.setattr(loader_module, "Workers", InstantWorkers)
+    monkeypatch.setattr(loader_module, "SlotDataset", SlotsWithoutData)
     monkeypatch.setattr(loader_module, "COPIES_UNDER_WAY", copies_under_way)
-    loader = loader_of(batch_size=4, workers=workers, prefetch=1)
-    tasks = loader._tasks
-    loader.start()
+    requests = loader_module._Requests.__iter__
+
+    def written(self):
+        for request in requests(self):
+            for memory in loader.start()[1].batch(request.number, SIZE):
+                device.write_on_host(memory)
+            yield request
+
+    monkeypatch.setattr(loader_module._Requests, "__iter__", written)
+    loader = loader_of(**settings)
     with fake_cuda() as device:
         normalise = Normalise([0.5] * 3, [0.25] * 3, FORMAT)
         torch.cuda.synchronize()
-        loader._slots = slots = SlotsWithoutData(loader._slot_count)
-
-        def write(number, epoch, share):
-            for memory in slots.batch(number, SIZE):
-                device.write_on_host(memory)
-            return tasks(number, epoch, share)
-
-        monkeypatch.setattr(loader, "_tasks", write)
         for batch in to_device(loader.batches(), normalise):
             (batch.images * 2).sum()
         return device.errors
 
 
-@pytest.mark.parametrize("workers", [0, 1, 5])
-def test_batches_that_are_being_copied_keep_their_slots(monkeypatch, workers):
-    assert errors_of_an_epoch(monkeypatch, workers, loader_module.COPIES_UNDER_WAY) == set()
-
-
-def test_the_tasks_that_are_submitted_at_once_fit_into_their_pipe():
-    for prefetch, workers in ((3, 32), (64, 32), (64, 256)):
-        loader = loader_of(batch_size=2048, prefetch=prefetch, workers=workers)
-        assert workers <= (loader._ahead + 1) * loader._tasks_per_batch <= 512
+@pytest.mark.parametrize("workers", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize(("batch_size", "prefetch"), [(4, 1), (16, 1), (24, 2)])
+def test_batches_that_are_being_copied_keep_their_slots(monkeypatch, workers, batch_size, prefetch):
+    settings = {"workers": workers, "batch_size": batch_size, "prefetch": prefetch}
+    under_way = loader_module.COPIES_UNDER_WAY
+    assert errors_of_an_epoch(monkeypatch, under_way, **settings) == set()
 
 
 @pytest.mark.parametrize("copies_under_way", [0, 1])
 def test_planted_a_loader_with_fewer_slots_is_noticed(monkeypatch, copies_under_way):
-    errors = errors_of_an_epoch(monkeypatch, 2, copies_under_way)
+    settings = {"workers": 2, "batch_size": 4, "prefetch": 1}
+    errors = errors_of_an_epoch(monkeypatch, copies_under_way, **settings)
     assert errors and all("a write of the host" in error for error in errors)
