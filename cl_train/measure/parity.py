@@ -247,12 +247,16 @@ def _compare_code(
 ) -> ParityReport:
     dtype, notes = torch.float64, ""
     try:
-        reference = step_of(CONTIGUOUS, dtype=dtype).record()
-    except Exception as error:  # a model that creates or expects fp32 tensors
-        why = explain_failure(error)
-        notes = f"the code is compared in fp32, as the model does not run in float64 ({why})"
-        dtype = torch.float32
-        reference = step_of(CONTIGUOUS, dtype=dtype).record()
+        try:
+            reference = step_of(CONTIGUOUS, dtype=dtype).record()
+        except Exception as error:  # a model that creates or expects fp32 tensors
+            why = explain_failure(error)
+            notes = f"the code is compared in fp32, as the model does not run in float64 ({why})"
+            dtype = torch.float32
+            reference = step_of(CONTIGUOUS, dtype=dtype).record()
+    except Exception as error:  # a scripted model takes no hooks
+        note = f"its code cannot be compared as a whole: {explain_failure(error)}"
+        return ParityReport(None, *asked, note=note)
     results = [*reference.get("eval results", []), *reference.get("results", [])]
     if not any(tensor.isfinite().any() for _, tensor in results):
         note = "the contiguous model returns nothing that is finite"

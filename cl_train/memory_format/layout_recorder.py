@@ -32,7 +32,13 @@ from cl_train.memory_format.image_axes import (
     stride_order,
 )
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, StrideOrder, classify
-from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder, name_of, schema_of
+from cl_train.memory_format.operator_recorder import (
+    COPIES,
+    UNDECLARED_VIEWS,
+    OriginRecorder,
+    name_of,
+    schema_of,
+)
 from cl_train.system.tensors import tensors_in
 
 # Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
@@ -40,7 +46,6 @@ _OF_IMAGES = ("conv", "pool", "im2col", "col2im")
 _SAME_CALL = (
     "operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs", "cause",
 )  # fmt: skip
-_UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
 
 
 class Traits(NamedTuple):
@@ -61,7 +66,7 @@ def traits_of(function: Any) -> Traits:
     aliases = [returned.alias_info for returned in schema.returns] if schema else []
     return Traits(
         name=name,
-        is_view=name in _UNDECLARED_VIEWS or function.is_view,
+        is_view=name in UNDECLARED_VIEWS or function.is_view,
         is_copy=name in COPIES,
         is_product=name in PRODUCTS,
         is_of_images="convert" not in name and any(word in name for word in _OF_IMAGES),

@@ -19,6 +19,7 @@ from cl_train.memory_format.audit_report import Origin
 from cl_train.system.failures import TORCH, short_path
 
 COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
+UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
 
 _OWN = f"{Path(__file__).parents[1]}/"
 
