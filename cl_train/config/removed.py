@@ -23,6 +23,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "augment.randaugment_magnitude": (9, "it is 9; augment.policy=rand-m15 is timm's"),
     "augment.crop_scale_max": (1.0, "it is 1"),
     "data.download": (False, "unpack imagenette2-320.tgz of github.com/fastai/imagenette"),
+    "log_to=mlflow": (None, "log_to=my.module:function does it, see docs/training.md"),
     "parquet": (None, "a Dataset over Hugging Face `datasets` reads such files, see docs/data.md"),
     "checkpoint.every_minutes": (0.0, "use checkpoint.every_steps"),
     "checkpoint.save_best": (True, "best.pt is always kept"),

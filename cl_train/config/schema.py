@@ -166,7 +166,7 @@ class Config:
         False, "write a torch.profiler trace of a few steps into the run folder"
     )
     log_to: list[str] = neutral_setting(
-        ["tensorboard"], "get the records; also wandb, mlflow, package.module:function"
+        ["tensorboard"], "get the records; also wandb, package.module:function"
     )
     on_nonfinite: str = neutral_setting(
         "stop", "at a NaN or Inf loss or gradient; skip = stop after ten", choices=("stop", "skip")

@@ -174,7 +174,7 @@ def set_up(
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
     start = start_record(folder, dict(flatten(asdict(cfg))), progress.step, data.num_classes)
-    on_main(lambda: trackers.begin(start), dist)
+    on_main(lambda: trackers.send(start), dist)
     records = Records(folder if dist.is_main else None, cfg, trackers, facts, progress)
     return ActiveRun(
         dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress

@@ -33,6 +33,7 @@ max_reruns=0
 wait_for_quiet_s=0
 against=/opt/venv-2.14/bin/python
 experiment=resnet18_ffcv_16ep
+log_to=mlflow
 """
 # What a config.yaml of an older run says without a meaning.
 STILL_TRUE = {
