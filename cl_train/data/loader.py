@@ -38,6 +38,7 @@ from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
+_NICE = 5  # of workers beside a GPU: the thread that launches its kernels never waits for a core
 _MAX_WORKERS = 32
 _MIN_ROWS = 8  # of a part: smaller ones cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
@@ -329,7 +330,8 @@ class HostLoader:
             if self.workers:
                 options |= {"prefetch_factor": self._parts_per_worker, "persistent_workers": True}
             timeout_s = self._settings.data.worker_timeout_s
-            self._pool = Workers(self._slots, self._progress, timeout_s, **options)
+            nice = _NICE if self._settings.dist.device.type == "cuda" else 0
+            self._pool = Workers(self._slots, self._progress, timeout_s, nice, **options)
         return self._pool, self._slots
 
     def close(self) -> None:

@@ -144,9 +144,9 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
             return form.dtype, reason_of(error)
         return form.dtype, ""
 
-    options = {"batch_size": None, "collate_fn": first}
     try:
-        with closing(Workers([0], progress, timeout_s, **options)) as workers:
+        loaded = Workers([0], progress, timeout_s, batch_size=None, collate_fn=first)
+        with closing(loaded) as workers:
             form.dtype, problem = workers.next()
     except WorkerError as error:
         problem = str(error)

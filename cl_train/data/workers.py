@@ -24,7 +24,6 @@ from cl_train.errors import WorkerError
 from cl_train.system.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_parent, handles_signals
 
 _POLL_S = 2.0  # a dead worker is noticed so late at most
-_NICE = 5  # of workers: the thread that launches a GPU's kernels never waits for a core
 _PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
 
 
@@ -57,11 +56,14 @@ class Progress:
 
 class Workers:
     """A DataLoader (`options`) with forks that live until `close`; without any the caller loads.
+    nice: of the workers.
 
     WorkerError: one died, or none has begun a sample for `timeout_s`; then none is left.
     """
 
-    def __init__(self, dataset: Any, progress: Progress, timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self, dataset: Any, progress: Progress, timeout_s: float, nice: int = 0, **options: Any
+    ) -> None:
         self._progress, self._timeout_s = progress, timeout_s
         self._poll_s, self._owner = min(_POLL_S, timeout_s / 2), os.getpid()
         context = _Fork()
@@ -69,14 +71,12 @@ class Workers:
         # At the end of the program multiprocessing would send SIGTERM, which they ignore, and wait.
         multiprocessing.util.Finalize(self, _kill, (self.processes,), exitpriority=10)
         if progress.count:
-            start = partial(_start_worker, progress, handles_signals())
+            start = partial(_start_worker, progress, handles_signals(), nice)
             options |= {"multiprocessing_context": context, "worker_init_fn": start}
             options |= {"num_workers": progress.count, "timeout": self._poll_s}
         options["generator"] = torch.Generator()  # the training's own numbers stay as they are
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of many workers, and of the fork of a threaded process
+            warnings.simplefilter("ignore")  # of many workers, of the fork of a threaded process
             self._loader: Any = DataLoader(dataset, **{"collate_fn": _unchanged, **options})
             self.begin()
 
@@ -167,14 +167,14 @@ class _Fork(ForkContext):
         return self.processes[-1]
 
 
-def _start_worker(progress: Progress, by_kernel: bool, worker: int) -> None:
+def _start_worker(progress: Progress, by_kernel: bool, nice: int, worker: int) -> None:
     """`by_kernel`: its signal follows the end of the thread that forked."""
     gc.freeze()  # freeing the parent's garbage may wait for its threads
     for signum in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole group
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
     end_with_parent(by_kernel=by_kernel)
-    os.nice(_NICE)
+    os.nice(nice)
     progress.worker = worker
 
 

@@ -124,6 +124,7 @@ def test_workers_are_nice_outlive_an_early_signal_and_leave_no_file(monkeypatch)
         [0],
         data_workers.Progress(1, str),
         LIMIT_S,
+        nice=5,
         batch_size=None,
         collate_fn=lambda _: os.nice(0),
     )
