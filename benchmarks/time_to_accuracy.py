@@ -1,12 +1,10 @@
-"""Time to accuracy and seconds per epoch: train.py against those of timm and torchvision.
+"""Time to accuracy and seconds per epoch: train.py against that of timm, with the same recipe.
 
     git clone https://github.com/huggingface/pytorch-image-models timm
-    git clone https://github.com/pytorch/vision
-    python -m benchmarks.time_to_accuracy timm_train=timm/train.py \
-        torchvision_references=vision/references/classification out=FILE.json
+    python -m benchmarks.time_to_accuracy timm_train=timm/train.py out=FILE.json
 
 docs/benchmarks.md explains the choices. The clock starts with the process, and an accuracy counts
-when its line is printed. The same command continues after an interruption, from `work`.
+when its line is printed. The result is written after each seed.
 """
 
 import json
@@ -19,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ from cl_train.config.schema import setting
 from cl_train.data.sample import ensure_sample
 from cl_train.errors import ConfigError
 from cl_train.step.precision import bf16_is_faster_on_cpu
-from cl_train.system.files import read_json, write_json
+from cl_train.system.files import write_json
 from cl_train.system.machine import document_of
 from cl_train.system.processes import MachineLoad
 
@@ -42,54 +39,29 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = 95.0  # top-1, percent
 IMAGE_SIZE = {"digits": 32, "sample": 128}
 RUN_LIMIT_S = {"digits": 120.0, "sample": 150.0}  # four times and twice train.py on two cores
+EPOCHS = 5
 
 OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18
     channels_last=true batch_size=32 data.workers=2 epochs={epochs} seed={seed}
     hydra.run.dir={out} overwrite=true"""
-# The default recipe of timm, without its warm-up of 5 in 300 epochs.
 TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18
     --input-size 3 {size} {size} --crop-pct 0.875 -b 32 -j 2 --epochs {epochs} --warmup-epochs 0
-    --seed {seed} --output {out} --device cpu --channels-last {amp}"""
-TIMM_WITH_OUR_RECIPE = f"""{TIMM} --opt momentum --model-kwargs zero_init_last=False
-    --lr-base 0.1 --weight-decay 1e-4 --sched-on-updates --smoothing 0 --scale 0.35 1 --hflip 0
-    --color-jitter 0 --train-interpolation bilinear"""
-# The default recipe of torchvision: 0.1 per 256 images, three steps. Its AMP needs CUDA.
-TORCHVISION = """{script} --data-path {data} --model resnet18 --train-crop-size {size}
-    --val-crop-size {size} --val-resize-size {resize} -b 32 -j 2 --epochs {epochs}
-    --output-dir {out} --device cpu --lr 0.0125 --lr-step-size {third}"""
-# As near as its options allow: crops and flips have none.
-TORCHVISION_WITH_OUR_RECIPE = f"""{TORCHVISION} --lr-scheduler cosineannealinglr"""
-OUR_RECIPE = ", recipe of train.py"
-
-
-# Options, and the epochs of the schedule per data set. The script is that of the name's first word.
-PROGRAMS = {
-    "cl_train": (OURS, {"digits": 5, "sample": 5}),
-    "timm": (TIMM, {"digits": 12, "sample": 6}),
-    "torchvision": (TORCHVISION, {"digits": 12, "sample": 4}),
-    "timm" + OUR_RECIPE: (TIMM_WITH_OUR_RECIPE, {"digits": 5, "sample": 5}),
-    "torchvision" + OUR_RECIPE: (TORCHVISION_WITH_OUR_RECIPE, {"digits": 8}),
-}
-# torchvision's script has no option for the seed
-SEEDED = """import runpy, sys, torch
-torch.manual_seed({seed}); del sys.argv[0]; sys.path.insert(0, "{folder}")
-runpy.run_path(sys.argv[0], run_name="__main__")"""
+    --seed {seed} --output {out} --device cpu --channels-last {amp} --opt momentum
+    --model-kwargs zero_init_last=False --lr-base 0.1 --weight-decay 1e-4 --sched-on-updates
+    --smoothing 0 --scale 0.35 1 --hflip 0 --color-jitter 0 --train-interpolation bilinear"""
+OPTIONS = {"cl_train": OURS, "timm, recipe of train.py": TIMM}
 LINES = {  # with an evaluation's top-1
     "cl_train": r"^ \* Prec@1 (?P<top1>[\d.]+)",
-    "timm": r"Test: \[ *(\d+)/\1\].*Acc@1: +[\d.]+ \( *(?P<top1>[\d.]+)\)",
-    "torchvision": r"^Test:  Acc@1 (?P<top1>[\d.]+)",
+    "timm, recipe of train.py": r"Test: \[ *(\d+)/\1\].*Acc@1: +[\d.]+ \( *(?P<top1>[\d.]+)\)",
 }
 
 
 @dataclass
 class Settings:
-    timm_train: str | None = setting(None, "train.py in a clone of timm's repository")
-    torchvision_references: str | None = setting(None, "torchvision's references/classification")
+    timm_train: str = setting("timm/train.py", "train.py in a clone of timm's repository")
     data: list[str] = setting(["digits", "sample"], "data sets", choices=("digits", "sample"))
-    same_recipe: bool = setting(False, "the others with the recipe of train.py only")
     seeds: int = setting(5, "runs of each program on each data set", Range(1))
-    time_limit_s: float | None = setting(None, "begin no seed that would end later", Range(above=0))
-    work: str = setting("outputs/time_to_accuracy", "folder for data, logs and finished runs")
+    work: str = setting("outputs/time_to_accuracy", "folder for data and logs")
     out: str | None = setting(None, "JSON file to write")
 
 
@@ -140,80 +112,55 @@ def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float
 def options_of(program: str) -> list[str]:
     """The words of its command line; timm gets the precision that train.py chooses by itself."""
     amp = "--amp --amp-dtype bfloat16" if bf16_is_faster_on_cpu() else ""
-    return PROGRAMS[program][0].replace("{amp}", amp).split()
+    return OPTIONS[program].replace("{amp}", amp).split()
 
 
-def finished_run(data: str, program: str, script: Path, seed: int, work: Path) -> Record:
-    """The run with this seed, from `work` if it was finished before."""
-    epochs, size = PROGRAMS[program][1][data], IMAGE_SIZE[data]
-    folder = work / f"{data}-{epochs}-{program.replace(' ', '_')}-{seed}"
-    if (folder / "run.json").exists():
-        return read_json(folder / "run.json")
+def run_of(data: str, program: str, script: Path, seed: int, work: Path) -> Record:
+    folder = work / f"{data}-{program.partition(',')[0]}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    run: Record = {"data": data, "program": program, "seed": seed, "epochs": epochs}
-    values = {"data": work / data, "size": size, "resize": round(size * 256 / 224)}
-    values |= {"seed": seed, "epochs": epochs, "third": math.ceil(epochs / 3)}
-    values |= {"script": script, "folder": script.parent, "out": folder / "out"}
-    words = ["-c", SEEDED] if program.startswith("torchvision") else []
-    words += options_of(program)
-    command = [sys.executable, *(word.format(**values) for word in words)]
-    line = LINES[program.partition(",")[0]]
-    run |= run_to_end(line, command, folder / "run.log", RUN_LIMIT_S[data])
-    shutil.rmtree(folder / "out", ignore_errors=True)  # checkpoints, more than 1 GB per run
-    if run["exit_code"] in (0, None) and run["points"]:
-        write_json(folder / "run.json", run)
-    else:
+    out = folder / "out"
+    values = {"script": script, "data": work / data, "size": IMAGE_SIZE[data], "out": out}
+    values |= {"seed": seed, "epochs": EPOCHS}
+    command = [sys.executable, *(word.format(**values) for word in options_of(program))]
+    run: Record = {"data": data, "program": program, "seed": seed, "epochs": EPOCHS}
+    run |= run_to_end(LINES[program], command, folder / "run.log", RUN_LIMIT_S[data])
+    shutil.rmtree(out, ignore_errors=True)  # checkpoints, more than 1 GB per run
+    if run["exit_code"] not in (0, None) or not run["points"]:
         run["why"] = f"failed: see {folder.name}/run.log"
     return run
 
 
-def scripts_of(settings: Settings) -> dict[str, Path]:
-    """The script of each program that is measured. Raises ConfigError: one does not exist."""
-    references = settings.torchvision_references
-    given = {"cl_train": f"{ROOT}/train.py", "timm": settings.timm_train}
-    given |= {"torchvision": references and f"{references}/train.py"}
-    recipes = ("cl_train", OUR_RECIPE) if settings.same_recipe else ("",)
-    scripts = {
-        name: Path(path).absolute()
-        for name in PROGRAMS
-        if name.endswith(recipes) and (path := given[name.partition(",")[0]])
-    }
-    if missing := {path for path in scripts.values() if not path.exists()}:
-        hint = "does not exist; clone the repository first"
-        raise ConfigError([f"{path} {hint}" for path in missing])
-    return scripts
-
-
 def measure(settings: Settings) -> Iterator[Record]:
     """The results after each seed; the programs take turns, in alternating order."""
-    work, scripts = Path(settings.work).absolute(), scripts_of(settings)
+    work, timm = Path(settings.work).absolute(), Path(settings.timm_train).absolute()
+    if not timm.exists():
+        raise ConfigError(f"{timm} does not exist; clone the repository first")
     if not (work / "digits").exists():
         write_digits(work / "digits")
     ensure_sample(work / "sample")
-    head = partial(subprocess.run, ["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    folders = {name.partition(",")[0]: script.parent for name, script in scripts.items()}
+    scripts = dict(zip(OPTIONS, (ROOT / "train.py", timm), strict=True))
     facts = {
         "target_top1": TARGET,
         "run_limit_s": RUN_LIMIT_S,
-        "commits": {name: head(cwd=folder).stdout.strip() for name, folder in folders.items()},
+        "commits": {name: commit_of(script.parent) for name, script in scripts.items()},
         "options": {name: options_of(name) for name in scripts},
     }
     runs: list[Record] = []
-    started_at = time.monotonic()
     for seed in range(settings.seeds):
-        taken_s = time.monotonic() - started_at
-        if seed and taken_s * (seed + 1) / seed > (settings.time_limit_s or math.inf):
-            return
         for data in settings.data:
             for name in list(scripts) if seed % 2 == 0 else reversed(scripts):
-                if data in PROGRAMS[name][1]:
-                    run = finished_run(data, name, scripts[name], seed, work)
-                    runs.append(run)
-                    took = f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s"
-                    print(f"{data} seed {seed} {name}: {took} {run.get('why', '')}", flush=True)
+                run = run_of(data, name, scripts[name], seed, work)
+                runs.append(run)
+                took = f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s"
+                print(f"{data} seed {seed} {name}: {took} {run.get('why', '')}", flush=True)
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         summary = {data: summarize(found) for data, found in by_data.items()}
         yield document_of(settings, torch.device("cpu"), **facts, summary=summary, runs=runs)
+
+
+def commit_of(folder: Path) -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
 def seconds_to(run: Record) -> float:

@@ -1,8 +1,6 @@
-"""Reading the logs of three programs, and the summary of their runs."""
+"""Reading the logs of both programs, and the summary of their runs."""
 
 import sys
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -10,21 +8,20 @@ from PIL import Image
 from benchmarks import time_to_accuracy
 from benchmarks.time_to_accuracy import (
     LINES,
-    PROGRAMS,
     Settings,
-    finished_run,
     measure,
     run_to_end,
     summarize,
     write_digits,
 )
 
+OURS, TIMM = LINES
+
 LOGS = {
-    "cl_train": " * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images",
-    "timm": """
+    OURS: " * Prec@1 53.889 Prec@5 96.944 Loss 2.4579 on 360 images",
+    TIMM: """
 Test: [   0/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 14.167)
 Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 53.889)""",
-    "torchvision": "Test:  Acc@1 53.889 Acc@5 96.944",
 }
 
 
@@ -43,15 +40,14 @@ def test_the_accuracies_of_each_log(program, tmp_path):
 
 
 def test_a_run_ends_at_its_limit(tmp_path):
-    run = run_that_prints("", "torchvision", tmp_path, limit_s=0.5, sleep_s=600)
+    run = run_that_prints("", OURS, tmp_path, limit_s=0.5, sleep_s=600)
     assert run["points"] == [] and run["exit_code"] is None and run["total_s"] < 300
 
 
 def test_medians_and_ratios_count_runs_that_miss_the_target():
     points = {
-        "cl_train": [[[5.0, 90.0], [8.0, 95.0], [10.0, 99.0]], [[6.0, 96.0]], [[9.0, 99.0]]],
-        "timm": [[[16.0, 95.5], [21.0, 96.0]], [[21.0, 95.0]], [[30.0, 94.9]]],
-        "torchvision": [[[9.0, 94.0]], [], [[9.0, 99.0]]],
+        OURS: [[[5.0, 90.0], [8.0, 95.0], [10.0, 99.0]], [[6.0, 96.0]], [[9.0, 99.0]]],
+        TIMM: [[[16.0, 95.5], [21.0, 96.0]], [[21.0, 95.0]], [[30.0, 94.9]]],
     }
     runs = [
         {"program": name, "seed": seed, "points": of_run}
@@ -60,44 +56,32 @@ def test_medians_and_ratios_count_runs_that_miss_the_target():
     ]
     found = summarize(runs)
     targets_s = [found[name]["target_s"] for name in LINES]
-    assert targets_s == [[8.0, 6.0, 9.0], [21.0, 16.0, None], None]
-    assert [found[name]["reached"] for name in LINES] == [3, 2, 1]
-    assert found["cl_train"]["first_s"] == [6.0, 5.0, 9.0]
-    assert [found[name]["epoch_s"] for name in LINES] == [[2.5] * 3, [5.0] * 3, None]
-    assert found["timm"]["theirs_over_ours"] == {"target": [2.75, 2.0, 3.5], "epoch": [2.0] * 3}
+    assert targets_s == [[8.0, 6.0, 9.0], [21.0, 16.0, None]]
+    assert [found[name]["reached"] for name in LINES] == [3, 2]
+    assert found[OURS]["first_s"] == [6.0, 5.0, 9.0]
+    assert [found[name]["epoch_s"] for name in LINES] == [[2.5] * 3, [5.0] * 3]
+    assert found[TIMM]["theirs_over_ours"] == {"target": [2.75, 2.0, 3.5], "epoch": [2.0] * 3}
 
 
-def test_no_seed_begins_that_would_end_too_late(tmp_path, monkeypatch):
-    clock = [0.0]
+def test_programs_take_turns_with_every_placeholder_filled(tmp_path, monkeypatch):
+    commands = []
 
-    def run(data, program, script, seed, work):
-        clock[0] += 30.0
-        points = [[8.0, 95.0]]
-        return {"data": data, "program": program, "seed": seed, "points": points, "total_s": 9.0}
+    def run(line, command, log, limit_s):
+        commands.append(command)
+        return {"exit_code": 0, "points": [[8.0, 95.0]], "total_s": 9.0}
 
-    monkeypatch.setattr(time_to_accuracy, "finished_run", run)
+    monkeypatch.setattr(time_to_accuracy, "run_to_end", run)
     monkeypatch.setattr(time_to_accuracy, "ensure_sample", lambda folder: None)
-    monkeypatch.setattr(time_to_accuracy.time, "monotonic", lambda: clock[0])
     (tmp_path / "digits").mkdir()
     (tmp_path / "train.py").touch()
-    asked = {"data": ["digits"], "same_recipe": True, "seeds": 8, "time_limit_s": 200.0}
     paths = {"timm_train": str(tmp_path / "train.py"), "work": str(tmp_path)}
-    *_, last = measure(Settings(**asked, **paths))
-    programs = [(run["seed"], run["program"].partition(",")[0]) for run in last["runs"]]
-    assert programs[:4] == [(0, "cl_train"), (0, "timm"), (1, "timm"), (1, "cl_train")]
-    assert len(programs) == 2 * 3 and last["git"]["commit"]
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_placeholder_is_filled_and_a_finished_run_is_kept(program, tmp_path, monkeypatch):
-    started = Mock(return_value={"exit_code": None, "points": [[8.0, 95.0]]})
-    monkeypatch.setattr(time_to_accuracy, "run_to_end", started)
-    arguments = ("digits", program, Path("S/train.py"), 3, tmp_path)
-    first, again = (finished_run(*arguments) for _ in range(2))
-    (call,) = started.call_args_list
-    command = call.args[1]
-    assert first == again and "S/train.py" in command
-    assert not any("{" in word for word in command)
+    first, last = measure(Settings(data=["digits"], seeds=2, **paths))
+    programs = [(run["seed"], run["program"]) for run in last["runs"]]
+    assert programs == [(0, OURS), (0, TIMM), (1, TIMM), (1, OURS)]
+    assert [one["summary"]["digits"][TIMM]["runs"] for one in (first, last)] == [1, 2]
+    assert last["git"]["commit"]
+    assert not any("{" in word for command in commands for word in command)
+    assert [paths["timm_train"] in command for command in commands] == [False, True, True, False]
 
 
 @pytest.mark.slow
