@@ -56,7 +56,7 @@ class WorkerError(Fault):
 
 
 class RankFault(Fault):
-    """Another rank died or hangs; the message names it if it is known."""
+    """Another rank died or hangs."""
 
 
 class RecordingError(Fault):

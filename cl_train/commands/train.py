@@ -41,7 +41,7 @@ from cl_train.config.schema import GROUPS, HERE, LAYOUT_NAMES, SETTINGS_OF_CODE,
 from cl_train.config.start_file import code_named, refuse_code
 from cl_train.errors import ConfigError
 from cl_train.system.files import safe_name
-from cl_train.system.processes import adopt_srun, read_launch
+from cl_train.system.processes import read_launch
 
 if TYPE_CHECKING:
     from cl_train.system.run_folder import RunResult
@@ -161,7 +161,6 @@ def _code_of(settings: list[Config], environments: list[str]) -> set[tuple[str, 
 
 def _compose(line: CommandLine) -> list[Composed]:
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
-    adopt_srun()
     return compose(line)
 
 

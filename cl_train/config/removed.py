@@ -31,6 +31,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "max_nonfinite": (10, "it is 10"),
     "amp.growth_interval": (2000, "it is 2000"),
     "amp.min_scale": (1.0, "it is 1"),
+    "rank_timeout_s": (600.0, "NCCL and gloo have their own timeouts"),
     "compile_mode": ("default", "it is torch's default"),
     "batch_size=auto": (None, "give the number"),
     "rerun": ("missing", _REPEATS),

@@ -171,11 +171,6 @@ class Config:
     on_nonfinite: str = neutral_setting(
         "stop", "at a NaN or Inf loss or gradient; skip = stop after ten", choices=("stop", "skip")
     )
-    rank_timeout_s: float = neutral_setting(
-        600.0,
-        "end the run if a rank is silent for this many seconds",
-        Range(above=0, most=10000000),
-    )
 
     nproc: int = multirun_setting(
         1, "processes per job; above 1 each job runs under torchrun", Range(1)

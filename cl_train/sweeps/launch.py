@@ -37,13 +37,11 @@ def run_sweep(runs: Sequence[Composed], write_curves: WriteCurves | None = None)
     """Run the jobs of a sweep, then write the comparison.
 
     Returns the exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison
-    is written too). Raises ConfigError: as `plan_sweep` and `plan_places`, under torchrun or srun,
-    or another process runs this sweep.
+    is written too). Raises ConfigError: as `plan_sweep` and `plan_places`, under torchrun, or
+    another process runs this sweep.
     """
     if read_launch() is not None:
-        raise ConfigError(
-            "torchrun and srun cannot start a sweep: python train.py -m nproc=N starts torchrun"
-        )
+        raise ConfigError("torchrun cannot start a sweep: train.py -m nproc=N starts torchrun")
     sweep = plan_sweep(runs)
     jobs = missing_jobs(sweep)
     places = [Place()]

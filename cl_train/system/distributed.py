@@ -1,33 +1,25 @@
-"""The processes of one run: device, process group, collectives, and which rank died or hangs."""
+"""The processes of one run: device, process group, and collectives."""
 
 import logging
 import os
 import re
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
 
-from cl_train.errors import ConfigError
-from cl_train.errors import RankFault as RankFault
-from cl_train.system.processes import adopt_srun, end_with_parent, is_srun_task, read_launch
+from cl_train.errors import ConfigError, RankFault
+from cl_train.system.processes import end_with_parent, read_launch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GPU_FILE = Path("/dev/nvidia0")
-BEAT_S = 0.5
-LISTEN_S = 3.0
-NCCL_GRACE = timedelta(seconds=60)
-ANSWER_S = 3.0  # the ranks' store may take this long to respond
 _groups = 0  # process groups that this process has joined
 # Of gloo's messages.
 _LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
@@ -101,13 +93,11 @@ def _check_kernels(device: torch.device) -> None:
 
 
 @contextmanager
-def processes(device: str, timeout_s: float) -> Iterator[Dist]:
-    """The process group of torchrun or srun (NCCL on CUDA, gloo on a CPU), if there is one.
+def processes(device: str) -> Iterator[Dist]:
+    """The process group of torchrun (NCCL on CUDA, gloo on a CPU), if there is one.
 
-    A collective raises RuntimeError if it waits longer than `timeout_s`. Raises ConfigError as
-    `read_launch` and `choose_device`, ConnectionError if the other ranks do not respond.
+    Raises ConfigError as `read_launch` and `choose_device`, RankFault if a collective fails.
     """
-    adopt_srun()
     launch = read_launch()
     if launch is None:
         chosen = choose_device(device)
@@ -117,52 +107,53 @@ def processes(device: str, timeout_s: float) -> Iterator[Dist]:
     if ":" in device and launch.world_size > 1:
         raise ConfigError(f"device={device} is one GPU for {launch.world_size} ranks: use cuda")
     end_with_parent(signal.SIGTERM)  # a rank whose launcher was killed saves and ends
-    # `srun --gpus-per-task=1` shows each task its own GPU only; NCCL refuses two ranks on one GPU.
-    has_own_gpu = is_srun_task() and torch.cuda.device_count() == 1
-    chosen = choose_device(device, 0 if has_own_gpu else launch.local_rank)
-    is_cuda, timeout = chosen.type == "cuda", timedelta(seconds=timeout_s)
+    chosen = choose_device(device, launch.local_rank)
+    is_cuda = chosen.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(chosen)
-    try:
-        store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    except torch.distributed.DistError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ConnectionError(
-            f"rank {launch.rank} did not meet the other ranks at {address} within {timeout_s:g} s:"
-            f" start all, and check MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
-        ) from error
-    global _groups
-    _groups += 1
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        store=torch.distributed.PrefixStore(_store_prefix("attempt"), store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout + NCCL_GRACE if is_cuda else timeout,
-        device_id=chosen if is_cuda else None,
-    )
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    hosts = None
-    if is_cuda:
-        # The hosts exchange flags without waiting for a device. NCCL's watchdog ends the process
-        # without naming a rank; gloo, in a group of its own, fails first and names it.
-        hosts = torch.distributed.new_group(timeout=timeout, backend="gloo")
-    try:
-        yield Dist(rank, world_size, chosen, hosts)
-    except BaseException:
-        if is_cuda:  # else the end would wait for collectives that a dead rank never joins
-            with suppress(RuntimeError):
-                group.abort()
-        raise
-    finally:
-        torch.distributed.destroy_process_group()
+    with rank_faults():
+        store, rank, world_size = next(torch.distributed.rendezvous("env://"))
+        global _groups
+        _groups += 1
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=torch.distributed.PrefixStore(_store_prefix(), store),
+            rank=rank,
+            world_size=world_size,
+            device_id=chosen if is_cuda else None,
+        )
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        # The hosts exchange flags without waiting for a device.
+        hosts = torch.distributed.new_group(backend="gloo") if is_cuda else None
+        try:
+            yield Dist(rank, world_size, chosen, hosts)
+        except BaseException:
+            if is_cuda:  # else the end would wait for collectives that a dead rank never joins
+                with suppress(RuntimeError):
+                    group.abort()
+            raise
+        finally:
+            torch.distributed.destroy_process_group()
 
 
-def _store_prefix(name: str) -> str:
+@contextmanager
+def rank_faults() -> Iterator[None]:
+    """Raise a RankFault instead of the error of a collective."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo's errors have no type of their own
+        is_gloos = any(words in str(error) for words in _LOST)
+        if not is_gloos and not isinstance(error, torch.distributed.DistError):
+            raise
+        what = "another rank died or hangs; torchrun names one that died"
+        raise RankFault(f"{what} ({str(error).splitlines()[0]})") from error
+
+
+def _store_prefix() -> str:
     """A prefix that no earlier attempt has used; a node that joins is no restart to torchrun."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{name}-{restarts}-{os.environ['WORLD_SIZE']}-{_groups}"
+    return f"attempt-{restarts}-{os.environ['WORLD_SIZE']}-{_groups}"
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
@@ -205,69 +196,3 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
     if dist.world_size > 1:
         torch.distributed.all_gather_object(values, value, group=dist.hosts)
     return values
-
-
-@contextmanager
-def watch_ranks(dist: Dist) -> Iterator[None]:
-    """Raise a `RankFault` that names the missing rank if a collective fails.
-
-    A thread of every rank increments a counter in the ranks' store, also while the rank waits in a
-    collective. The counter of a killed or stopped process no longer changes.
-    """
-    if dist.world_size == 1:
-        yield
-        return
-    store = connect_to_store()
-    stop = threading.Event()
-
-    def beat() -> None:
-        with suppress(RuntimeError):  # the store has ended, and the next collective fails
-            while not stop.wait(BEAT_S):
-                store.add(str(dist.rank), 1)
-
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    except RuntimeError as error:  # gloo's errors have no type of their own
-        is_gloos = any(words in str(error) for words in _LOST)
-        if not is_gloos and not isinstance(error, torch.distributed.DistError):
-            raise
-        raise RankFault(f"{find_silent_ranks(dist)} ({str(error).splitlines()[0]})") from error
-    finally:
-        stop.set()
-        thread.join(2 * BEAT_S)
-
-
-def connect_to_store() -> torch.distributed.Store:
-    """A connection of its own to the ranks' store: a call that waits blocks the others on it."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=LISTEN_S)
-    store = torch.distributed.TCPStore(
-        host, port, is_master=False, timeout=timeout, wait_for_workers=False
-    )
-    return torch.distributed.PrefixStore(_store_prefix("heartbeat"), store)
-
-
-def find_silent_ranks(dist: Dist) -> str:
-    """Compare the counters over a few seconds; returns for example `rank 1 is dead or hangs`."""
-    readings: list[list[int]] = []
-
-    def read() -> None:
-        with suppress(RuntimeError):
-            store = connect_to_store()
-            for pause_s in (0.0, LISTEN_S):
-                time.sleep(pause_s)
-                readings.append([store.add(str(rank), 0) for rank in range(dist.world_size)])
-
-    reader = threading.Thread(target=read, daemon=True)  # a stopped process never responds
-    reader.start()
-    reader.join(LISTEN_S + ANSWER_S)
-    if len(readings) < 2:  # without torchrun, rank 0 holds the store
-        return "rank 0 is dead or hangs" if dist.rank else "the ranks' store does not respond"
-    silent = [
-        f"rank {rank} is dead or hangs"
-        for rank, (old, new) in enumerate(zip(*readings, strict=True))
-        if old == new and rank != dist.rank
-    ]
-    return ", ".join(silent) or "a rank hangs although its process is alive"

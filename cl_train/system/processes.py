@@ -4,13 +4,12 @@ import atexit
 import ctypes
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -42,9 +41,15 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The variables of torchrun, or None. Raises ConfigError: some are missing or invalid."""
+    """The variables of torchrun, or None. Raises ConfigError: some are missing or invalid, or
+    `srun` started several tasks without torchrun.
+    """
     ranks = (environment.get("RANK"), environment.get("WORLD_SIZE"))
     if ranks == (None, None) or (ranks == ("0", "1") and "MASTER_ADDR" not in environment):
+        # SLURM_NTASKS is also set for one process, of `salloc` or `sbatch`.
+        if (tasks := environment.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+            advice = "let one task per node start torchrun, see scripts/slurm"
+            raise ConfigError(f"srun started {tasks} tasks, each of which would train: {advice}")
         return None
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     are_numbers = all(environment.get(name, "").isdecimal() for name in names[:4])
@@ -54,69 +59,13 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
             return launch
     values = ", ".join(f"{name}={environment.get(name, 'unset')!r}" for name in names)
     alone = "unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
-    raise ConfigError(f"the environment has {values}: start with torchrun or srun, or {alone}")
-
-
-def is_srun_task(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `srun` started this process as one of several tasks."""
-    # SLURM_NTASKS is also set for one process, of `salloc` or `sbatch`.
-    has_tasks = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    return has_tasks and "TORCHELASTIC_RUN_ID" not in environment
-
-
-def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
-    """In one of several tasks of `srun`, set torchrun's variables unless they are set.
-
-    Rank 0 is on the first node. The port follows from job and step: jobs on a node do not collide.
-    """
-    if not is_srun_task(environment) or {"RANK", "WORLD_SIZE"} & environment.keys():
-        return
-    tasks = environment["SLURM_STEP_NUM_TASKS"]
-    job, step = (int(environment.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID"))
-    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", tasks)  # 2(x3),1: on nodes 2, 2, 2, 1
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    per_node = [count for count, repeats in runs for _ in range(int(repeats or 1))]
-    node = min(int(environment.get("SLURM_NODEID", "0")), len(per_node) - 1)
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)  # gpu[003-007,010] of gpu[003-007,010],other1
-    assert first is not None
-    first_node = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])  # gpu003
-    environment.update(
-        RANK=environment.get("SLURM_PROCID", ""),
-        LOCAL_RANK=environment.get("SLURM_LOCALID", ""),
-        WORLD_SIZE=tasks,
-        LOCAL_WORLD_SIZE=per_node[node],
-        MASTER_ADDR=environment.get("MASTER_ADDR") or first_node,
-        MASTER_PORT=environment.get("MASTER_PORT") or str(20000 + (job + 1009 * step) % 10000),
-    )
-
-
-_is_bound = False  # `bind_to_cores` gave this process its own cores
+    raise ConfigError(f"the environment has {values}: start with torchrun, or {alone}")
 
 
 def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The cores for one rank of this machine; `bind_to_cores` or `srun` may have divided them."""
+    """The cores for one rank of this machine."""
     cores = len(usable_cores()) or os.cpu_count() or 1
-    is_bound_by_srun = "_cpu" in environment.get("SLURM_CPU_BIND_TYPE", "")
-    if _is_bound or (is_srun_task(environment) and is_bound_by_srun):
-        return cores
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", world_size)))
-
-
-def bind_to_cores(environment: Mapping[str, str] = os.environ) -> None:
-    """Binds a rank to its share of neighbouring cores, so that its threads and memory stay on one
-    socket. Call it before torch starts threads.
-    """
-    ranks = int(environment.get("LOCAL_WORLD_SIZE", 1))
-    cores = usable_cores()
-    if ranks == 1 or len(cores) < ranks or is_srun_task(environment):
-        return
-
-    global _is_bound
-    _is_bound = True
-    share = len(cores) // ranks
-    first = int(environment.get("LOCAL_RANK", 0)) * share
-    os.sched_setaffinity(0, cores[first : first + share])
 
 
 def _position_of_core(core: int) -> tuple[int, int, int]:

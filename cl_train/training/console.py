@@ -30,7 +30,7 @@ log = logging.getLogger("cl_train")
 
 def describe_failure(error: BaseException | None) -> str | None:
     """One line for an anticipated error; None for a bug, which needs a traceback."""
-    if isinstance(error, Fault | ConnectionError):
+    if isinstance(error, Fault):
         return str(error)
     if isinstance(error, OSError):
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -40,14 +40,12 @@ from cl_train.system.distributed import (
     gather_objects,
     on_main,
     processes,
-    watch_ranks,
 )
 from cl_train.system.files import claimed_folder, continues
 from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.processes import (
     MachineLoad,
     StopRequest,
-    bind_to_cores,
     cores_of_process,
     handles_signals,
 )
@@ -100,8 +98,7 @@ def opened_run(
     signals = StopRequest(ends_process=command is None)
     with ExitStack() as last, ExitStack() as stack:
         run_log = stack.enter_context(RunLog())
-        dist = stack.enter_context(processes(cfg.device, cfg.rank_timeout_s))
-        stack.enter_context(watch_ranks(dist))
+        dist = stack.enter_context(processes(cfg.device))
         folder = on_main(folder.absolute, dist)  # ranks would generate different timestamps
         if not training and continues(cfg.resume, folder):  # the run's records stay
             source = str(folder) if cfg.resume == "auto" else cfg.resume
@@ -204,7 +201,6 @@ def prepare_process(cfg: Config, dist: Dist) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     keep_freed_memory(dist.device)
     if dist.world_size > 1 and dist.device.type == "cpu":
-        bind_to_cores()
         torch.set_num_threads(cores_of_process(dist.world_size))
 
 

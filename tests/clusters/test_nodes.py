@@ -14,7 +14,7 @@ from tests.processes import LIMIT_S, children_of, free_ports, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
 
 pytestmark = pytest.mark.slow
-OF_TWO = "batch_size=16 global_batch_size=32 evaluate_every=-1 rank_timeout_s=300"
+OF_TWO = "batch_size=16 global_batch_size=32 evaluate_every=-1"
 SETTINGS = [*TINY, *OF_TWO.split()]
 GATED = "model=tests.networks:gated epochs=8 checkpoint.every_steps=4 checkpoint.every_epochs=0"
 needs_namespaces = pytest.mark.skipif(

@@ -120,13 +120,13 @@ def submit(cluster, image_folder):
 
 
 def test_each_script_trains_like_one_process(submit, image_folder, tmp_path):
-    for name in ("one_node", "several_nodes", "torchrun_nodes"):
+    for name in ("one_node", "several_nodes"):
         submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
     words = (f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'alone'}")
     assert Forked(partial(train_script, [*SETTINGS, *words]), tmp_path / "log").wait() == 0
     expected = losses(tmp_path / "alone")
     assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
-    for name in ("one_node", "several_nodes", "torchrun_nodes"):
+    for name in ("one_node", "several_nodes"):
         folder = tmp_path / name
         wait_until(lambda run=folder / "run": tiny.summary(run).get("status") == "completed")
         assert tiny.summary(folder / "run")["world_size"] == 2, name
@@ -138,12 +138,12 @@ def test_each_script_trains_like_one_process(submit, image_folder, tmp_path):
 
 
 def test_a_requeued_job_resumes_exactly(submit, cluster, image_folder, tmp_path):
-    """`scancel --signal=TERM` signals the tasks, as `--signal=TERM@120` before the limit."""
+    """`scancel --batch --signal=TERM` signals the script, as `--signal=B:TERM@120` does."""
     undisturbed, folder, gate = (tmp_path / name for name in ("undisturbed", "requeued", "gate"))
     gate.mkdir()
-    job = submit("requeue", folder, *INTERRUPTED, GATE=str(gate))
+    job = submit("several_nodes", folder, *INTERRUPTED, GATE=str(gate))
     wait_until(lambda: len(list(gate.iterdir())) == 2)
-    subprocess.run(["scancel", "--signal=TERM", job], env=cluster, check=True)
+    subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=cluster, check=True)
     start_soon(cluster, job)
     (gate / "open").touch()
     # One rank per node: as many threads as there, and so the same sums.

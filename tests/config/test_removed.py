@@ -34,6 +34,7 @@ wait_for_quiet_s=0
 against=/opt/venv-2.14/bin/python
 experiment=resnet18_ffcv_16ep
 log_to=mlflow
+rank_timeout_s=60
 """
 # What a config.yaml of an older run says without a meaning.
 STILL_TRUE = {
@@ -48,6 +49,7 @@ STILL_TRUE = {
     "drop_path_constant": False,
     "compile_mode": "default",
     "max_nonfinite": 10,
+    "rank_timeout_s": 600.0,
     "amp.growth_interval": 2000,
     "amp.min_scale": 1.0,
     "rerun": "missing",

@@ -71,14 +71,14 @@ def test_a_gpu_has_a_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
     monkeypatch.setattr(distributed, "read_launch", lambda: None)
     assert choose_device("cuda:1") == second and choose_device("cuda") == CUDA
-    with distributed.processes(checked_config({"device": "cuda:1"}).device, 1.0) as dist:
+    with distributed.processes(checked_config({"device": "cuda:1"}).device) as dist:
         assert [dist.device] == current == [second]
     with pytest.raises(ConfigError, match="device=cuda:2: there are 2 GPUs"):
         choose_device("cuda:2")
     with pytest.raises(ConfigError, match=r"device=gpu: expected auto.cpu.cuda.cuda:N"):
         checked_config({"device": "gpu"})
     monkeypatch.setattr(distributed, "read_launch", lambda: Mock(world_size=2))
-    of_two_ranks = distributed.processes("cuda:1", 1.0)
+    of_two_ranks = distributed.processes("cuda:1")
     with pytest.raises(ConfigError, match="one GPU for 2 ranks"), of_two_ranks:
         pass
 

@@ -3,7 +3,6 @@ NCCL would wait for it for ever. DDP and process groups as on GPUs.
 """
 
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -204,19 +203,17 @@ def test_statistics_of_batchnorm_are_not_broadcast_in_each_step(monkeypatch):
     assert options["forward_sync_buffers"] is True
 
 
-def test_gloo_names_a_hung_rank_before_nccl_ends_the_process(monkeypatch):
+def test_hosts_exchange_flags_in_a_group_of_their_own(monkeypatch):
     torch_distributed = Mock()
     torch_distributed.rendezvous.return_value = iter([(Mock(), 0, 2)])
     monkeypatch.setattr(torch, "distributed", torch_distributed)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(distributed, "read_launch", lambda: Mock(local_rank=0))
     monkeypatch.setattr(distributed, "choose_device", lambda name, rank: CUDA)
-    for name in ("adopt_srun", "is_srun_task", "end_with_parent", "_store_prefix"):
+    for name in ("end_with_parent", "_store_prefix"):
         monkeypatch.setattr(distributed, name, lambda *_: "")
-    with distributed.processes("cuda", 30.0) as dist:
-        timeout = torch_distributed.init_process_group.call_args.kwargs["timeout"]
-        assert timeout == timedelta(seconds=90)
+    with distributed.processes("cuda") as dist:
         hosts = torch_distributed.new_group
-        hosts.assert_called_once_with(timeout=timedelta(seconds=30), backend="gloo")
+        hosts.assert_called_once_with(backend="gloo")
         distributed.gather_objects(None, dist)
         assert torch_distributed.all_gather_object.call_args.kwargs == {"group": hosts()}

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import cl_train.system.checkpoints
-import cl_train.system.distributed
 import cl_train.training.checkpointing
 import cl_train.training.setup
 from tests.faults.forkserver import Function
@@ -39,10 +38,9 @@ def before_step(act: Callable[[int, Any, Any], None]) -> None:
     cl_train.training.setup.build_train_state = build_train_state
 
 
-def slow_steps(ms: int, answer_s: int = 3) -> None:
+def slow_steps(ms: int) -> None:
     """Each step takes `ms` milliseconds more, so that a signal finds the run at work."""
     before_step(lambda *_: time.sleep(ms / 1000))
-    cl_train.system.distributed.ANSWER_S = answer_s
 
 
 def hold_step(hold: Path) -> None:

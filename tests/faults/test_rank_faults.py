@@ -1,4 +1,4 @@
-"""Several ranks, one of which is killed or stopped, or whose number changes."""
+"""Several ranks, one of which is killed, or whose number changes."""
 
 import signal
 import time
@@ -13,34 +13,31 @@ from tests.faults.forkserver import REPOSITORY
 from tests.processes import children_of, fields_of
 
 pytestmark = pytest.mark.slow
-RANK_TIMEOUT_S = 20.0  # when a rank counts as hung; on a busy machine a sound one is slow
-ROLL_CALL_S = 5.0
+MAX_END_S = 10.0
 WITHOUT_BATCHNORM = {"model": "tests.networks:without_batchnorm", "ema_decay": 0, "log_every": 1}
 
 
 def test_kill_one_of_two_ranks(bench):
     """One of two ranks killed at a random instant, without --full in a step.
 
-    The other names it and ends; both resume exactly.
+    The other ends at once; both resume exactly.
     """
     reference = bench.reference(world=2)
-    ms = 60 * bench.is_full  # so that most of a run's life is training, not start-up
+    ms = 60 * bench.is_full  # so that most of a run's life is training
     seconds = bench.seconds + 0.001 * ms * tiny.STEPS
     for number in bench.numbers_until(bench.count(1, 20)):
         run, victim = bench.folder / f"killed-rank-{number}", bench.random.choice((0, 1))
-        answer_s = 60 if victim == 1 and not bench.is_full else 3
-        hooks = [partial(plants.slow_steps, ms, answer_s=answer_s)]
+        hooks = [partial(plants.slow_steps, ms)]
         hold = run.with_suffix(".hold")
         if not bench.is_full:
             hooks.append(partial(plants.on_rank, victim, partial(plants.hold_step, hold)))
-        ranks = bench.start_ranks(run, 2, *hooks, rank_timeout_s=RANK_TIMEOUT_S)
+        ranks = bench.start_ranks(run, 2, *hooks)
+        wait_for(run / "config.yaml" if bench.is_full else hold)  # the ranks have met
         if bench.is_full:
-            time.sleep(bench.random.uniform(0.2, 1.0) * seconds)
-        else:
-            wait_for(hold)
+            time.sleep(bench.random.uniform(0, 1.0) * seconds)
         ranks[victim].send(signal.SIGKILL)
         code = ranks[victim].wait()
-        other = ranks[1 - victim].wait(bench.patience * (RANK_TIMEOUT_S + ROLL_CALL_S + 5))
+        other = ranks[1 - victim].wait(bench.patience * MAX_END_S)
         for rank in ranks:
             rank.kill_group()
         if code == 0 or other == 0:  # it ended before the kill
@@ -49,27 +46,9 @@ def test_kill_one_of_two_ranks(bench):
             tiny.check_loadable(run)
             assert other is not None, f"{run.name}: the other rank still ran"
             output = ranks[1 - victim].output()
-            is_named = f"rank {victim} is dead or hangs" in output
-            assert is_named or not tiny.newest_step(run), output[-600:]
+            is_said = "another rank died or hangs" in output and "Traceback" not in output
+            assert is_said or not tiny.newest_step(run), output[-600:]
             bench.check_resumed(run, reference, world=2)
-
-
-def test_hang_one_of_two_ranks(bench):
-    """One of two ranks stopped (SIGSTOP): the other names it and ends in bounded time."""
-    for number in range(bench.count(1, 3)):
-        run, victim = bench.folder / f"hung-rank-{number}", number % 2
-        settings = {"epochs": 10_000, "rank_timeout_s": RANK_TIMEOUT_S}
-        ranks = bench.start_ranks(run, 2, partial(plants.slow_steps, 30), **settings)
-        wait_for(run / "checkpoints", content=".pt")
-        ranks[victim].send(signal.SIGSTOP)
-        other = ranks[1 - victim].wait(bench.patience * (RANK_TIMEOUT_S + ROLL_CALL_S + 10))
-        ranks[victim].kill_group()
-        ranks[victim].wait()
-        output = ranks[1 - victim].output()
-        with bench.attempt():
-            is_named = f"rank {victim} is dead or hangs" in output
-            assert other == 1 and is_named, f"{run.name}: {other}: {output[-700:]}"
-            tiny.check_loadable(run)
 
 
 def test_resume_with_other_number_of_ranks(bench):
@@ -91,7 +70,7 @@ def test_kill_torchrun_agent(bench):
     for number in range(bench.count(1, 10)):
         with bench.attempt():
             run = bench.folder / f"torchrun-agent-{number}"
-            words = bench.words(run, rank_timeout_s=RANK_TIMEOUT_S, batch_size=4, epochs=10_000)
+            words = bench.words(run, batch_size=4, epochs=10_000)
             program = ["--standalone", "--nproc-per-node=2", str(REPOSITORY / "train.py"), *words]
             agent = bench.fork(partial(run_agent, program))
             wait_for(run / "checkpoints", content=".pt")

@@ -28,7 +28,6 @@ from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import processes
 from cl_train.training.build import build_train_state, step_settings
 from tests.faults.forkserver import Forked
-from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks, group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process groups
@@ -284,7 +283,7 @@ def loss_after_looking(words, dist):
 
 
 def main():
-    with processes("cpu", timeout_s=LIMIT_S) as dist:
+    with processes("cpu") as dist:
         losses = [loss_after_looking(words, dist) for words in CASES]
         if dist.is_main:
             print(json.dumps(losses))

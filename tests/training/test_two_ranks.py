@@ -18,7 +18,6 @@ from cl_train.training import build, checkpointing
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
 from tests.networks import small
-from tests.processes import LIMIT_S
 from tests.ranks import fork_two_ranks
 from tests.training.test_evaluation import check_report
 
@@ -40,7 +39,7 @@ def evaluation_is_eager_with_compile(folder):
     """`compile=true` compiles DDP's module in training, and not the module inside, which is
     evaluated.
     """
-    with processes("cpu", LIMIT_S) as dist:
+    with processes("cpu") as dist:
         cfg = settings(folder, compile=True)
         step = build.step_settings(cfg, BY_NAME["fp32"], dist)
         state = build.build_train_state(cfg, step, 3, dist, lr=0.1)
@@ -64,7 +63,7 @@ def other_settings_and_layouts_are_refused(folder):
     with pytest.raises(ConfigError, match=r"optim\.lr is 0\.1 on rank 0 and 1\.1 on rank 1"):
         run(folder, "other", optim={"lr": 0.1 + int(os.environ["RANK"])})
     with (
-        processes("cpu", LIMIT_S) as dist,
+        processes("cpu") as dist,
         pytest.raises(ConfigError, match=r"layout of 0\.weight is .* on rank 1"),
     ):
         model = small(3).to(memory_format=(torch.contiguous_format, torch.channels_last)[dist.rank])
