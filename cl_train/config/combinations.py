@@ -92,8 +92,6 @@ def _run_problems(cfg: Config) -> Iterator[str]:
         yield f"entry={cfg.entry} is one of the file that weights=FILE or weights=RUN names"
     if (cfg.best_by or "").startswith("average.") and not cfg.ema_decay:
         yield f"best_by={cfg.best_by} needs an average of the weights, such as ema_decay=0.999"
-    if cfg.ddp_static_graph and cfg.accumulate_steps > 1:
-        yield "ddp_static_graph=true does not work with accumulate_steps above 1"
     if cfg.global_batch_size is not None and cfg.accumulate_steps > 1:
         yield "global_batch_size sets accumulate_steps: leave that out"
     if cfg.report and cfg.evaluate_every == -1 and not cfg.evaluate_only:

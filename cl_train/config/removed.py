@@ -32,6 +32,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "amp.growth_interval": (2000, "it is 2000"),
     "amp.min_scale": (1.0, "it is 1"),
     "rank_timeout_s": (600.0, "NCCL and gloo have their own timeouts"),
+    "ddp_static_graph": (False, "cuda_graph=true sets it"),
     "compile_mode": ("default", "it is torch's default"),
     "batch_size=auto": (None, "give the number"),
     "rerun": ("missing", _REPEATS),

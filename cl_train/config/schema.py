@@ -119,9 +119,6 @@ class Config:
     )
     ema_every: int = setting(1, "optimizer steps between updates of the EMA", Range(1))
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")
-    ddp_static_graph: bool = setting(
-        False, "tell DDP that every step uses the same parameters in the same order"
-    )
     deterministic: bool = setting(False, "use deterministic algorithms only; slower on a GPU")
     evaluate_every: int = neutral_setting(
         1, "epochs between evaluations; 0 = only at the end, -1 = never", Range(-1)

@@ -100,9 +100,12 @@ def build_train_state(
     if dist.device.type == "cuda":  # the run's peak is not that of measurements and trials
         torch.cuda.reset_peak_memory_stats(dist.device)
 
+    # DDP then knows when a gradient is complete; it has no such mode for accumulation.
+    is_static = settings.cuda_graph and cfg.accumulate_steps == 1
+
     def in_ddp(model: nn.Module) -> nn.Module:
         with on_stream():
-            return wrap_in_ddp(model, dist, static_graph=cfg.ddp_static_graph)
+            return wrap_in_ddp(model, dist, static_graph=is_static)
 
     parts = make_step(model, settings, dist.device, lr, wrap=in_ddp)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)

@@ -216,9 +216,6 @@ def with_micro_steps(cfg: Config, dist: Dist) -> Config:
     request = f"global_batch_size={cfg.global_batch_size} with {batches}"
     if rest or not micro_steps:
         raise ConfigError(f"{request}: it is not a multiple; choose another batch_size")
-    if micro_steps > 1 and cfg.ddp_static_graph:
-        advice = "raise batch_size, or set ddp_static_graph=false"
-        raise ConfigError(f"{request} needs micro-steps: {advice}")
     return replace(cfg, accumulate_steps=micro_steps)
 
 

@@ -35,6 +35,7 @@ against=/opt/venv-2.14/bin/python
 experiment=resnet18_ffcv_16ep
 log_to=mlflow
 rank_timeout_s=60
+ddp_static_graph=true
 """
 # What a config.yaml of an older run says without a meaning.
 STILL_TRUE = {
@@ -50,6 +51,7 @@ STILL_TRUE = {
     "compile_mode": "default",
     "max_nonfinite": 10,
     "rank_timeout_s": 600.0,
+    "ddp_static_graph": False,
     "amp.growth_interval": 2000,
     "amp.min_scale": 1.0,
     "rerun": "missing",

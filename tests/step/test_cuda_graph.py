@@ -98,11 +98,9 @@ def test_batches_of_another_shape_or_layout_are_recorded_anew():
 
 
 def test_what_cannot_be_recorded_is_refused():
-    static = {"ddp_static_graph": True, "accumulate_steps": 2}
     for settings, message in (
         ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "rmsprop has no fused kernel"),
         ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
-        (static, "ddp_static_graph=true does not work with accumulate"),
     ):
         with pytest.raises(ConfigError, match=message):
             checked_config(settings)
