@@ -5,52 +5,64 @@ from typing import Any
 
 REMOVED_IN = "0.3"
 
-_REPEATS = "a disturbed run does not count, and repeats=auto adds others"
-
-# A key, or a pattern of key=value where only values went: the default that a setting had, which an
-# older file may still hold, and what a user does instead.
-_REMOVED: dict[str, tuple[Any, str]] = {
-    "optim.alpha": (0.9, "it is 0.9, as in the published recipes"),
-    "experiment=resnet*_ffcv_*ep": (None, "write experiment=resnet50_ffcv epochs=16"),
-    "experiment=vit_small_deit3": (None, "facebookresearch/deit trains it"),
-    "layer_scale": (None, "set it in a model=package.module:function"),
-    "drop_path_constant": (False, "set it in a model=package.module:function"),
-    "optim.head_lr_ratio": (1.0, "optim.layer_decay gives the classifier the largest rate"),
-    "augment.policy=three_augment": (None, "timm's augment.policy=3a comes nearest"),
-    "augment.policy=timm": (None, "write augment.policy=rand-m7-mstd0.5-inc1"),
-    "augment.timm_policy": ("rand-m7-mstd0.5-inc1", "write augment.policy=NAME"),
-    "augment.randaugment_ops": (2, "it is 2; augment.policy=rand-n3-m9 is timm's"),
-    "augment.randaugment_magnitude": (9, "it is 9; augment.policy=rand-m15 is timm's"),
-    "augment.crop_scale_max": (1.0, "it is 1"),
-    "data.download": (False, "unpack imagenette2-320.tgz of github.com/fastai/imagenette"),
-    "log_to=mlflow": (None, "log_to=my.module:function does it, see docs/training.md"),
-    "parquet": (None, "a Dataset over Hugging Face `datasets` reads such files, see docs/data.md"),
-    "checkpoint.every_minutes": (0.0, "use checkpoint.every_steps"),
-    "checkpoint.save_best": (True, "best.pt is always kept"),
-    "checkpoint.background": (True, "a thread always writes"),
-    "max_nonfinite": (10, "it is 10"),
-    "amp.growth_interval": (2000, "it is 2000"),
-    "amp.min_scale": (1.0, "it is 1"),
-    "rank_timeout_s": (600.0, "NCCL and gloo have their own timeouts"),
-    "ddp_static_graph": (False, "cuda_graph=true sets it"),
-    "compile_mode": ("default", "it is torch's default"),
-    "batch_size=auto": (None, "give the number"),
-    "rerun": ("missing", _REPEATS),
-    "max_reruns": (2, _REPEATS),
-    "wait_for_quiet_s": (None, _REPEATS),
-    "against=*[/=]*": (None, "use train -m environment=PYTHON,here compare_by=environment"),
+# The value that is always used now, which an older file may still hold.
+_ALWAYS: dict[str, Any] = {
+    "optim.alpha": 0.9,
+    "optim.head_lr_ratio": 1.0,
+    "layer_scale": None,
+    "drop_path_constant": False,
+    "augment.timm_policy": "rand-m7-mstd0.5-inc1",
+    "augment.randaugment_ops": 2,
+    "augment.randaugment_magnitude": 9,
+    "augment.crop_scale_max": 1.0,
+    "data.download": False,
+    "checkpoint.every_minutes": 0.0,
+    "checkpoint.save_best": True,
+    "checkpoint.background": True,
+    "max_nonfinite": 10,
+    "amp.growth_interval": 2000,
+    "amp.min_scale": 1.0,
+    "compile_mode": "default",
+    "ddp_static_graph": False,
+    "rank_timeout_s": 600.0,
+    "rerun": "missing",
+    "max_reruns": 2,
+    "wait_for_quiet_s": None,
+}
+# What a user does instead, where that value does not say it; of a key, or a pattern of key=value.
+_INSTEAD = {
+    "experiment=resnet*_ffcv_*ep": "experiment=resnet50_ffcv epochs=16",
+    "experiment=vit_small_deit3": "facebookresearch/deit trains it",
+    "layer_scale": "set it in a model=module:function",
+    "drop_path_constant": "set it in a model=module:function",
+    "optim.head_lr_ratio": "use optim.layer_decay",
+    "augment.policy=three_augment": "timm's augment.policy=3a comes nearest",
+    "augment.policy=timm": "augment.policy=rand-m7-mstd0.5-inc1",
+    "augment.timm_policy": "augment.policy=NAME",
+    "data.download": "unpack imagenette2-320.tgz of github.com/fastai/imagenette",
+    "log_to=mlflow": "log_to=my.module:function, see docs/training.md",
+    "parquet": "a Dataset reads it, see docs/data.md",
+    "checkpoint.every_minutes": "use checkpoint.every_steps",
+    "batch_size=auto": "give the number",
+    "ddp_static_graph": "cuda_graph=true sets it",
+    "rank_timeout_s": "NCCL and gloo have timeouts",
+    "rerun": "use repeats=auto",
+    "max_reruns": "use repeats=auto",
+    "wait_for_quiet_s": "use repeats=auto",
+    "against=*[/=]*": "use train -m environment=PYTHON,here compare_by=environment",
 }
 
 
 def removal_of(key: str, value: Any) -> str | None:
     """The answer to `key=value` if the setting, or this value of it, was removed; else None."""
     for name in (key, f"{key}={value}"):
-        for pattern, (_, instead) in _REMOVED.items():
+        for pattern in (*_INSTEAD, *_ALWAYS):
             if fnmatchcase(name, pattern):
+                instead = _INSTEAD.get(pattern) or f"it is {str(_ALWAYS[pattern]).lower()}"
                 return f"{name} was removed in {REMOVED_IN}: {instead}"
     return None
 
 
 def was_default(key: str, value: Any) -> bool:
     """Whether an older file says by a removed setting only what now always holds."""
-    return key in _REMOVED and _REMOVED[key][0] == value
+    return key in _ALWAYS and _ALWAYS[key] == value
