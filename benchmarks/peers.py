@@ -185,14 +185,14 @@ def update_of(name: str, update: str, side: str) -> Callable[[], object]:
     return step
 
 
-def updates_block(update: Callable[[], object], count: int = 10) -> Block:
-    """`count` updates.
+def updates_block(update: Callable[[], object]) -> Block:
+    """Ten updates.
 
     One comes before the clock starts: it finds the caches full of another side's tensors, but not
     in the block that follows a block of the same side.
     """
     update()
-    return Block(timed_s(lambda: [update() for _ in range(count)], CPU) / count)
+    return Block(timed_s(lambda: [update() for _ in range(10)], CPU) / 10)
 
 
 # --- the loader -----------------------------------------------------------------------------------

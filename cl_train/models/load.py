@@ -51,9 +51,10 @@ def load_saved(
     model = runnable(saved, saved.card.image_size)
     if model is None:
         raise ConfigError(f"{source}: holds weights only: {needed_model(saved)}")
-    recorded = MEMORY_FORMATS.get(str(saved.card.memory_format), torch.contiguous_format)
-    convert(model, memory_format=memory_format or recorded)
-    return model, saved.card, memory_format or recorded
+    if memory_format is None:
+        memory_format = MEMORY_FORMATS.get(str(saved.card.memory_format), torch.contiguous_format)
+    convert(model, memory_format=memory_format)
+    return model, saved.card, memory_format
 
 
 def read_saved(

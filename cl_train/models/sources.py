@@ -162,7 +162,7 @@ def _timm_facts(name: str) -> dict[str, Any]:
 
 def _size_options(name: str, image_size: int | None) -> dict[str, int]:
     """The argument of a zoo's builder for networks that are built for one image size."""
-    if image_size is None or ":" in name:
+    if image_size is None:
         return {}
     if not name.startswith("timm/"):
         return {"image_size": image_size} if name.startswith("vit_") else {}

@@ -95,7 +95,9 @@ class Launcher:
         while self.sweep.options.repeats is None and not self.request.stop:
             if not (undecided := undecided_groups(self.sweep)):
                 break
-            grown = self.sweep.with_more_repeats(undecided)
+            last = max(job.repeat for job in self.sweep.jobs if job.group in undecided)
+            count = min(last + 2, self.sweep.options.max_repeats)
+            grown = self.sweep.with_repeats(count, undecided)
             more = grown.jobs[len(self.sweep.jobs) :]
             if not more or self._is_too_late(len(more)):
                 why = "more repeats would end after time_limit_s"

@@ -121,11 +121,6 @@ class Sweep:
                     jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat))
         return replace(self, jobs=jobs)
 
-    def with_more_repeats(self, groups: Collection[int]) -> "Sweep":
-        """The sweep with two more repeats of these groups, at most `max_repeats`."""
-        last = max((job.repeat for job in self.jobs if job.group in groups), default=0)
-        return self.with_repeats(min(last + 2, self.options.max_repeats), groups)
-
 
 def _free_name(text: str, jobs: Sequence[Job]) -> str:
     """A name of a folder that no other job has: a/b and a_b make the same one."""

@@ -157,10 +157,8 @@ def _waiting_explains(verdict: str, baseline_pct: float, candidate_pct: float) -
     """
     if verdict not in ("faster", "slower"):
         return max(baseline_pct, candidate_pct) >= LOADER_BOUND_PCT
-    slower_pct, faster_pct = candidate_pct, baseline_pct
-    if verdict == "faster":
-        slower_pct, faster_pct = baseline_pct, candidate_pct
-    return slower_pct - faster_pct >= LOADER_BOUND_PCT / 2
+    longer_pct = candidate_pct - baseline_pct
+    return (longer_pct if verdict == "slower" else -longer_pct) >= LOADER_BOUND_PCT / 2
 
 
 def _value(run: Run, by: str) -> str:
