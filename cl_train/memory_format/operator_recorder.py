@@ -106,7 +106,9 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         package = _package(frame.f_code.co_filename)
         is_autograd = frame.f_code.co_name == "_engine_run_backward"
-        if is_autograd or (package in ("torch", _OWN) and lines):
+        is_mode = frame.f_code.co_name == "__torch_dispatch__"  # between the code and the operator
+        is_end = (package == _OWN and not is_mode) or (package == "torch" and lines)
+        if is_autograd or is_end:
             break
         if package not in ("torch", _OWN):
             called = package

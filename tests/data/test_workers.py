@@ -188,10 +188,10 @@ from cl_train.data import workers
 from tests.data.image_folders import folder_data
 from tests.data.test_user_dataset import own_data
 start, parent = workers._start_worker, os.getpid()
-def start_late(progress, by_kernel, worker):
-    while {late} and worker == 1 and os.getppid() == parent:
+def start_late(*arguments):
+    while {late} and arguments[-1] == 1 and os.getppid() == parent:
         time.sleep(0.01)
-    start(progress, by_kernel, worker)
+    start(*arguments)
 workers._start_worker = start_late
 signal.signal(signal.SIGINT, signal.default_int_handler)
 data = {kind}_data({place!r}, workers=2)
