@@ -42,6 +42,21 @@ def test_a_frozen_batch_norm_stays_frozen_when_it_is_synchronised(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("cuda_graph", "accumulate_steps", "is_static"),
+    [(True, 1, True), (True, 2, False), (False, 1, False)],
+)
+def test_ddp_is_told_that_recorded_steps_are_alike(
+    cuda_graph, accumulate_steps, is_static, monkeypatch
+):
+    wrap = Mock(side_effect=lambda model, dist, static_graph: model)
+    monkeypatch.setattr(build, "wrap_in_ddp", wrap)
+    cfg = Config(model="tests.networks:small", accumulate_steps=accumulate_steps)
+    settings = StepSettings(FP32, cuda_graph=cuda_graph)
+    build.build_train_state(cfg, settings, 3, Dist(0, 1, CPU), 0.1)
+    assert wrap.call_args.kwargs == {"static_graph": is_static}
+
+
+@pytest.mark.parametrize(
     "changes", [{}, {"ema_decay": 0.9, "mixup": 0.2, "optim": OptimConfig(name="adamw", lr=9.0)}]
 )
 def test_the_trial_leaves_no_trace(changes):
