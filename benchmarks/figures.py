@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from benchmarks import operators_page
+from cl_train.measure.atlas import tables
 from cl_train.measure.charts import Bar, write_chart
 from cl_train.measure.statistics import Interval
 from cl_train.system.files import read_json
@@ -195,12 +195,14 @@ TABLES: dict[str, tuple[str, Callable[[Record], Iterable[Row]]]] = {
     "updates": ("updates", partial(formatted, UPDATES)),
     "sweeps": ("aa-sweeps", sweeps),
 }
-BLOCKS = ("headline", *TABLES)
+BLOCKS = ("headline", "operators", *TABLES)
 
 
 def block(name: str) -> str:
     if name == "headline":
         return headline()
+    if name == "operators":
+        return tables([read_json(path) for path in sorted(RESULTS.glob("operators-*.json"))])
     source, rows_of = TABLES[name]
     found = record(source)
     if found is None:
@@ -257,8 +259,6 @@ def main() -> None:
         page.write_text(with_figures(text), encoding="utf-8")
     if found := record("models"):
         draw_speeds(found, PICTURE)
-    operators = sorted(RESULTS.glob("operators-*.json"))
-    operators_page.main(str(ROOT / "docs/operators.md"), *map(str, operators))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ costs.
     cl-train audit model=my_package.my_model:build max_lost=0         for CI: exit code 1 beyond it
     cl-train audit model=my_package.my_model:segment output_entry=mask    an output that is a dict
     cl-train audit operators=true precision=bf16           what each operator does on this machine
-    cl-train audit operators=true against=fake,decompose   where torch's compiler predicts otherwise
-    cl-train audit operators=true against=compile select=*roll* repro=bug.py    and a program of it
+    cl-train audit operators=true select=*pool* repro=bug.py    and a program of what is wrong
 
-Exit codes: 0 done, 1 more than max_lost calls lost the format, or more than max_differences differ,
-2 wrong usage or a model that does not run.
+Exit codes: 0 done, 1 more than max_lost calls lost the format, or more than max_wrong operators are
+wrong, 2 wrong usage or a model that does not run.
 """
 
 import subprocess
@@ -48,16 +47,11 @@ class AuditSettings(ModelInput, JsonResult):
     measure: bool = setting(True, "time the step, and the copies by their bytes")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
     time_limit_s: float = setting(30.0, "time=true: for all rounds, at least four", Range(above=0))
-    repro: str | None = setting(None, "file for a program of the worst operator or difference")
+    repro: str | None = setting(None, "file for a program of the worst operator, or of a wrong one")
     chart: str | None = setting(None, "time=true: file (.png, .svg) for a bar chart")
     max_lost: int | None = setting(None, "exit with 1 if more calls lose channels_last", Range(0))
-    operators: bool = setting(False, "instead of a model: what torch's operators keep here")
-    against: list[str] = setting(
-        [],
-        "operators=true: also as fake tensors, as decompositions, compiled (takes minutes)",
-        choices=("fake", "decompose", "compile"),
-    )
-    max_differences: int | None = setting(None, "against=: exit with 1 if more differ", Range(0))
+    operators: bool = setting(False, "instead of a model: what torch's operators do")
+    max_wrong: int | None = setting(None, "operators=true: exit with 1 if more are wrong", Range(0))
 
 
 SETTINGS = {"settings": AuditSettings}
@@ -71,10 +65,10 @@ def measure(settings: AuditSettings) -> Result:
     """Raises ConfigError: the model cannot be built or run."""
     has_times = settings.time and not settings.operators
     problems = []
-    if not settings.operators and (settings.against or settings.max_differences is not None):
-        problems.append("against= and max_differences= need operators=true")
-    elif settings.repro and not (has_times or settings.against):
-        problems.append("repro= needs time=true, or against= with operators=true")
+    if settings.max_wrong is not None and not settings.operators:
+        problems.append("max_wrong= needs operators=true")
+    if settings.repro and not (has_times or settings.operators):
+        problems.append("repro= needs time=true, or operators=true")
     if settings.chart and not has_times:
         problems.append("chart= needs time=true, of a model")
     if problems:
@@ -148,32 +142,20 @@ def _audited(settings: AuditSettings) -> Any:
     )
 
 
-def _operators(settings: AuditSettings, program: Path | None) -> Result:
-    """The table of torch's operators, and of what differs under the compiler."""
-    import torch
-
-    from cl_train.memory_format import operators
+def _operators(settings: AuditSettings, file: Path | None) -> Result:
+    """What torch's operators do with channels_last, and a program of one that is wrong."""
+    from cl_train.measure.atlas import atlas, program, tables
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device
-    from cl_train.system.tables import markdown_table
 
     device = choose_device(settings.device)
     dtype = resolve_precision(settings.precision, device).input_dtype
-    name = str(dtype).removeprefix("torch.")
-    where = {"torch": torch.__version__, "device": str(device), "dtype": name}
-    probes = operators.selected(settings.select or ["*"])
-    if "compile" in settings.against:
-        operators.check_compiler(device)
-    compared = operators.conformance(device, dtype, settings.against, probes)
-    differing = [row for row in compared if operators.differs(row)]
-    if program and differing:
-        text = operators.conformance_program(differing[0], device, dtype)
-        program.write_text(text, encoding="utf-8")
-    text = f"{', '.join(where.values())}\n\n{markdown_table(compared)}"
-    if settings.against:
-        number = f"{len(differing)} of {len(compared)} outputs and gradients"
-        text = f"{number} differ from eager mode: {text}"
-    limit = settings.max_differences
-    exceeded = limit is not None and len(differing) > limit
-    result = {"schema_version": 1, **where, "differences": len(differing), "operators": compared}
-    return {**result, "exceeded": exceeded}, text
+    record = atlas(device, dtype, settings.select or ["*"])
+    wrong = [row for row in record["operators"] if row["faults"]]
+    if file and wrong:
+        file.write_text(program(record, wrong[0]), encoding="utf-8")
+    exceeded = settings.max_wrong is not None and len(wrong) > settings.max_wrong
+    text = tables([record])
+    if exceeded:
+        text += f"\n{len(wrong)} operators are wrong, more than max_wrong={settings.max_wrong}"
+    return {**record, "exceeded": exceeded}, text

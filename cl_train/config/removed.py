@@ -49,6 +49,8 @@ _INSTEAD = {
     "rerun": "use repeats=auto",
     "max_reruns": "use repeats=auto",
     "wait_for_quiet_s": "use repeats=auto",
+    "max_differences": "max_wrong=N",
+    "against=[cdf]*": "audit operators=true compares values",
     "against=*[/=]*": "use train -m environment=PYTHON,here compare_by=environment",
 }
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 
-from benchmarks import figures, operators_page
+from benchmarks import figures
 from benchmarks.figures import BLOCK, BLOCKS, PAGES, PICTURE, ROOT, with_figures
 
 RECORDS = sorted((ROOT / "results").glob("*.json"))
@@ -39,12 +39,6 @@ def test_every_block_is_on_a_page_and_nothing_else_in_the_readme_is_a_measured_r
     prose = BLOCK.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
     own = [line for line in prose.splitlines() if "https://" not in line]
     assert not [line for line in own if re.search(r"\d\.\d+x", line)]
-
-
-def test_the_operators_page_is_that_of_the_results(tmp_path):
-    records = map(str, ROOT.glob("results/operators-*.json"))
-    operators_page.main(str(tmp_path / "operators.md"), *records)
-    assert (tmp_path / "operators.md").read_text() == (ROOT / "docs/operators.md").read_text()
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

@@ -1,0 +1,273 @@
+"""The atlas: what each operator of torch that takes an image does in channels_last.
+
+Inputs are the samples of torch's own operator database; values and gradients are compared with
+contiguous inputs as in `kernels.py`. A child process runs the operators: one that crashes must not
+end the atlas, and the database changes flags of torch for good.
+"""
+
+import importlib.util
+import inspect
+import json
+import math
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cl_train.errors import ConfigError
+from cl_train.measure.kernels import compare_results
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
+from cl_train.system.processes import end_with_parent
+from cl_train.system.tables import markdown_table
+
+Row = dict[str, Any]  # of an operator
+Record = dict[str, Any]  # of all of them
+# Their results depend on strides by definition, or are what lay in memory.
+_OF_MEMORY = ("as_strided", "empty", "resize_")
+
+
+def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> Record:
+    """What operators, by shell patterns of names, keep, lose and compute wrong.
+
+    Raises ConfigError: no operator matches; the operator database needs a package.
+    """
+    if importlib.util.find_spec("expecttest") is None:
+        what = "torch's operator database needs expecttest"
+        raise ConfigError(f"operators=true: {what}; pip install 'cl-train[atlas]'")
+    started_at = time.perf_counter()
+    facts = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype)[6:]}
+    rows = [row for row in _rows(str(device), facts["dtype"], patterns) if row["draws"]]
+    if not rows:
+        raise ConfigError(f"select={','.join(patterns)}: no operator on images; docs/operators.md")
+    wrong = [row for row in rows if row["faults"]]
+    for row in wrong:
+        row["alone"] = _shown_by(program(facts, row), row["worst"]["what"])
+    seconds = round(time.perf_counter() - started_at, 1)
+    draws = sum(row["draws"] for row in rows)
+    counts = {"draws": draws, "wrong": len(wrong), "seconds": seconds}
+    return {"schema_version": 1, **facts, **counts, "operators": rows}
+
+
+def _shown_by(text: str, what: str) -> str:
+    """The line of a program's output that begins like `what`, or how the program ends."""
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    lines = [*ran.stdout.splitlines(), *ran.stderr.splitlines()]
+    shown = [line for line in lines if line.startswith(what.partition(":")[0])]
+    return shown[-1] if shown else f"ended with {ran.returncode}"
+
+
+def _rows(device: str, dtype: str, patterns: Sequence[str], start: int = 0) -> Iterator[Row]:
+    """Of a child; where an operator crashes, of another one from the next operator on."""
+    words = ["-W", "ignore", "-m", __name__, device, dtype, str(start), *patterns]
+    started: Row = {}
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            said = json.loads(line) if line.startswith('{"') else {}
+            started = said.get("started", started)
+            if "row" in said:
+                yield said["row"]
+    if child.returncode and not started:
+        raise subprocess.CalledProcessError(child.returncode, words)
+    if child.returncode:
+        counts = {"draws": 1, "faults": 1, "output": {}, "gradient": {}}
+        yield {**started, **counts, "worst": {"what": f"ended with {child.returncode}"}}
+        yield from _rows(device, dtype, patterns, started["number"] + 1)
+
+
+# --- a program of torch alone, which is also what the child runs ----------------------------------
+
+
+def placed(value: Any, in_channels_last: bool) -> Any:
+    """A copy of a tensor, since operators write into their arguments."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory_format = formats.get(value.dim()) if in_channels_last else None
+    copy = value.detach().clone(memory_format=memory_format or torch.contiguous_format)
+    return copy.requires_grad_(value.requires_grad)
+
+
+def results(op: Any, call: Any, in_channels_last: bool, seed: int = 0) -> dict[str, torch.Tensor]:
+    args, kwargs = tree_map(lambda value: placed(value, in_channels_last), call)
+    torch.manual_seed(seed)
+    tensors = [t for t in tree_leaves(op.op(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+    outputs = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    roots = [output for output in outputs if output.requires_grad]
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "requires_grad", False)]
+    gradients: Any = ()
+    if roots and leaves:
+        numbers = [(torch.arange(t.numel(), device=t.device) % 7 - 3).view_as(t) for t in roots]
+        given = [placed(n.to(t), in_channels_last) for n, t in zip(numbers, roots, strict=True)]
+        gradients = torch.autograd.grad(roots, leaves, given, allow_unused=True)
+    found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    return found | {f"gradient {i}": g for i, g in enumerate(gradients) if g is not None}
+
+
+_PROGRAM = """\
+# {operator} in channels_last: {what}
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db  # pip install expecttest
+from torch.testing._internal.common_utils import set_rng_seed
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+{functions}
+
+op = next(op for op in op_db if op.full_name == {operator!r})
+set_rng_seed(0)
+sample = list(op.sample_inputs({device!r}, torch.{dtype}, requires_grad={has_gradients}))[{draw}]
+call = (sample.input, *sample.args), sample.kwargs
+print("torch", torch.__version__, sample)
+channels_last = results(op, call, True)
+for name, one in results(op, call, False).items():
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    error = (one.to(wide) - channels_last[name].to(wide)).norm() / one.to(wide).norm()
+    print(f"{{name}}: relative error {{error:.2g}}")
+"""
+
+
+def program(facts: Record, row: Row) -> str:
+    """Shows the worst fault of an operator."""
+    functions = f"{inspect.getsource(placed)}\n\n{inspect.getsource(results)}"
+    return _PROGRAM.format(**facts | row | row["worst"], functions=functions)
+
+
+# --- in the child ---------------------------------------------------------------------------------
+
+
+def _examine_all(device: str, dtype_name: str, start: str, *patterns: str) -> None:
+    """Print a row for each operator, and before each draw which one it is."""
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    dtype, kind = getattr(torch, dtype_name), torch.device(device).type
+    operators = [op for op in op_db if not any(word in op.name for word in _OF_MEMORY)]
+    for number, op in enumerate(operators[int(start) :], int(start)):
+        is_selected = any(fnmatchcase(op.full_name, pattern) for pattern in patterns)
+        if not is_selected or dtype not in op.supported_dtypes(kind):
+            continue
+        has_gradients = op.supports_autograd and dtype in op.supported_backward_dtypes(kind)
+        set_rng_seed(0)
+        samples = op.sample_inputs(device, dtype, requires_grad=has_gradients)
+        facts = {"operator": op.full_name, "number": number, "has_gradients": has_gradients}
+        # All samples first: the draws use random numbers, too.
+        print(json.dumps({"row": _examine(op, list(samples), dtype, facts)}), flush=True)
+
+
+def _examine(op: Any, samples: Sequence[Any], dtype: torch.dtype, facts: dict[str, Any]) -> Row:
+    layouts: dict[str, Counter[str]] = {"output": Counter(), "gradient": Counter()}
+    draws, faults = 0, []
+    for draw, sample in enumerate(samples):
+        call = (sample.input, *sample.args), sample.kwargs
+        tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+        if not any(classify(tensor) in ("contiguous", "channels_last") for tensor in tensors):
+            continue
+        print(json.dumps({"started": {**facts, "draw": draw}}), flush=True)
+        fault = _fault(op, call, dtype, layouts)
+        draws += fault is not None
+        if fault and fault[0] > 1:
+            faults.append((*fault, draw))
+    row = {**facts, "draws": draws, "faults": len(faults), **layouts}
+    if faults:
+        _, what, draw = max(faults)
+        row["worst"] = {"draw": draw, "what": what}
+    return row
+
+
+def _fault(
+    op: Any, call: Any, dtype: torch.dtype, layouts: dict[str, Counter[str]]
+) -> tuple[float, str] | None:
+    """The largest error in multiples of its limit, in words; None: contiguous fails, too."""
+
+    def contiguous(call: Any, seed: int = 0) -> list[torch.Tensor]:
+        return _flat(results(op, call, False, seed))
+
+    def in_fp32(call: Any) -> list[torch.Tensor]:
+        return contiguous(tree_map(lambda v: torch.float32 if v is dtype else v, call))
+
+    with suppress(Exception):  # of contiguous inputs
+        contiguous(call)
+        try:
+            found = results(op, call, True)
+        except Exception as failure:
+            return math.inf, f"{type(failure).__name__}: {str(failure).strip():.150}".split("\n")[0]
+        for name, tensor in found.items():
+            if tensor.dim() in CHANNELS_LAST_BY_DIM:
+                layouts[name.split()[0]][classify(tensor)] += 1
+        errors = compare_results(
+            lambda values: _flat(found) if values is call else contiguous(values), in_fp32, call
+        )
+        error, relative = worst = max(errors, default=(0.0, 0.0))
+        if error > 1:
+            name = list(found)[errors.index(worst)]
+            # A random operator gives something else with other numbers, too.
+            others = compare_results(
+                lambda values: contiguous(values, seed=int(values is call)), in_fp32, call
+            )
+            if max(others)[0] <= 1:
+                return error, f"{name}: relative error {relative:.2g}, {error:.2g} of the limit"
+        return 0.0, ""
+    return None
+
+
+def _flat(found: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of real numbers."""
+    tensors = [tensor.resolve_conj() for tensor in found.values()]
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def tables(records: Sequence[Record]) -> str:
+    """What was measured, what is wrong, who loses the format."""
+    measured, wrong, lost, names = [], defaultdict(list), defaultdict(list), set()
+    for record in records:
+        where = f"{record['dtype']}, torch {record['torch'].partition('+')[0]}"
+        counts = {key: record[key] for key in ("draws", "wrong", "seconds")}
+        measured.append({"where": where, "operators": len(record["operators"]), **counts})
+        for row in record["operators"]:
+            names.add(name := f"`{row['operator']}`")
+            if row["faults"]:
+                number = f"{row['faults']} of {row['draws']}"
+                wrong[name, number, row["worst"]["what"], row["alone"]].append(where)
+            losses = _losses(row["output"]), _losses(row["gradient"])
+            if any(losses):
+                lost[name, *losses].append(where)
+    faults = _table(("wrong", "samples", "what", "torch alone"), wrong, len(records))
+    losing = _table(("loses it", "outputs", "gradients"), lost, len(records))
+    kept = ", ".join(sorted(names - {name for name, *_ in lost}))
+    parts = markdown_table(measured), faults, losing, f"Nothing lost by {kept}." if kept else ""
+    return "\n\n".join(filter(None, parts))
+
+
+def _losses(orders: dict[str, int]) -> str:
+    number = sum(orders.values()) - orders.get("ambiguous", 0)
+    lost = number - orders.get("channels_last", 0)
+    return "" if not lost else "all" if lost == number else f"{lost} of {number}"
+
+
+def _table(names: Sequence[str], rows: dict[Any, list[str]], count: int) -> str:
+    """Rows that are alike in several records are one."""
+    return markdown_table(
+        [
+            dict(zip(names, row, strict=True))
+            | {"where": "; ".join(places) if len(places) < count else "everywhere"}
+            for row, places in sorted(rows.items())
+        ]
+    )
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    _examine_all(*sys.argv[1:])
