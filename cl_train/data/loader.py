@@ -331,7 +331,7 @@ class HostLoader:
                 options |= {"prefetch_factor": self._parts_per_worker, "persistent_workers": True}
             timeout_s = self._settings.data.worker_timeout_s
             nice = _NICE if self._settings.dist.device.type == "cuda" else 0
-            self._pool = Workers(self._slots, self._progress, timeout_s, nice, **options)
+            self._pool = Workers(self._slots, self._progress, timeout_s, nice=nice, **options)
         return self._pool, self._slots
 
     def close(self) -> None:
