@@ -220,6 +220,21 @@ def test_the_line_of_a_view_is_named():
     assert ".view(len(x), -1)" in str(report) and ".reshape" in str(report)
 
 
+def attention(module, x):
+    """In channels_last by a fused kernel, else by its parts."""
+    tokens = x.flatten(2).transpose(1, 2)[:, None]
+    if x.is_contiguous():
+        return (tokens @ tokens.mT / 8**0.5).softmax(-1) @ tokens
+    return F.scaled_dot_product_attention(tokens, tokens, tokens)
+
+
+def test_an_attention_of_other_kernels_draws_no_numbers_of_later_operators():
+    middle = Made(lambda m, x: attention(m, x).squeeze(1).transpose(1, 2).reshape_as(x))
+    model = network(nn.Sequential(middle, nn.Dropout(0.5)))
+    report = check_parity(model, image_size=12)
+    assert report.passed, str(report)
+
+
 class WrongOnceCompiled(nn.Module):
     def forward(self, x):
         is_wrong = torch.compiler.is_compiling() and not x.is_contiguous()
