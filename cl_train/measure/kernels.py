@@ -241,7 +241,8 @@ def _compare(
         norm, change = _norm(y), _norm(z - y)
         least = FP32_ROUNDINGS_CUDA if y.is_cuda else FP32_ROUNDINGS
         roundings = max(least, 8 * math.sqrt(longest / y.numel()))
-        errors.append(_ratio(_norm(x - y), roundings * (change + _epsilon(y) * norm), norm))
+        limit = _chance(y) * roundings * (change + _epsilon(y) * norm)
+        errors.append(_ratio(_norm(x - y), limit, norm))
     return errors
 
 
@@ -262,7 +263,7 @@ def compare_with_exact(
             errors.append(error)
             continue
         norm = _norm(true)
-        limit = times * _norm(y - true) + roundoff * norm
+        limit = _chance(y) * (times * _norm(y - true) + roundoff * norm)
         errors.append(_ratio(_norm(x - true), limit, norm))
     return errors
 
@@ -289,6 +290,11 @@ def _ratio(distance: float, limit: float, norm: float) -> tuple[float, float]:
     if not math.isfinite(distance):
         return math.inf, math.inf
     return (distance / limit if limit else math.inf) if distance else 0.0, distance / (norm or 1.0)
+
+
+def _chance(tensor: torch.Tensor) -> float:
+    """One draw of a single number may be exact by chance, that of many is not."""
+    return 1 + 15 / tensor.numel()
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cl_train.measure.kernels import KernelCheck
+from cl_train.measure.kernels import KernelCheck, _compare
 from cl_train.measure.parity import check_parity
 from tests.conftest import CPU_PRECISIONS
 from tests.measure.conftest import unchanged
@@ -132,6 +132,15 @@ def test_sound_kernels_agree(precision):
     model = network()
     with unchanged(model):
         assert check_parity(model, image_size=32, precision=precision).passed
+
+
+def test_a_single_number_may_be_exact_by_chance():
+    """As the sum that is the gradient of a scale, of one element: timm's hgnetv2 in bf16."""
+    one = [torch.ones(1)]
+    [(error, relative)] = _compare([torch.full((1,), 1.0003)], one, one, 10_000)
+    assert error < 1 and relative == pytest.approx(3e-4, 0.01)
+    [(error, _)] = _compare([torch.full((1,), 1.02)], one, one, 10_000)
+    assert error > 1
 
 
 OPERATORS = {
