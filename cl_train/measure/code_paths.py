@@ -21,7 +21,7 @@ from cl_train.measure.kernels import (
     copied,
     same_strides,
 )
-from cl_train.measure.parity_step import EqualRandomness, ParityStep
+from cl_train.measure.parity_step import ContiguousResults, EqualRandomness, ParityStep
 from cl_train.memory_format.convert import CONTIGUOUS, convert
 from cl_train.memory_format.model_call import output_tensors
 from cl_train.models.sources import copy_model
@@ -97,6 +97,7 @@ def errors_of_visit(
     call = (visit.args, visit.kwargs, visit.gradients)
     contiguous = copied(call, torch.Tensor.contiguous)
     found = run(compiled(converted) if compile else converted, step.precision, call)
+    run = partial(run, is_reference=True)
     expected = run(plain, step.precision, contiguous)
     # The rounding of a whole module is its own: that of contiguous against float64 tells it.
     exact = run(copy_model(plain).double(), Precision("fp32"), copied(contiguous, _in_float64))
@@ -110,6 +111,8 @@ def _results(
     model: nn.Module,
     precision: Precision,
     call: Any,
+    *,
+    is_reference: bool = False,
 ) -> list[torch.Tensor]:
     *given, gradients = call
     leaves = map_tensors(_leaf, given)
@@ -119,7 +122,8 @@ def _results(
     # A model is not compiled below a mode that sees its operators.
     randomness = nullcontext() if compile else EqualRandomness(step.seed)
     restored = random_state_restored(step.workload.device)
-    with restored, randomness, torch.set_grad_enabled(is_training):
+    contiguous = ContiguousResults() if is_reference else nullcontext()
+    with restored, randomness, contiguous, torch.set_grad_enabled(is_training):
         with autocast(precision, step.workload.device):
             outputs = output_tensors(model(*args, **kwargs))
         pairs = [

@@ -93,7 +93,7 @@ class KernelCheck(OriginRecorder):
         kwargs = kwargs or {}
         call = None
         is_permuted = any(map(_is_permuted, tensors_in((args, kwargs))))
-        if self._replays and is_permuted and _computes(function):
+        if self._replays and is_permuted and computes(function):
             key = _key_of(function, args, kwargs)
             if key not in self._seen:
                 self._seen.add(key)
@@ -110,7 +110,7 @@ class KernelCheck(OriginRecorder):
     def _count(self, function: Any, origin: Origin, is_permuted: bool) -> None:
         name = name_of(function)
         is_read_by_strides = is_permuted and "as_strided" in name
-        has_values = _computes(function) and name not in _WITHOUT_VALUES
+        has_values = computes(function) and name not in _WITHOUT_VALUES
         if (has_values or is_read_by_strides) and origin.module_type != "Parameter":
             self.operators[origin.module, origin.direction, name] += 1
 
@@ -133,7 +133,7 @@ class KernelCheck(OriginRecorder):
 
 
 @cache
-def _computes(function: Any) -> bool:
+def computes(function: Any) -> bool:
     """Whether its result has values of its own, which do not depend on strides by definition."""
     return not _is_view(function) and all(word not in name_of(function) for word in _OF_MEMORY)
 

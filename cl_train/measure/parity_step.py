@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cl_train.measure.kernels import computes
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
 from cl_train.memory_format.convert import Layout
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.memory_format.operator_recorder import OriginRecorder, schema_of
 from cl_train.step.backup import random_state_restored
@@ -47,6 +49,7 @@ class ParityStep:
     workload: Workload
     modes: Sequence[bool]  # values of `training`
     seed: int
+    is_reference: bool  # contiguous, also where the model's own code converts
 
     @classmethod
     def of(
@@ -67,7 +70,8 @@ class ParityStep:
                 copied.to(dtype)
         input_dtype = dtype or precision.input_dtype
         batch = place_batch(workload.batch, workload.device, input_dtype, layout.memory_format)
-        return cls(copied, batch, precision, workload, modes, seed)
+        is_reference = not layout.is_channels_last
+        return cls(copied, batch, precision, workload, modes, seed, is_reference)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -77,6 +81,8 @@ class ParityStep:
             stack.enter_context(kernel_selection(tf32=self.precision.tf32, autotune=False))
             stack.enter_context(random_state_restored(device))
             stack.enter_context(EqualRandomness(self.seed))
+            if self.is_reference:
+                stack.enter_context(ContiguousResults())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             yield
@@ -240,6 +246,29 @@ def _watched(model: nn.Module) -> Iterator[Samples]:
             hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(after))
         yield forward
+
+
+class ContiguousResults(TorchDispatchMode):
+    """What operators compute is contiguous, unless the code asks for another format: a reference.
+
+    Behind a permuted LayerNorm, as in ConvNeXt, results are channels_last in every layout, and code
+    that is wrong for it would be compared with itself.
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if kwargs.get("memory_format") in CHANNELS_LAST_BY_DIM.values() or not computes(function):
+            return result
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+
+        def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+            is_own = id(tensor) in given or classify(tensor) != "channels_last"
+            return tensor if is_own else tensor.contiguous()
+
+        return map_tensors(contiguous, result)
 
 
 class EqualRandomness(TorchDispatchMode):

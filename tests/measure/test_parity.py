@@ -123,6 +123,19 @@ def test_a_planted_bug_is_named(middle, precision, where):
     json.loads(json.dumps(report.to_dict(), allow_nan=False))
 
 
+@pytest.mark.parametrize("planted", [lambda _, x: x * 1.02, lambda _, x: x.flip(3), backward])
+def test_a_bug_is_found_behind_code_that_converts_in_both_layouts(planted):
+    """As behind the LayerNorm of ConvNeXt."""
+    norm = Made(
+        lambda m, x: m.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.LayerNorm(8)
+    )
+    report = check_parity(
+        network(nn.Sequential(norm, nn.Conv2d(8, 8, 3), wrong(planted))), image_size=12
+    )
+    assert report.passed is False and "1." in report.first_divergence
+    assert check_parity(network(nn.Sequential(norm, nn.Conv2d(8, 8, 3))), image_size=12).passed
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_one_mode_alone_is_checked_if_asked_for(training):
     model = network(in_mode(training))
