@@ -69,11 +69,13 @@ def headline() -> str:
     found = {name: of_name for name in names if (of_name := record(name))}
     if not found:
         return NOT_MEASURED
-    head = ("what", "ratio", "against")
-    rows = [row for name, of_name in found.items() for row in headlines(name, of_name)]
-    lines = dict.fromkeys(map(provenance, found.values()))
-    cells = [dict(zip(head, row, strict=True)) for row in rows]
-    return f"{table(cells)}\n\n" + "\n".join(lines)
+    places = list(dict.fromkeys(map(provenance, found.values())))
+    cells = []
+    for name, of_name in found.items():
+        for what, ratio, against in headlines(name, of_name):
+            where = f"{places.index(provenance(of_name)) + 1}"
+            cells.append({"what": what, "ratio": ratio, "against": against, "where": where})
+    return "\n".join([table(cells), "", *(f"{i}. {place}" for i, place in enumerate(places, 1))])
 
 
 def headlines(name: str, found: Record) -> Iterator[tuple[str, str, str]]:
