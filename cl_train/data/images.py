@@ -8,7 +8,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +25,8 @@ Indices = npt.NDArray[np.int64]
 
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
-_CACHED_FROM = 50_000  # images; listing fewer takes less than a second
+CACHED_FROM = 50_000  # images; listing fewer takes less than a second
+_DROPPINGS = (b"@eaDir", b"__MACOSX", b"Thumbs.db")  # of network storage, archives, Windows
 _NAMED = 5  # names in a message; a folder can hold a thousand
 
 
@@ -110,15 +111,15 @@ class FolderSplit(Split):
 def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
     """List the images below `root`, or take the list from the user's cache folder.
 
-    Raises ConfigError: a folder that is missing or cannot be read, no classes, different classes in
-    the splits, or classes without images.
+    Raises ConfigError: a folder that is missing or cannot be read, no classes, validation classes
+    that are not trained, or classes without training images.
     """
     cfg = cfg or DataConfig()
-    key = f"folder {root.resolve()}{(cfg.val_split, cfg.val_fraction, cfg.extensions, training)}"
+    key = f"folders {root.resolve()}{(cfg.val_split, cfg.val_fraction, cfg.extensions, training)}"
     try:
         base, val = _split_folders(root, cfg, training)
         splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
-        return stored(key, splits, lambda: _index(base, val, cfg))
+        return stored(key, splits, lambda: _index(base, val, cfg, training=training))
     except OSError as error:
         unreadable(error)
 
@@ -126,22 +127,25 @@ def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
 def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> ImageSource:
     """All images below `root`, or below its folder of validation images if it has one, sorted by
     name, as `val`. An image below the folder of a class has its label, others -100. Raises
-    ConfigError: no images.
+    ConfigError: no images, or a folder that cannot be read.
     """
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
-    images, _, ignored = _files_below(os.fsencode(folder), b"", extensions)
-    note = ignored_files(folder, ignored)
-    if not images:
+    try:
+        found = files_below(os.fsencode(folder), b"", extensions)
+    except OSError as error:
+        unreadable(error)
+    note = ignored_files(folder, found.others, found.hidden)
+    if not found.images:
         what = f"data.root '{root}' has no images ({', '.join(extensions)}) in it or below it"
         raise ConfigError(f"{what}. {note}" if note else what)
     label_of = {os.fsencode(name): label for label, name in enumerate(classes)}
-    labels = [label_of.get(name.partition(b"/")[0], -100) for name in images]
-    split = FolderSplit(*packed(images), np.array(labels, np.int64), folder)
+    labels = [label_of.get(name.partition(b"/")[0], -100) for name in found.images]
+    split = FolderSplit(*packed(found.images), np.array(labels, np.int64), folder)
     return ImageSource(tuple(classes), None, split, "", (note,) if note else ())
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raises what `os.walk` would ignore; it would leave the folder out."""
+    """Raises ConfigError: a folder left out would be images left out."""
     raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 
@@ -171,28 +175,33 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
     )
 
 
-def _index(base: Path, val: Path, cfg: DataConfig) -> tuple[ImageSource, list[bytes]]:
+def _index(
+    base: Path, val: Path, cfg: DataConfig, *, training: bool
+) -> tuple[ImageSource, list[bytes]]:
     """The source, and the folders that it was made from if it is worth to be stored."""
     classes = _class_names(base)
-    if different := sorted(set(classes) ^ set(_class_names(val))):
+    if unknown := sorted(set(_class_names(val)) - set(classes)):
         raise ConfigError(
-            f"'{base}' and '{val}' have different classes; in one of them only: {listed(different)}"
+            f"'{val}' has {len(unknown)} classes that '{base}' lacks: {listed(unknown)}"
         )
-    listings = {folder: _list(folder, classes, cfg) for folder in dict.fromkeys((base, val))}
+    listings = {
+        folder: _list(folder, classes, cfg.extensions, needs_all=training and folder == base)
+        for folder in dict.fromkeys((base, val))
+    }
     images = listings[base][0], listings[val][0]
     if cfg.val_fraction is not None:
-        images = _divide(images[0], cfg.val_fraction)
-    train, held_out = _split(images[0], base), _split(images[1], val)
+        images = divided(images[0], cfg.val_fraction)
+    train, held_out = split_of(images[0], base), split_of(images[1], val)
     notes = tuple(note for _, _, note in listings.values() if note)
     fingerprint = digest(classes, (train, held_out), ("names", "starts", "labels"))
     source = ImageSource(tuple(classes), train, held_out, fingerprint, notes)
     folders = [folder for _, of_split, _ in listings.values() for folder in of_split]
-    return source, folders if len(train) + len(held_out) >= _CACHED_FROM else []
+    return source, folders if len(train) + len(held_out) >= CACHED_FROM else []
 
 
 def _class_names(folder: Path) -> list[str]:
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    classes = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    classes = [e.name for e in entries if e.is_dir() and not _is_hidden(os.fsencode(e.name))]
     if not classes:
         raise ConfigError(
             f"'{folder}' has no class folders (one folder per class). Found:"
@@ -202,67 +211,119 @@ def _class_names(folder: Path) -> list[str]:
     return classes
 
 
-def ignored_files(folder: Path, names: Sequence[str]) -> str:
-    """A line on files with other extensions than those of images; empty without any."""
-    if not names:
-        return ""
-    kinds = Counter(os.path.splitext(name)[1].lower() for name in names)
-    shown = [f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()]
-    note = f"{len(names)} files in '{folder}' are ignored ({listed(shown)}), such as '{names[0]}'"
-    readable = sorted(kinds.keys() & IMAGE_FORMATS.keys())
-    if readable:
-        note += f"; data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them"
-    return note
+def _is_hidden(name: bytes) -> bool:
+    return name.startswith(b".") or name in _DROPPINGS
+
+
+def ignored_files(folder: Path | str, others: Sequence[str], hidden: Sequence[str] = ()) -> str:
+    """A line on files with other extensions than those of images, and on hidden names; empty
+    without any.
+    """
+    notes = []
+    if others:
+        kinds = Counter(os.path.splitext(name)[1].lower() for name in others)
+        shown = [f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()]
+        note = f"{len(others)} files in '{folder}' are ignored ({listed(shown)})"
+        notes.append(f"{note}, such as '{others[0]}'")
+        if readable := sorted(kinds.keys() & IMAGE_FORMATS.keys()):
+            notes.append(f"data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them")
+    if hidden:
+        where = "" if others else f" in '{folder}'"
+        notes.append(f"{len(hidden)} hidden names{where} are left out, such as '{hidden[0]}'")
+    return "; ".join(notes)
 
 
 def _list(
-    folder: Path, classes: list[str], cfg: DataConfig
+    folder: Path, classes: list[str], extensions: Sequence[str], *, needs_all: bool
 ) -> tuple[list[list[bytes]], list[bytes], str]:
-    """Returns each class's images, relative to `folder`, the folders that were read, and a note."""
+    """Returns each class's images, relative to `folder`, the folders that were read, and a note.
+
+    Raises ConfigError: a class without images; unless it `needs_all`, one with other files only.
+    """
     top = os.fsencode(folder)
-    images, folders, ignored = list[list[bytes]](), [top], list[str]()
-    for class_name in classes:
-        of_class, below, others = _files_below(top, os.fsencode(class_name), cfg.extensions)
-        images.append(of_class)
-        folders += below
-        ignored += others
-    note = ignored_files(folder, ignored)
-    least = 1 if cfg.val_fraction is None else 2
-    if empty := [name for name, files in zip(classes, images, strict=True) if len(files) < least]:
-        what = f"{'no' if least == 1 else 'fewer than two'} images ({', '.join(cfg.extensions)})"
+    found = files_below(top, b"", (), deep=False)  # beside the classes
+    of_classes = [
+        files_below(top, os.fsencode(name), extensions) if (folder / name).is_dir() else Files()
+        for name in classes
+    ]
+    for of_class in of_classes:
+        found.folders += of_class.folders
+        found.others += of_class.others
+        found.hidden += of_class.hidden
+    note = ignored_files(folder, found.others, found.hidden)
+    empty = [
+        name
+        for name, of_class in zip(classes, of_classes, strict=True)
+        if not of_class.images and (needs_all or of_class.others)
+    ]
+    if empty or not any(of_class.images for of_class in of_classes):
         raise ConfigError(
-            f"'{folder}': {what} for {len(empty)} of {len(classes)} classes: {listed(empty)}."
-            f" {note}"
+            f"'{folder}': no images ({', '.join(extensions)}) for {len(empty or classes)} of"
+            f" {len(classes)} classes: {listed(empty or classes)}. {note}"
         )
-    return images, folders, note
+    return [of_class.images for of_class in of_classes], found.folders, note
 
 
-def _files_below(
-    top: bytes, folder: bytes, extensions: Sequence[str]
-) -> tuple[list[bytes], list[bytes], list[str]]:
-    """Returns the images below `top/folder` relative to `top`, sorted, the folders that were read,
-    and the other files.
+@dataclass
+class Files:
+    """What is below a folder: `images`, sorted, and other names relative to it; the folders that
+    were read.
+    """
+
+    images: list[bytes] = field(default_factory=list)
+    folders: list[bytes] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
+
+
+def files_below(
+    top: bytes, folder: bytes, extensions: Sequence[str], *, deep: bool = True
+) -> Files:
+    """The files below `top/folder`, relative to `top`. Links to folders are followed, as in
+    torchvision and timm, but for those that lead back to a folder above.
+
+    Raises OSError: a folder cannot be read.
     """
     suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
-    images, folders, others = list[bytes](), list[bytes](), list[str]()
-    for below, _, names in os.walk(os.path.join(top, folder), onerror=unreadable):
-        folders.append(below)
+    found = Files()
+
+    def read(below: bytes, above: set[tuple[int, int]]) -> None:
+        here = _identity(below)
+        if here in above:
+            return
+        found.folders.append(below)
         prefix = os.path.join(below, b"")[len(top) + 1 :]
-        for name in names:
-            if name.startswith(b"."):
-                continue
-            if name.lower().endswith(suffixes):
-                images.append(prefix + name)
-            else:
-                others.append(os.fsdecode(prefix + name))
-    return sorted(images), folders, others
+        with os.scandir(below) as entries:
+            for entry in entries:
+                name = prefix + entry.name
+                if _is_hidden(entry.name):
+                    found.hidden.append(os.fsdecode(name))
+                # `is_dir` of a link that leads to itself raises
+                elif os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+                    if deep:
+                        read(entry.path, above | {here})
+                elif name.lower().endswith(suffixes):
+                    found.images.append(name)
+                else:
+                    found.others.append(os.fsdecode(name))
+
+    start = os.path.join(top, folder)
+    above = {_identity(parent) for parent in Path(os.path.realpath(os.fsdecode(start))).parents}
+    read(start, above | ({_identity(top)} if folder else set()))
+    found.images.sort()
+    return found
 
 
-def _divide(
+def _identity(folder: bytes | Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def divided(
     files: list[list[bytes]], val_fraction: float
 ) -> tuple[list[list[bytes]], list[list[bytes]]]:
     """Per class, the share with the smallest hashes of their names: adding a file moves at most one
-    other.
+    other. At least one image of each class is trained, and one of two or more is validated.
     """
     train, val = [], []
     for names in files:
@@ -273,7 +334,8 @@ def _divide(
     return train, val
 
 
-def _split(files: list[list[bytes]], folder: Path) -> FolderSplit:
+def split_of(files: list[list[bytes]], folder: Path) -> FolderSplit:
+    """The split of each class's images."""
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
     return FolderSplit(*packed([name for of_class in files for name in of_class]), labels, folder)
 

@@ -95,7 +95,7 @@ EMPTY = ["'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imag
         (
             lambda root: [(root / s).mkdir() for s in ("train/cat", "val/dog")],
             {},
-            ["in one of them only: cat, dog"],
+            ["val' has 1 classes that", "train' lacks: dog"],
         ),
         (
             lambda root: rename_all(root / "val/class_1", ".webp"),
@@ -103,7 +103,6 @@ EMPTY = ["'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imag
             ["class_1", "2 .webp", "data.extensions"],
         ),
         (lambda root: None, {"val_fraction": 0.5}, ["/val"]),
-        (lambda root: shutil.rmtree(root / "val"), {"val_fraction": 0.5}, ["fewer than two"]),
         (
             lambda root: (root / "train/class_1/0001.jpg").unlink(),
             {},
@@ -167,6 +166,79 @@ def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
     assert len(set(names(again.val)) ^ val) <= 2
 
 
+def test_a_class_of_one_image_is_trained_and_has_no_validation_image(tmp_path):
+    root = write_folder(tmp_path, train=9, val=0, classes=2)
+    shutil.rmtree(root / "val")
+    (root / "train/lone").mkdir()
+    (root / "train/lone/1.jpg").write_bytes(jpeg())
+    source = list_folder(root, DataConfig(val_fraction=0.9))
+    assert source.train.labels.tolist() == [0, 1, 2]
+    assert source.val.labels.tolist() == [0] * 4 + [1] * 3
+
+
+def test_validation_classes_are_matched_by_name(tmp_path):
+    root = write_folder(tmp_path, train=6, val=6, classes=3)
+    shutil.rmtree(root / "val/class_0")
+    assert list_folder(root).val.labels.tolist() == [1, 1, 2, 2]
+    (root / "val/class_0").mkdir()
+    assert list_folder(root).val.labels.tolist() == [1, 1, 2, 2]
+    assert list_folder(root, training=False).classes == ("class_0", "class_1", "class_2")
+    for name in ("class_1", "class_2"):
+        empty(root, f"val/{name}")
+    assert "for 3 of 3 classes" in refused(root)
+
+
+@pytest.fixture
+def with_links_and_droppings(tmp_path):
+    """Ten images of cats, five more behind a link, and what other programs left."""
+    root = write_folder(tmp_path / "data", train=20, val=2)
+    cats, elsewhere = root / "train/class_0", tmp_path / "elsewhere"
+    for name in ("elsewhere/deep/0.jpg", "elsewhere/deep/1.JPG", "elsewhere/2.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jpeg())
+    for link, target in (
+        (cats / "more", elsewhere),
+        (cats / "again", elsewhere),
+        (elsewhere / "deep/up", elsewhere),
+        (cats / "loop", "."),
+        (cats / "all", ".."),
+        (cats / "self", "self"),
+    ):
+        link.symlink_to(target)
+    for name in (
+        "class_0/._0000.jpg",
+        "class_0/.ipynb_checkpoints/0000-checkpoint.jpg",
+        "class_0/@eaDir/0000.jpg/SYNOFILE_THUMB_M.jpg",
+        "class_0/Thumbs.db",
+        "__MACOSX/class_0/._0000.jpg",
+    ):
+        path = root / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg())
+    return root
+
+
+def test_links_are_followed_but_not_back_and_droppings_are_counted(with_links_and_droppings):
+    source = list_folder(with_links_and_droppings)
+    assert source.classes == ("class_0", "class_1")
+    cats = [
+        os.path.relpath(name, with_links_and_droppings / "train/class_0")
+        for name in names(source.train)[: (source.train.labels == 0).sum()]
+    ]
+    linked = [
+        f"{link}/{name}"
+        for link in ("again", "more")
+        for name in ("2.jpg", "deep/0.jpg", "deep/1.JPG")
+    ]
+    assert cats == [f"{number:04d}.jpg" for number in range(0, 20, 2)] + linked
+    (note,) = source.notes
+    assert "5 hidden names" in note and "1 files" in note and "'class_0/self'" in note
+    labels = images.list_images(
+        with_links_and_droppings / "train", ["class_0"], [".jpg"]
+    ).val.labels
+    assert len(labels) == 26
+
+
 def test_ignored_files_are_counted_and_named_once(tmp_path):
     root = write_folder(tmp_path, train=4, val=4)
     for name in ("a.webp", "b.WEBP", "notes.txt", ".hidden"):
@@ -188,7 +260,7 @@ def root(tmp_path, monkeypatch):
     test.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(images, "_CACHED_FROM", 1)
+    monkeypatch.setattr(images, "CACHED_FROM", 1)
     root = write_folder(tmp_path / "data", train=6, val=4)
     (root / "train/class_0/notes.txt").write_text("")
     for path, _, _ in os.walk(root):
