@@ -33,6 +33,7 @@ class PredictSettings(OnDevice):
 
     weights: str = setting("", "run, file, or with model=NAME weights by name", required=True)
     root: str = setting("", "folder of images, or of val or test", required=True, key="data.root")
+    csv: str | None = setting(None, "file with a column path, of the images below", key="data.csv")
     out: str = setting("", "file to write: a table as CSV", required=True)
     overwrite: bool = setting(False, schema.OVERWRITE_HELP)
     model: str | None = setting(None, f"null = the one that the weights name; {schema.MODEL_HELP}")
@@ -141,6 +142,7 @@ def _data_settings(settings: PredictSettings, card: Any) -> DataConfig:
     return DataConfig(
         name="folder",
         root=settings.root,
+        csv=settings.csv,
         workers=settings.workers,
         on_bad_image=settings.on_bad_image,
         extensions=settings.extensions or list(card.extensions or EXTENSIONS),

@@ -7,21 +7,23 @@ from collections.abc import Iterator
 
 from cl_train.config import schema as defined
 from cl_train.config.fields import suggest
-from cl_train.config.groups import DATA_SETS, POLICIES, TIMM_POLICIES, WITH_CLASS_FOLDERS
+from cl_train.config.groups import DATA_SETS, OF_FILES, POLICIES, TIMM_POLICIES
 from cl_train.config.schema import FIELDS, AugmentConfig, Config, DataConfig, OptimConfig
 
 
 def combination_problems(cfg: Config) -> Iterator[str]:
     """One line per problem."""
-    has_class_folders = cfg.data.name in WITH_CLASS_FOLDERS
+    is_csv, has_files = cfg.data.name == "csv", cfg.data.name in OF_FILES
     needs = [  # a setting, whether it has an effect, and what the user would have to write for it
         ("label_smoothing", cfg.loss in defined.LOSSES, "loss=cross_entropy"),
         ("patience", cfg.evaluate_every > 0, "evaluate_every=1"),
         ("bce_threshold", cfg.loss == "bce", "loss=bce"),
         ("schedule.milestones", cfg.schedule.name == "step", "schedule=step"),
-        ("data.val_fraction", has_class_folders, "data=folder"),
-        ("data.val_split", has_class_folders, "data=folder"),
-        ("data.extensions", has_class_folders, "data=folder"),
+        ("data.val_fraction", has_files, "data=folder"),
+        ("data.val_split", has_files, "data=folder"),
+        ("data.extensions", has_files or cfg.data.name == "shards", "data=folder"),
+        ("data.csv", is_csv, "data=csv"),
+        ("data.val_csv", is_csv, "data=csv"),
     ]
     for key in sorted({key for keys in defined.OPTIMIZERS.values() for key in keys}):
         readers = [f"optim={name}" for name, keys in defined.OPTIMIZERS.items() if key in keys]
@@ -48,6 +50,8 @@ def combination_problems(cfg: Config) -> Iterator[str]:
 def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Iterator[str]:
     if data.root is None and (content := DATA_SETS[data.name]):
         yield f"data={data.name} needs data.root=FOLDER with {content}"
+    if data.name == "csv" and data.csv is None:
+        yield "data=csv needs data.csv=FILE"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"
     if data.name == "dataset" and data.size_schedule:

@@ -11,11 +11,12 @@ DATA_SETS = {
     "imagenet": _CLASSES,
     "folder": _CLASSES,
     "shards": "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files",
+    "csv": "the images, and data.csv=FILE with the columns path and label",
     "dataset": None,
     "imagenette": "train/ and val/, as in github.com/fastai/imagenette",
     "synthetic": None,
 }
-WITH_CLASS_FOLDERS = ("sample", "imagenet", "folder", "imagenette")
+OF_FILES = ("sample", "imagenet", "folder", "imagenette", "csv")
 POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix")
 TIMM_POLICIES = r"(rand|augmix)-|(v0|original)r?(-|$)|3a(-|$)"  # how their names begin
 
@@ -31,17 +32,21 @@ class DataConfig:
     shuffle: str = setting(
         "full", "permute all images, or shard after shard", choices=("full", "shards")
     )
+    csv: str | None = setting(
+        None, "data=csv: file with the columns path and label, perhaps split (train, val)"
+    )
+    val_csv: str | None = setting(None, "data=csv: the same, of the validation images")
     dataset: str | None = setting(
         None, "data=dataset: package.module:function, called with (split, size)"
     )
     val_split: str | None = setting(
-        None, "folder of the validation images; null = val, valid, validation or test"
+        None, "folder, or split of a csv file, of the validation images; null = val, valid, ..."
     )
     val_fraction: float | None = setting(
         None, "share of the training images used for validation", Range(above=0, most=0.9)
     )
     extensions: list[str] = setting(
-        [".jpg", ".jpeg", ".png"], "image file extensions; also: .webp, .bmp, .tif, .tiff"
+        [".jpg", ".jpeg", ".png"], "image file extensions; also: .jfif, .webp, .bmp, .tif, .tiff"
     )
     image_size: int = setting(
         224, "training crop, pixels; sample sets 48, imagenette 128", Range(8, 4096)

@@ -24,7 +24,8 @@ from cl_train.config.groups import (
     ScheduleConfig,
 )
 
-IMAGE_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
+IMAGE_FORMATS = dict.fromkeys((".jpg", ".jpeg", ".jfif"), "JPEG") | {".png": "PNG"}
+IMAGE_FORMATS |= {".webp": "WEBP", ".bmp": "BMP"}
 IMAGE_FORMATS |= dict.fromkeys((".tif", ".tiff"), "TIFF")  # Pillow's names
 PRECISIONS = ("auto", "fp32", "tf32", "fp16", "bf16", "fp16_o2")
 # torch's optimizers, with the settings that not all of them read. A fused kernel skips an update on

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.data.csv_lists import list_csv, list_csv_images
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
 from cl_train.data.images import ImageSource, Indices, Split, list_folder, list_images
@@ -37,6 +38,7 @@ _SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), o
     "imagenet": list_folder,
     "folder": list_folder,
     "shards": list_shards,
+    "csv": list_csv,
     "dataset": open_datasets,
     "imagenette": list_folder,
 }
@@ -247,9 +249,15 @@ def size_schedule(cfg: DataConfig) -> SizeSchedule:
 def images_of_folder(
     cfg: DataConfig, classes: tuple[str, ...], batch_size: int, dist: Dist
 ) -> ImageData:
-    """Returns, for predictions, all images below `data.root` or its folder of validation images."""
+    """Returns, for predictions, all images below `data.root` or its folder of validation images, or
+    those that `data.csv` names.
+    """
     assert cfg.root is not None
-    source = list_images(Path(cfg.root).expanduser(), classes, cfg.extensions)
+    root = Path(cfg.root).expanduser()
+    if cfg.csv is None:
+        source = list_images(root, classes, cfg.extensions)
+    else:
+        source = list_csv_images(root, cfg, classes)
     cfg = replace(cfg, max_bad_images=len(source.val))
     settings = DataSettings(cfg, AugmentConfig(), batch_size, seed=0, dist=dist, training=False)
     return ImageData(source, settings)

@@ -240,7 +240,8 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack, *, training: bool) -> D
     stack.callback(data.close)
     if data.val_images == 0 and not (training and cfg.evaluate_every < 0):
         raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
-    of_machine = ("data.root", "data.workers", "data.prefetch", "data.dataset")
+    names = ("root", "csv", "val_csv", "workers", "prefetch", "dataset")
+    of_machine = [f"data.{name}" for name in names]
     of_all_ranks = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
     check_ranks_agree(of_all_ranks | {"data": data.fingerprint}, dist)
     data.start()

@@ -1,0 +1,206 @@
+"""Images that a CSV file names: `data=csv data.root=IMAGES data.csv=labels.csv`. Imports no torch.
+
+A header names the columns: the image (path, image, file, filename or id), a path below `data.root`,
+perhaps without its suffix; `label`; perhaps `split`. All bad rows are reported with their lines.
+"""
+
+import csv
+import math
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cl_train.config.schema import DataConfig
+from cl_train.data.images import (
+    CACHED_FROM,
+    VAL_NAMES,
+    FolderSplit,
+    ImageSource,
+    digest,
+    divided,
+    listed,
+    packed,
+    split_of,
+    stored,
+)
+from cl_train.errors import ConfigError
+
+_IMAGE_COLUMNS = ("path", "image", "file", "filename", "id")
+
+
+class _Row(NamedTuple):
+    line: int
+    image: str  # relative to data.root
+    label: str
+    split: str  # train without that column
+
+
+def list_csv(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
+    """List the images of `data.csv` and `data.val_csv`, sorted by label and name as those of a
+    folder, or take the list from the user's cache folder.
+
+    Raises ConfigError: bad rows, or no validation images.
+    """
+    tables = [os.path.abspath(os.path.expanduser(name)) for name in (cfg.csv, cfg.val_csv) if name]
+    layout = (tables, cfg.val_split, cfg.val_fraction, cfg.extensions, training)
+    split = partial(FolderSplit, folder=root)
+    make = partial(_index, root, tables, cfg, training=training)
+    return stored(f"csv {root.resolve()}{layout}", (split, split), make)
+
+
+def list_csv_images(root: Path, cfg: DataConfig, classes: Sequence[str]) -> ImageSource:
+    """The images of `data.csv` in its order, as `val`; a label that is no class is -100."""
+    rows, notes = _rows(str(cfg.csv), _Images(root, cfg.extensions), needs_label=False)
+    label_of = {name: label for label, name in enumerate(classes)}
+    labels = np.array([label_of.get(row.label, -100) for row in rows], np.int64)
+    split = FolderSplit(*packed([os.fsencode(row.image) for row in rows]), labels, root)
+    return ImageSource(tuple(classes), None, split, "", notes)
+
+
+def _index(
+    root: Path, tables: Sequence[str], cfg: DataConfig, *, training: bool
+) -> tuple[ImageSource, list[str]]:
+    """The source, and the files and folders that it was made from if it is worth to be stored."""
+    images = _Images(root, cfg.extensions)
+    (rows, notes), *of_val = (_rows(table, images) for table in tables)
+    val_name = cfg.val_split or next((n for n in VAL_NAMES if any(n == r.split for r in rows)), "")
+    train = [row for row in rows if row.split == "train"]
+    val = of_val[0][0] if of_val else [row for row in rows if row.split == val_name]
+    if others := len(rows) - len(train) - (0 if of_val else len(val)):
+        notes += (f"{others} rows of other splits in '{tables[0]}' are left out",)
+    if cfg.val_fraction is None and not training:
+        train = val = val or train
+    if bool(val) == (cfg.val_fraction is not None):
+        raise ConfigError(
+            f"{tables[0]}: give the validation images once: data.val_csv=FILE, a column split with"
+            " train and val, or data.val_fraction=0.1"
+        )
+    classes = _sorted({row.label for row in train})
+    number_of = {name: number for number, name in enumerate(classes)}
+    problems = [
+        f"line {row.line}: no training image has the label '{row.label}'"
+        for row in val
+        if row.label not in number_of
+    ]
+    _refuse(tables[-1], problems, images)
+    files = [[list[bytes]() for _ in classes] for _ in range(2)]
+    for of_split, of_classes in zip((train, val), files, strict=True):
+        for row in of_split:
+            of_classes[number_of[row.label]].append(os.fsencode(row.image))
+        for names in of_classes:
+            names.sort()
+    if cfg.val_fraction is not None:
+        files = list(divided(files[0], cfg.val_fraction))
+    splits = split_of(files[0], root), split_of(files[1], root)
+    fingerprint = digest(classes, splits, ("names", "starts", "labels"))
+    made_from = [*tables, *images.folders] if len(rows) >= CACHED_FROM else []
+    notes += of_val[0][1] if of_val else ()
+    return ImageSource(tuple(classes), *splits, fingerprint, notes), made_from
+
+
+class _Images:
+    """The images below `root`, which is listed folder by folder as rows name them."""
+
+    def __init__(self, root: Path, extensions: Sequence[str]) -> None:
+        self.folders: list[str] = []
+        self._root, self._names = root, cache(self._names_in)
+        self._suffixes = tuple(dict.fromkeys((*extensions, *map(str.upper, extensions))))
+        self._readable = tuple(extension.lower() for extension in extensions)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self._readable)} below '{self._root}'"
+
+    def find(self, named: str) -> str | None:
+        """The path of an image below `root` that a row names with or without its suffix."""
+        folder, name = os.path.split(os.path.normpath(named))
+        suffixes = ("",) if name.lower().endswith(self._readable) else self._suffixes
+        found = (name + suffix for suffix in suffixes if name + suffix in self._names(folder))
+        return next((os.path.join(folder, each) for each in found), None)
+
+    def _names_in(self, folder: str) -> set[str]:
+        path = os.path.join(self._root, folder)
+        try:
+            names = set(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+        self.folders.append(path)
+        return names
+
+
+def _rows(
+    table: str, images: _Images, *, needs_label: bool = True
+) -> tuple[list[_Row], tuple[str, ...]]:
+    """The rows of a CSV file, each image once, and a note on repetitions. Raises ConfigError."""
+    first, problems, repeated = dict[str, _Row](), list[str](), 0
+    for line, named, label, split in _cells(table, needs_label=needs_label):
+        image = images.find(named) if named else None
+        row = _Row(line, image or "", label, split)
+        if image is None:
+            problems.append(
+                f"line {line}: no image '{named}'" if named else f"line {line}: no name"
+            )
+        elif not split or (needs_label and not label):
+            problems.append(f"line {line}: no {'label' if split else 'split'}")
+        elif (other := first.setdefault(image, row)) is not row:
+            repeated += 1
+            if other[2:] != row[2:]:
+                was = f"{other.split} '{other.label}' in line {other.line}"
+                problems.append(f"line {line}: '{named}' is {split} '{label}', and {was}")
+    _refuse(table, problems, images)
+    if not first:
+        raise ConfigError(f"{table}: no rows below the header")
+    notes = (f"{repeated} rows of '{table}' repeat others",) if repeated else ()
+    return list(first.values()), notes
+
+
+def _cells(table: str, *, needs_label: bool) -> Iterator[tuple[int, str, str, str]]:
+    """Line, image, label and split of each row. Raises ConfigError."""
+    try:
+        with open(table, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=_delimiter(header), strict=True)
+            names = [name.strip().lower() for name in next(reader, [])]
+            image = next((name for name in _IMAGE_COLUMNS if name in names), None)
+            if image is None or ("label" not in names and needs_label):
+                raise ConfigError(
+                    f"{table}: the first line must name the columns, {'|'.join(_IMAGE_COLUMNS)} and"
+                    f" label, perhaps split; it is {header.strip()[:80]!r}"
+                )
+            for row in reader:
+                cells = dict(zip(names, map(str.strip, row), strict=False))
+                if any(cells.values()):
+                    split = cells.get("split", "") if "split" in names else "train"
+                    yield reader.line_num, cells.get(image, ""), cells.get("label", ""), split
+    except csv.Error as error:
+        raise ConfigError(f"{table}: line {reader.line_num}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{table}: {error.strerror}") from None
+
+
+def _delimiter(header: str) -> str:
+    try:
+        return csv.Sniffer().sniff(header, ",;\t|").delimiter
+    except csv.Error:  # one column
+        return ","
+
+
+def _sorted(labels: set[str]) -> list[str]:
+    """As numbers if all are."""
+    try:
+        numbers = {label: float(label) for label in labels}
+    except ValueError:
+        return sorted(labels)
+    if not all(map(math.isfinite, numbers.values())):
+        return sorted(labels)
+    return sorted(labels, key=lambda label: (numbers[label], label))
+
+
+def _refuse(table: str, problems: list[str], images: _Images) -> None:
+    if problems:
+        what = f"{len(problems)} rows cannot be used (images: {images})"
+        raise ConfigError(f"{table}: {what}: {listed(problems)}")
