@@ -40,10 +40,14 @@ def _named(key: str, value: Any) -> Any:
         return value
     if key not in SETTINGS_OF_CODE:
         raise ConfigError(f"{key}= takes no object ({type(value).__name__})")
-    if key == "model" and hasattr(value, "named_parameters") and not isinstance(value, type):
+    if key == "model" and is_module(value):
         return _name_of(lambda num_classes: value, f"model_{type(value).__name__}")
     name = getattr(value, "__name__", type(value).__name__)
     return _name_of(value, f"{key.replace('.', '_')}_{name}")
+
+
+def is_module(value: Any) -> bool:
+    return hasattr(value, "named_parameters") and not isinstance(value, type)
 
 
 def _name_of_datasets(value: Any) -> str:

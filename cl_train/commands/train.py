@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from cl_train.commands.objects import with_names
+from cl_train.commands.objects import is_module, with_names
 from cl_train.config.arguments import command_help
 from cl_train.config.command_line import (
     CommandLine,
@@ -42,6 +42,7 @@ from cl_train.config.start_file import code_named, refuse_code
 from cl_train.errors import ConfigError
 from cl_train.system.files import safe_name
 from cl_train.system.processes import read_launch
+from cl_train.system.torch_state import own_torch_state
 
 if TYPE_CHECKING:
     from cl_train.system.run_folder import RunResult
@@ -86,6 +87,7 @@ def main(words: list[str]) -> int:
         return 1  # logged by the run
 
 
+@own_torch_state
 def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult":
     """Train in this process, as train.py does; may be called again.
 
@@ -116,12 +118,16 @@ def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult"
         else:
             words.append(f"{key}={as_word(value)}")
     line = CommandLine.parse(words)
+    from cl_train.step.backup import module_restored
+
     if line.multirun or line.printed:
         raise ConfigError("-m and --cfg belong to the command line: call train() once for each run")
     if not _train_lock.acquire(blocking=False):
         raise ConfigError("another thread of this process trains: wait for it, or use a process")
     try:
-        with nullcontext() if verbose else redirect_stdout(StringIO()):
+        given: Any = settings.get("model")
+        output = nullcontext() if verbose else redirect_stdout(StringIO())
+        with output, module_restored(given) if is_module(given) else nullcontext():
             command = f"cl_train.train({', '.join(map(repr, words))})"
             result = _train(_compose(line)[0], command=command)
     finally:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cl_train.system.tensors import map_tensors, tensors_in
+from cl_train.system.torch_state import own_torch_state
 
 # (images, targets, epoch, number of the batch) -> (images, targets)
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -218,6 +219,7 @@ class DevicePrefetcher:
     def __iter__(self) -> Iterator[Any]:
         return _prepared(self._loader, self._prepare, self._normalise.format.device, self._ahead)
 
+    @own_torch_state
     def _prepare(self, batch: Any) -> Any:
         form = self._normalise.format
         tensors = [x for x in tensors_in(batch) if x.ndim == 4]

@@ -23,6 +23,7 @@ from cl_train.data.images import EXTENSIONS
 from cl_train.data.loader import DataSettings
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
+from cl_train.system.torch_state import each_in_own_state, own_torch_state
 
 
 class ImageLoader(AbstractContextManager["ImageLoader"]):
@@ -50,6 +51,9 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         self._epoch, self._first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return each_in_own_state(self._batches())
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self._loader.batches(self._epoch, self._first_batch)
         self.set_epoch(self._epoch + 1)
         if self._normalise is None:
@@ -67,6 +71,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         self.close()
 
 
+@own_torch_state
 def image_loader(
     root: str | Path,
     split: str = "train",
@@ -161,6 +166,7 @@ def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dis
 # --- collation with one copy per image ------------------------------------------------------------
 
 
+@own_torch_state
 def channels_last_collate(samples: Sequence[Any]) -> Any:
     """Collate samples as `default_collate` does, with images in channels_last:
     `DataLoader(dataset, collate_fn=channels_last_collate)`.

@@ -21,9 +21,11 @@ from cl_train.step.backup import state_restored
 from cl_train.step.precision import Precision, autocast, resolve_precision
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import step_times_s, timed_s
-from cl_train.system.tensors import tensors_in
+from cl_train.system.tensors import map_tensors, tensors_in
+from cl_train.system.torch_state import own_torch_state
 
 
+@own_torch_state
 def audit(
     model: nn.Module,
     batch: Any,
@@ -57,6 +59,8 @@ def audit(
         ConfigError: no image; no scalar loss; the model is lazy, failed or crashed on the batch.
     """
     refuse_lazy(model)
+    # What was made in inference mode cannot be saved for a backward pass.
+    batch = map_tensors(lambda value: value.clone() if value.is_inference() else value, batch)
     images = _first_images(batch)
     if isinstance(precision, str):
         precision = resolve_precision(precision, images.device)

@@ -37,6 +37,7 @@ from cl_train.system.machine import (
     problem_of_gpu,
     release_memory,
 )
+from cl_train.system.torch_state import own_torch_state
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Choice:
         return {"memory_format": memory_format, "conversion": self.conversion, **plain}
 
 
+@own_torch_state
 def choose_memory_format(
     model: nn.Module,
     *,

@@ -32,6 +32,7 @@ from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
 from cl_train.system.processes import BUSY_PCT
 from cl_train.system.tensors import tensors_in
+from cl_train.system.torch_state import own_torch_state
 
 BLOCK_S = 0.25
 MODES = ("train", "infer")
@@ -119,6 +120,7 @@ class Comparison:
         return "\n".join(f"  {line}" for line in lines)
 
 
+@own_torch_state
 def compare_layouts(
     model: nn.Module,
     batch_size: int = 32,

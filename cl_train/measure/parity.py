@@ -34,6 +34,7 @@ from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.tensors import tensors_in
+from cl_train.system.torch_state import own_torch_state
 
 FLOAT64_LIMIT = 1e-6
 FLOAT32_LIMIT = 1e-3  # for a model that does not run in float64
@@ -98,6 +99,7 @@ class ParityReport:
         return f"parity ({self.precision}, batch {self.batch}): {text}{note}"
 
 
+@own_torch_state
 def check_parity(
     model: nn.Module,
     *,

@@ -75,7 +75,6 @@ class ParityStep:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The caller's context does not count: gradients are on, and autocast is the step's own."""
         device = self.workload.device
         with ExitStack() as stack:
             stack.enter_context(kernel_selection(tf32=self.precision.tf32, autotune=False))
@@ -83,8 +82,6 @@ class ParityStep:
             stack.enter_context(EqualRandomness(self.seed))
             if self.is_reference:
                 stack.enter_context(ContiguousResults())
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
             yield
 
     def forward(self, is_training: bool) -> Any:

@@ -25,6 +25,7 @@ from cl_train.memory_format.layout import (
     to_memory_format,
     uncompiled,
 )
+from cl_train.system.torch_state import own_torch_state
 
 Predicate = Callable[[str, nn.Module], bool]
 _DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -88,6 +89,7 @@ class ConversionReport:
         return "\n".join(lines)
 
 
+@own_torch_state
 def convert(
     model: Any,
     mode: str | Layout = "full",

@@ -14,8 +14,10 @@ from cl_train.memory_format.layout import MEMORY_FORMATS
 from cl_train.models import sources as models
 from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.files import SavedModel, read_weights, weights_path
+from cl_train.system.torch_state import own_torch_state
 
 
+@own_torch_state
 def load_model(
     file_or_run: str | Path,
     model: str | None = None,

@@ -5,6 +5,7 @@ the random state.
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,16 +106,51 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, 
     return tensor.shape, tensor.dtype, tensor.device, is_dense
 
 
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of the generators of torch's CPU and of a GPU `device`, of Python and NumPy, for
+    `set_random_state`; a `snapshot` of it is as good.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    state["numpy"] = (kind, torch.from_numpy(np.asarray(keys)), *rest)
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """What `state` lacks, as that of an older checkpoint may, stays as it is."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy(), *rest))
+
+
 @contextmanager
 def random_state_restored(device: torch.device) -> Iterator[None]:
-    """Restore the generators of Python, numpy, torch's CPU and `device` at the end."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    """Restore the `random_state` at the end."""
+    state = random_state(device)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        set_random_state(state, device)
+
+
+@contextmanager
+def module_restored(model: nn.Module) -> Iterator[None]:
+    """At the end the same parts train, in the same modes, as at the beginning."""
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for parameter, is_trained in trained:
+            parameter.requires_grad_(is_trained)
+        for module, mode in modes:
+            vars(module).pop("train", None)  # of `freeze`
+            module.training = mode
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from cl_train.config.schema import affects
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
 from cl_train.models.files import load_state
+from cl_train.step.backup import random_state, set_random_state
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
@@ -96,10 +97,7 @@ class Checkpoints:
         """Save the state between two steps; `buffers`, such as `model.bn1.running_mean`, replace
         those of the models. The host waits for the device.
         """
-        # Of torch's generators (dropout, stochastic depth). Order and augmentation need none.
-        random = {"cpu": torch.get_rng_state()}
-        if self.dist.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.dist.device)
+        random = random_state(self.dist.device)  # order and augmentation need none
         saved = dict(vars(progress))
         steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
         saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
@@ -184,10 +182,7 @@ def resume(checkpoints: Checkpoints, source: str, *, training: bool = True) -> P
 def restore_rank(ranks: list[dict[str, Any]], progress: Progress, dist: Dist) -> None:
     """A rank that did not exist before keeps its seed + rank initialisation."""
     if dist.rank < len(ranks):
-        random = ranks[dist.rank]["random"]
-        torch.set_rng_state(random["cpu"])
-        if dist.device.type == "cuda" and "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"], dist.device)
+        set_random_state(ranks[dist.rank]["random"], dist.device)
     # With another world size the sums of a rank are void: the next log line has fewer steps.
     for row in ranks[dist.rank]["window"] if len(ranks) == dist.world_size else ():
         result = StepResult(**{name: value.to(dist.device) for name, value in row.items()})

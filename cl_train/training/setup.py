@@ -29,6 +29,7 @@ from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.sources import check_model, log_preprocessing
+from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import check_optimizer
 from cl_train.step.precision import Precision, kernel_selection, resolve_precision
@@ -130,7 +131,9 @@ def set_up(
 
     Resources are registered on `stack`.
     """
-    # 1. The process.
+    # 1. The process. A program that asked torch for deterministic algorithms keeps them.
+    is_deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
+    cfg = replace(cfg, deterministic=is_deterministic)
     prepare_process(cfg, dist)
     cfg = with_micro_steps(cfg, dist) if training else cfg
     machine_load = MachineLoad()  # it measures from here on
@@ -139,6 +142,7 @@ def set_up(
     announce(cfg, precision, dist, training=training)
 
     # 2. The data. From here on the ranks draw the same numbers: their models must be equal.
+    stack.enter_context(random_state_restored(dist.device))
     seed_generators(cfg.seed)
     data = open_data(cfg, dist, stack, training=training)
     plan = Plan.of(cfg, data.train_images, dist.world_size)
@@ -195,9 +199,11 @@ def record_failure(
 
 
 def prepare_process(cfg: Config, dist: Dist) -> None:
-    """Set switches of the whole process, for good."""
-    torch.use_deterministic_algorithms(cfg.deterministic)
-    if cfg.deterministic:  # cuBLAS reads its variable once, before any work
+    """Set switches of the whole process; but for those of `new_torch_state` for good."""
+    if cfg.deterministic:
+        if not torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(True)
+        # cuBLAS reads its variable once, before any work
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     keep_freed_memory(dist.device)
     if dist.world_size > 1 and dist.device.type == "cpu":

@@ -1,0 +1,214 @@
+"""What a program has set in torch neither changes what a public function computes nor is lost."""
+
+import random
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cl_train
+from cl_train.step.precision import BATCH_NORMS
+from tests.contract.test_python_train import TINY
+from tests.measure.test_parity import Made, backward, network
+from tests.networks import dropout, small
+
+KINDS = ("autocast", "cached", "no_grad", "inference", "dtype", "device", "context", "all")
+IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@contextmanager
+def ambient(kind):
+    """One thing that a program can set for its thread, or all of them."""
+    with ExitStack() as stack:
+        if kind in ("autocast", "all"):
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        if kind == "cached":  # a switched off autocast keeps the cache of the one around it
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        if kind in ("no_grad", "all"):
+            stack.enter_context(torch.no_grad())
+        if kind in ("inference", "all"):
+            stack.enter_context(torch.inference_mode())
+        if kind in ("dtype", "all"):
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        if kind in ("device", "all"):
+            stack.callback(torch.set_default_device, None)
+            torch.set_default_device("meta")
+        if kind == "context":
+            stack.enter_context(torch.device("meta"))
+        yield
+
+
+def flags():
+    return (
+        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        torch.is_autocast_cache_enabled(),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.get_deterministic_debug_mode(),
+        torch.backends.cudnn.benchmark,
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+    )
+
+
+def generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def trained(folder, tmp_path):
+    """Four epochs at which a model learns the colours, if its weights are those that it uses."""
+    words = ("data=folder", f"hydra.run.dir={tmp_path}", "overwrite=true", "epochs=4")
+    run = cl_train.train(*words, **TINY | {"data": TINY["data"] | {"root": folder}})
+    return {(r["kind"], r["step"]): (r["loss"], r["top1"]) for r in run.history}
+
+
+def compared(monkeypatch):
+    """The dtypes and gradients that a timed step has, in the place of its times."""
+    seen = []
+
+    def forward(self, x):
+        seen.append((torch.is_grad_enabled(), self.conv(x).dtype, torch.zeros(1).dtype))
+        return self.conv(x).mean((2, 3))
+
+    kind = type("Seen", (nn.Module,), {"forward": forward})
+    with torch.device("cpu"), torch.inference_mode(False):
+        model = kind()
+        with torch.random.fork_rng([]):
+            model.conv = nn.Conv2d(3, 4, 3, dtype=torch.float32)
+    wanted = {"image_size": 16, "device": "cpu", "precision": "fp32", "batch_size": 2}
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")  # nothing is kept
+    cl_train.compare_layouts(model, time_limit_s=0.1, **wanted)
+    timed = set(seen)
+    cl_train.choose_memory_format(model, time_limit_s=0.1, **wanted)
+    # Parity, of what is chosen, also runs in float64 and without gradients.
+    return timed, {default for *_, default in seen}, torch.bfloat16 in {d for _, d, _ in seen}
+
+
+def model():
+    with torch.device("cpu"), torch.inference_mode(False), torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return small(4).float()
+
+
+def wrong_gradient():
+    with torch.device("cpu"), torch.inference_mode(False), torch.random.fork_rng([]):
+        faulty = network(Made(backward)).float()
+    report = cl_train.check_parity(faulty, image_size=12, device="cpu")
+    return report.passed, report.first_divergence, report.precision
+
+
+def loaded(path):
+    saved, _, _ = cl_train.load_model(path, model="tests.networks:small")
+    return [(w.dtype, w.is_inference(), w.device.type) for w in saved.parameters()]
+
+
+def collated():
+    batch = cl_train.channels_last_collate([IMAGES[0].numpy(), IMAGES[1].numpy()])
+    return batch.dtype, batch.stride(), batch.device, batch.is_inference()
+
+
+def converted():
+    contiguous = model()
+    report = cl_train.convert(contiguous)
+    return str(report), [weight.is_inference() for weight in contiguous.parameters()]
+
+
+def of_loader(folder):
+    with cl_train.image_loader(
+        folder, batch_size=4, image_size=32, workers=0, device="cpu"
+    ) as loader:
+        return [(x.dtype, x.sum().item(), x.is_inference(), y.tolist()) for x, y in loader]
+
+
+def prefetched():
+    raw = [(torch.full((1, 3, 8, 8), 9, dtype=torch.uint8, device="cpu"), 1)]
+    batches = cl_train.DevicePrefetcher(raw, "cpu")
+    return [(x.dtype, x.sum().item(), x.is_inference(), y) for x, y in batches]
+
+
+@pytest.fixture
+def calls(image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "weights.pt"
+    torch.save(small(4).state_dict(), weights)
+    audited = {"name": "m", "time": False}
+    return {
+        "DevicePrefetcher": prefetched,
+        "audit": lambda: str(cl_train.audit(model(), IMAGES, **audited)),
+        "channels_last_collate": collated,
+        "check_parity": wrong_gradient,
+        "choose_memory_format": lambda: compared(monkeypatch),
+        "compare_layouts": lambda: compared(monkeypatch),
+        "convert": converted,
+        "image_loader": lambda: of_loader(image_folder),
+        "load_model": lambda: loaded(weights),
+        "train": lambda: trained(image_folder, tmp_path / "run"),
+    }
+
+
+# They compute nothing: one reads strides, the other watches a block of the caller's.
+WITHOUT_STATE = {"classify", "layout_guard"}
+
+
+@pytest.mark.parametrize("name", sorted(set(cl_train._MODULES) - WITHOUT_STATE))
+def test_state_of_the_caller(name, calls):
+    expected = calls[name]()
+    for kind in KINDS if name != "choose_memory_format" else ():  # `compare_layouts` calls both
+        with ambient(kind):
+            before = flags(), generators()
+            result = calls[name]()
+            after = flags(), generators()
+        assert result == expected, kind
+        assert after[0] == before[0], kind
+        assert after[1] == before[1] or name in ("image_loader", "load_model"), kind
+        with ambient(kind), torch.inference_mode(False):  # the caller's autocast goes on
+            conv = nn.Conv2d(3, 4, 3, device="cpu", dtype=torch.float32)
+            dtype = conv(IMAGES).dtype
+        assert dtype == (torch.bfloat16 if kind in ("autocast", "all") else torch.float32), kind
+
+
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_deterministic_algorithms_of_the_program(mode, calls, tmp_path):
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        before = torch.get_deterministic_debug_mode()
+        calls["train"]()
+        assert torch.get_deterministic_debug_mode() == before
+        config = (tmp_path / "run/config.yaml").read_text()
+        assert f"deterministic: {str(mode != 'default').lower()}" in config
+        calls["check_parity"]()
+        assert torch.get_deterministic_debug_mode() == before
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+def test_an_error_gives_the_state_back(calls):
+    with ambient("all"):
+        before = flags()
+        with pytest.raises(cl_train.ConfigError):
+            cl_train.audit(model(), torch.zeros(2))
+        assert flags() == before
+
+
+def test_a_module_given_as_an_object_is_given_back(image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = dropout(4)
+    given[3].weight.requires_grad_(False)
+    given[1].eval()
+    modes = [module.training for module in given.modules()]
+    trains = [parameter.requires_grad for parameter in given.parameters()]
+    settings = TINY | {"model": given, "data": TINY["data"] | {"root": image_folder}}
+    for frozen in (["1", "4"], []):
+        cl_train.train("data=folder", freeze=frozen, **settings)
+        assert [module.training for module in given.modules()] == modes
+        assert [parameter.requires_grad for parameter in given.parameters()] == trains
+        given.train()
+        assert all(module.training for module in given.modules() if type(module) in BATCH_NORMS)
+        given[1].eval()
