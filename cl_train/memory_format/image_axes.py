@@ -9,26 +9,27 @@ most keep the number of dimensions.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from cl_train.memory_format.layout import StrideOrder
 
-OTHER, PIXEL, CHANNEL = range(3)  # the batch, broadcast and unknown dimensions are OTHER
+@dataclass(frozen=True)
+class Kind:
+    """What a dimension counts."""
 
-Kinds = tuple[int, ...]  # of the dimensions of a tensor
+    role: str
+    # Of a dimension that runs along several axes: their sizes and kinds, the fastest first.
+    parts: "tuple[tuple[int, Kind], ...]" = field(default=(), compare=False)
 
 
-class MergedKind(int):
-    """The kind of a dimension that runs along several axes."""
+# The batch, broadcast and unknown dimensions are OTHER.
+OTHER, PIXEL, CHANNEL = map(Kind, ("other", "pixel", "channel"))
 
-    parts: tuple[tuple[int, int], ...]  # sizes and kinds of these, the fastest first
-
-    def __new__(cls, kind: int, parts: tuple[tuple[int, int], ...]) -> "MergedKind":
-        merged = super().__new__(cls, kind)
-        merged.parts = parts
-        return merged
+Kinds = tuple[Kind, ...]  # of the dimensions of a tensor
 
 
 class Axes(NamedTuple):
@@ -58,13 +59,13 @@ def axes_of(tensor: torch.Tensor, kinds: Kinds) -> Axes:
         if size < 2 or stride == 0:
             continue
         stride *= tensor.element_size()
-        parts = kind.parts if isinstance(kind, MergedKind) else ()
+        parts = kind.parts
         if math.prod(part for part, _ in parts) != size:
-            parts = ((size, kind),)
+            parts = ((size, Kind(kind.role)),)
         for part, part_kind in parts:
-            axes.append((stride, int(part_kind)))
+            axes.append((stride, part_kind))
             stride *= part
-    axes.sort()
+    axes.sort(key=itemgetter(0))
     return Axes(tuple(stride for stride, _ in axes), tuple(kind for _, kind in axes))
 
 
@@ -85,7 +86,7 @@ def kinds_of(tensor: torch.Tensor, axes: Axes) -> Kinds:
     return tuple(kinds)
 
 
-def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> MergedKind:
+def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> Kind:
     """Returns the kind with the most elements of a dimension that runs along these axes.
 
     Groups of pixels beside many channels are features of a patch; few channels beside many pixels
@@ -97,12 +98,11 @@ def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> M
         (end // start, kind)
         for start, end, kind in zip(starts, ends, axes.kinds[first : last + 1], strict=True)
     )
-    elements = {OTHER: 1, PIXEL: 1, CHANNEL: 1}
+    elements = {OTHER: 1, CHANNEL: 1, PIXEL: 1}
     for part, kind in parts:
-        elements[kind] *= part
-    if elements[PIXEL] == elements[CHANNEL] == 1:
-        return MergedKind(OTHER, parts)
-    return MergedKind(PIXEL if elements[PIXEL] > elements[CHANNEL] else CHANNEL, parts)
+        if kind != OTHER:
+            elements[kind] *= part
+    return replace(max(elements, key=elements.__getitem__), parts=parts)
 
 
 def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
@@ -112,7 +112,7 @@ def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
     """
     if not tensor.numel():
         return "ambiguous"
-    nearest: dict[int, int] = {}
+    nearest: dict[Kind, int] = {}
     for size, stride, kind in zip(tensor.shape, tensor.stride(), kinds, strict=True):
         if size < 2:
             continue
