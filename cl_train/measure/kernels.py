@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from sys import _getframe
 from typing import Any
 
 import torch
@@ -87,10 +86,7 @@ class KernelCheck(OriginRecorder):
         self.unchecked: dict[str, str] = {}  # operators that could not be replayed, with the reason
         self._seen: set[Any] = set()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = None
         is_permuted = any(map(_is_permuted, tensors_in((args, kwargs))))
         if self._replays and is_permuted and computes(function):
@@ -101,7 +97,7 @@ class KernelCheck(OriginRecorder):
                 if _written_arguments(function):  # copied before it writes
                     call = copied(call, same_strides)
         result = function(*args, **kwargs)
-        origin = self.origin(_getframe(1))
+        origin = self.origin()
         self._count(function, origin, is_permuted)
         if call is not None:
             self._replay(function, *call, origin)

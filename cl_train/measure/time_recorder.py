@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import median
-from sys import _getframe
 from types import FrameType
 from typing import Any, Self
 
@@ -121,12 +120,9 @@ class TimeRecorder(OriginRecorder):
                 tensor.register_hook(enter_backward)
         self._go_on(self.running[-1][0])
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._close("operator")
-        kwargs = kwargs or {}
-        origin = self.origin(_getframe(1))
+        origin = self.origin()
         module = origin.module
         if origin.module_type == "Parameter":  # which accumulates its gradient
             module = module.rpartition(".")[0]

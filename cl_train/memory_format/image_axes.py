@@ -17,6 +17,7 @@ import torch
 
 from cl_train.memory_format.layout import StrideOrder
 
+
 @dataclass(frozen=True)
 class Kind:
     """What a dimension counts."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from sys import _getframe
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -158,30 +157,21 @@ class LayoutRecorder(OriginRecorder):
         for call in self._unread.values():
             self._on_call(call)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():
-            # There composite operators, such as contiguous, arrive whole.
-            with self:
-                result = function.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = traits_of(function)
         inputs = _strided((args, kwargs))
         if traits.is_view:
             for tensor in inputs:
                 self._note_viewed(tensor)
             result = function(*args, **kwargs)
-            self.origin(_getframe(1))
+            self.origin()
             return result
 
         # Described before the call, because an in-place operator changes its arguments.
         operands = [self._operand(tensor, traits) for tensor in _read(traits, inputs)]
         result = function(*args, **kwargs)
         outputs = _strided(result)
-        origin = self.origin(_getframe(1))
+        origin = self.origin()
         reduced = _dims(traits, args, kwargs)
         produced = [self._output(tensor, traits, origin, operands, reduced) for tensor in outputs]
         executed = Executed(function, traits, origin, operands, produced)

@@ -1,11 +1,13 @@
 """Where an operator call comes from: the module that runs and the line of its code."""
 
 import linecache
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from sys import _getframe
 from types import FrameType
 from typing import Any, Self
 
@@ -22,6 +24,8 @@ COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
 UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
 
 _OWN = f"{Path(__file__).parents[1]}/"
+_PYTHON = f"{Path(os.__file__).parent}/"
+LIBRARIES = ("torch", "cl_train", "python")  # whose lines are nobody's model
 
 
 def name_of(function: Any) -> str:
@@ -40,7 +44,10 @@ def schema_of(function: Any) -> Any:
 
 
 class OriginRecorder(TorchDispatchMode):
-    """Knows for each operator, below autograd and autocast, its module and its line of code."""
+    """Knows for each operator, below autograd and autocast, its module and its line of code.
+
+    Its readers override `call`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +81,25 @@ class OriginRecorder(TorchDispatchMode):
         if len(self.running) > 1:
             self.running.pop()
 
-    def origin(self, frame: FrameType) -> Origin:
-        """The origin of the operator that is about to run, called from `frame`."""
-        source, line = _calling_line(frame)
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # There composite operators, such as contiguous, arrive whole.
+            with self:
+                result = function.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.call(function, args, kwargs)
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        raise NotImplementedError
+
+    def origin(self) -> Origin:
+        """The origin of the operator that is about to run, or has just run."""
+        source, line = calling_line(_getframe(2))
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             parameter = getattr(node, "variable", None)
@@ -95,7 +118,7 @@ class OriginRecorder(TorchDispatchMode):
         return origin
 
 
-def _calling_line(frame: FrameType | None) -> tuple[str, str]:
+def calling_line(frame: FrameType | None) -> tuple[str, str]:
     """file:line and text of the model's code; empty for calls of autograd and of this package.
 
     It is the innermost line in the package of the function that PyTorch called: in a model that
@@ -104,13 +127,13 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
     lines: dict[str, tuple[str, int]] = {}  # of each package the innermost
     called = ""
     while frame is not None:
-        package = _package(frame.f_code.co_filename)
+        package = package_of(frame.f_code.co_filename)
         is_autograd = frame.f_code.co_name == "_engine_run_backward"
         is_mode = frame.f_code.co_name == "__torch_dispatch__"  # between the code and the operator
-        is_end = (package == _OWN and not is_mode) or (package == "torch" and lines)
+        is_end = (package == "cl_train" and not is_mode) or (package == "torch" and lines)
         if is_autograd or is_end:
             break
-        if package not in ("torch", _OWN):
+        if package not in LIBRARIES:
             called = package
             lines.setdefault(package, (frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
@@ -121,11 +144,13 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
 
 
 @cache
-def _package(path: str) -> str:
-    """ "torch", the installed package of a source file, or "" for code that is not installed."""
+def package_of(path: str) -> str:
+    """The package of a source file; "python": its library, "": code that is not installed."""
     if path.startswith(TORCH):
         return "torch"
     if path.startswith(_OWN):
-        return _OWN
+        return "cl_train"
     _, is_installed, tail = path.rpartition("site-packages/")
-    return tail.partition("/")[0] if is_installed else ""
+    if is_installed:
+        return tail.partition("/")[0]
+    return "python" if path.startswith(_PYTHON) else ""
