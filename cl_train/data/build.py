@@ -3,7 +3,7 @@ synthetic data.
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.data.class_names import matched_all
 from cl_train.data.csv_lists import list_csv, list_csv_images
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
@@ -60,6 +61,7 @@ class ImageData:
         self.classes, self.num_classes = source.classes, len(source.classes)
         self.fingerprint = source.fingerprint
         self.bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
+        self._label_of: torch.Tensor | None = None
         self._mix = label_mix(augment, self.num_classes, settings.seed, settings.dist)
         if settings.training and augment.repeats > settings.global_batch_size:
             raise ConfigError(
@@ -101,6 +103,14 @@ class ImageData:
         order_of = order if training else None
         return HostLoader(reader, sizes, settings, self.bad_images, order_of)
 
+    def evaluate_as(self, classes: Sequence[str], what: str) -> None:
+        """The labels of the validation become those of `classes`, which `what` has, by name.
+
+        Raises ConfigError: the data has others.
+        """
+        self._label_of = torch.tensor(matched_all(self.classes, classes, what))
+        self.classes, self.num_classes = tuple(classes), len(classes)
+
     def start(self) -> None:
         """Starts the workers of both splits: best before the model is built, whose memory each fork
         would share page by page.
@@ -129,7 +139,11 @@ class ImageData:
 
         With on_bad_image=skip, bad ones are left out.
         """
-        return to_device(self.val_loader.batches(), self._normalise(form))
+        batches = to_device(self.val_loader.batches(), self._normalise(form))
+        if self._label_of is None:
+            return batches
+        label_of = self._label_of.to(form.device)
+        return (replace(batch, targets=label_of[batch.targets]) for batch in batches)
 
     def validation_indices(self) -> list[int]:
         """Returns the images of this rank's last `validation`; none for an IterableDataset."""

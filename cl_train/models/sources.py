@@ -5,7 +5,7 @@ weights, and the preprocessing that these were published with. Copies of a model
 import copy
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,8 @@ from torch import nn
 
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
+from cl_train.data.class_names import matched
+from cl_train.data.images import listed
 from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import refuse_lazy, uncompiled
 from cl_train.models.card import Preprocessing
@@ -76,6 +78,7 @@ def build_model(
     name: str,
     *,
     num_classes: int,
+    classes: Sequence[str] = (),
     weights: str | None = None,
     image_size: int | None = None,
     drop_path: float | None = None,
@@ -86,8 +89,10 @@ def build_model(
 
     A function of the user's gets `num_classes`, and `drop_path` (Huang et al. 2016) if it is set.
     Vision transformers are built for `image_size`. A classifier of another number of classes than
-    the weights is new, which `keep_classifier` refuses. `entry` of a file holds the weights, such
-    as `average`. Raises ConfigError: unknown names, weights that do not fit.
+    the weights is new, which `keep_classifier` refuses; a file's rows of `classes` that it names
+    are kept. `entry` of a file holds the weights, such as `average`.
+
+    Raises ConfigError: unknown names, weights that do not fit.
     """
     check_model(name, weights)
     file = weights_path(weights) if weights is not None else None
@@ -116,7 +121,7 @@ def build_model(
         raise ConfigError(f"model={name} returned a {kind}; it must return a torch.nn.Module")
     is_new = published is not None and num_classes != zoo_classes(name, published)[0]
     if file is not None:
-        is_new = load_weights_file(model, file, entry)
+        is_new = load_weights_file(model, file, entry, classes)
     if is_new and keep_classifier:
         what = f"another number of classes than the data ({num_classes})"
         raise ConfigError(f"weights={weights} have {what}")
@@ -217,19 +222,49 @@ def head_parameters(model: nn.Module) -> set[str]:
     return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer.state_dict()}
 
 
-def load_weights_file(model: nn.Module, path: Path, entry: str | None = None) -> bool:
-    """Load a file of weights into `model`; whether its classifier is new, of other classes."""
+def classes_of(weights: str | None) -> tuple[str, ...]:
+    """The names of classes in a file or run; empty if it has none, or `weights` is another name."""
+    path = weights_path(weights) if weights else None
+    return read_weights(path).card.classes if path else ()
+
+
+def load_weights_file(
+    model: nn.Module, path: Path, entry: str | None = None, classes: Sequence[str] = ()
+) -> bool:
+    """Load a file of weights into `model`, which has `classes`; whether its classifier is new, of
+    other classes, but for the rows of those that the file names.
+    """
     weights = read_weights(path, entry=entry)
     if weights.origin:
         log.info("weights=%s: %s", path, weights.origin)
-    new_head = set(weights.names_of_other_shape(model))
-    if not new_head <= head_parameters(model):
+    head, known = head_parameters(model), weights.card.classes
+    places = matched(classes, known) if classes and known else [*range(len(known))]
+    is_same = places == [*range(len(known))]
+    new_head = set(weights.names_of_other_shape(model)) if is_same else head & weights.state.keys()
+    if not new_head <= head:
         new_head = set()  # loading them fails
     load_weights(model, weights, f"weights={path} do not fit the model", without=new_head)
-    if new_head:
+    if not is_same:
+        _take_rows(model, weights, new_head, places)
+        taken, names = sum(place >= 0 for place in places), listed(known)
+        what = f"{taken} of {len(places)} classes are among those of the file ({names})"
+        log.info("weights=%s: new classifier, but for equal names: %s", path, what)
+    elif new_head:
         names = ", ".join(sorted(new_head))
         log.info("weights=%s: new classifier, the number of classes differs (%s)", path, names)
     return bool(new_head)
+
+
+def _take_rows(
+    model: nn.Module, weights: SavedModel, head: Collection[str], places: Sequence[int]
+) -> None:
+    """Copy the rows of a file's classifier to classes whose `places` there are not negative."""
+    own, count = model.state_dict(), len(weights.card.classes)
+    rows = [row for row, place in enumerate(places) if place >= 0]
+    for name in head:
+        saved = weights.state[name]
+        if len(own[name]) == len(places) and len(saved) == count:
+            own[name][rows] = saved[[places[row] for row in rows]]
 
 
 def load_weights(

@@ -68,10 +68,15 @@ class TrainState:
 
 
 def build_train_state(
-    cfg: Config, settings: StepSettings, num_classes: int, dist: Dist, lr: float
+    cfg: Config,
+    settings: StepSettings,
+    num_classes: int,
+    dist: Dist,
+    lr: float,
+    classes: Sequence[str] = (),
 ) -> TrainState:
     """Raises ConfigError or TrainingFault: the model cannot train."""
-    model = model_of(cfg, num_classes)
+    model = model_of(cfg, num_classes, classes)
     if cfg.weights:
         refuse_nonfinite(model, f"weights={cfg.weights}")
     head = models.head_parameters(model)
@@ -160,11 +165,14 @@ def step_settings(cfg: Config, precision: Precision, dist: Dist) -> StepSettings
     )
 
 
-def model_of(cfg: Config, num_classes: int, *, keep_classifier: bool = False) -> nn.Module:
+def model_of(
+    cfg: Config, num_classes: int, classes: Sequence[str] = (), *, keep_classifier: bool = False
+) -> nn.Module:
     """The model on the CPU with its weights. Raises ConfigError."""
     model = models.build_model(
         cfg.model,
         num_classes=num_classes,
+        classes=classes,
         weights=cfg.weights,
         image_size=size_schedule(cfg.data).largest,
         drop_path=cfg.drop_path,

@@ -22,13 +22,13 @@ import torch
 
 from cl_train.config.schema import Config
 from cl_train.config.validation import flatten, user_function
-from cl_train.data.build import Data, build_data
+from cl_train.data.build import Data, ImageData, build_data
 from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import image_augment
 from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
-from cl_train.models.sources import check_model, log_preprocessing
+from cl_train.models.sources import check_model, classes_of, log_preprocessing
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import check_optimizer
@@ -151,7 +151,8 @@ def set_up(
     step = step_settings(cfg, precision, dist)
     check_metrics(cfg, data, dist)
     if training:
-        state = build_train_state(cfg, step, data.num_classes, dist, plan.lr_at(Progress()))
+        lr, classes = plan.lr_at(Progress()), data.classes
+        state = build_train_state(cfg, step, data.num_classes, dist, lr, classes)
     else:
         state = build_evaluated_state(cfg, step, data.num_classes, dist)
     if isinstance(state.train_step, GraphedStep):
@@ -244,6 +245,10 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack, *, training: bool) -> D
     )
     data = build_data(settings)
     stack.callback(data.close)
+    if not training and isinstance(data, ImageData):
+        what = f"resume={cfg.resume}" if cfg.resume else f"weights={cfg.weights}"
+        if known := on_main(lambda: classes_of(cfg.resume or cfg.weights), dist):
+            data.evaluate_as(known, what)
     if data.val_images == 0 and not (training and cfg.evaluate_every < 0):
         raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
     names = ("root", "csv", "val_csv", "workers", "prefetch", "dataset")
