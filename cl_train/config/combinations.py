@@ -16,6 +16,7 @@ def combination_problems(cfg: Config) -> Iterator[str]:
     is_csv, has_files = cfg.data.name == "csv", cfg.data.name in OF_FILES
     needs = [  # a setting, whether it has an effect, and what the user would have to write for it
         ("label_smoothing", cfg.loss in defined.LOSSES, "loss=cross_entropy"),
+        ("class_weight", cfg.loss in defined.LOSSES, "loss=cross_entropy"),
         ("patience", cfg.evaluate_every > 0, "evaluate_every=1"),
         ("bce_threshold", cfg.loss == "bce", "loss=bce"),
         ("schedule.milestones", cfg.schedule.name == "step", "schedule=step"),
@@ -50,8 +51,6 @@ def combination_problems(cfg: Config) -> Iterator[str]:
 def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Iterator[str]:
     if data.root is None and (content := DATA_SETS[data.name]):
         yield f"data={data.name} needs data.root=FOLDER with {content}"
-    if data.name == "csv" and data.csv is None:
-        yield "data=csv needs data.csv=FILE"
     if data.name == "dataset" and data.dataset is None:
         yield "data=dataset needs data.dataset=package.module:function"
     if data.name == "dataset" and data.size_schedule:

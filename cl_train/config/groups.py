@@ -11,7 +11,7 @@ DATA_SETS = {
     "imagenet": _CLASSES,
     "folder": _CLASSES,
     "shards": "*-train-*.tar and *-val-*.tar, or a shell pattern of tar files",
-    "csv": "the images, and data.csv=FILE with the columns path and label",
+    "csv": "the images that data.csv=FILE names",
     "dataset": None,
     "imagenette": "train/ and val/, as in github.com/fastai/imagenette",
     "synthetic": None,
@@ -33,7 +33,7 @@ class DataConfig:
         "full", "permute all images, or shard after shard", choices=("full", "shards")
     )
     csv: str | None = setting(
-        None, "data=csv: file with the columns path and label, perhaps split (train, val)"
+        None, "data=csv: file with the columns path, label, perhaps split; null = root/labels.csv"
     )
     val_csv: str | None = setting(None, "data=csv: the same, of the validation images")
     dataset: str | None = setting(

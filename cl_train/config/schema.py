@@ -108,6 +108,11 @@ class Config:
     loss: str = loss_setting(
         "cross_entropy", "cross_entropy, bce or your package.module:function(logits, targets)"
     )
+    class_weight: str | None = loss_setting(
+        None,
+        "balanced = an image counts images / (classes x images of its class)",
+        choices=("balanced",),
+    )
     bce_threshold: float | None = loss_setting(
         None, "loss=bce: targets above it are 1, others 0", Range(0, 1)
     )
@@ -132,8 +137,8 @@ class Config:
     )
     best_by: str | None = loss_setting(
         None,
-        "what best.pt and patience follow: top1, loss (the lowest), a number of `metrics`, or that "
-        "of the EMA, such as average.top1; null = top1",
+        "what best.pt and patience follow: top1, balanced_accuracy, loss (the lowest), a number of "
+        "`metrics`, or that of the EMA, such as average.top1; null = top1",
     )
     patience: int | None = loss_setting(
         None, "stop after this many evaluations in a row without a gain", Range(1)

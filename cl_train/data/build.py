@@ -4,6 +4,7 @@ synthetic data.
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -62,6 +63,7 @@ class ImageData:
         self.fingerprint = source.fingerprint
         self.bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
         self._label_of: torch.Tensor | None = None
+        self.class_counts = class_counts(source.train, self.num_classes)
         self._mix = label_mix(augment, self.num_classes, settings.seed, settings.dist)
         if settings.training and augment.repeats > settings.global_batch_size:
             raise ConfigError(
@@ -180,6 +182,15 @@ class ImageData:
         return Normalise(self._settings.data.mean, self._settings.data.std, form)
 
 
+def class_counts(images: Any, classes: int) -> list[int] | None:
+    """Images of each class, of a Dataset by its `targets`, as torchvision's have; None: unknown."""
+    labels = images.labels if isinstance(images, Split) else getattr(images, "targets", None)
+    with suppress(TypeError, ValueError):
+        counts: list[int] = np.bincount(np.asarray(labels), minlength=classes).tolist()
+        return counts
+    return None
+
+
 class SyntheticData:
     """Has the public members of `ImageData`, without loading.
 
@@ -192,6 +203,7 @@ class SyntheticData:
         self.num_classes, self.workers = cfg.synthetic_classes, 0
         self.classes = tuple(f"class_{label}" for label in range(self.num_classes))
         self.train_images = cfg.synthetic_images
+        self.class_counts = [1] * self.num_classes
         self.val_images = settings.batch_size * settings.dist.world_size
         facts = (self.train_images, self.num_classes, cfg.image_size, settings.seed)
         self.fingerprint = "-".join(map(str, ("synthetic", *facts)))

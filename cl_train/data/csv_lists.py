@@ -45,7 +45,8 @@ def list_csv(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
 
     Raises ConfigError: bad rows, or no validation images.
     """
-    tables = [os.path.abspath(os.path.expanduser(name)) for name in (cfg.csv, cfg.val_csv) if name]
+    named = [cfg.csv or str(root / "labels.csv"), *([cfg.val_csv] if cfg.val_csv else [])]
+    tables = [os.path.abspath(os.path.expanduser(name)) for name in named]
     layout = (tables, cfg.val_split, cfg.val_fraction, cfg.extensions, training)
     split = partial(FolderSplit, folder=root)
     make = partial(_index, root, tables, cfg, training=training)

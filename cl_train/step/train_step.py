@@ -8,7 +8,7 @@ All results stay on the device; the host waits only for an optimizer without a f
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.compiler.config
@@ -33,6 +33,8 @@ class Loss:
     name: str = "cross_entropy"  # or bce, or package.module:function
     label_smoothing: float = 0.0
     bce_threshold: float | None = None  # targets become 1 above it and 0 below
+    # Of each class; empty: none. They are not part of the text by which measurements are kept.
+    class_weights: tuple[float, ...] = field(default=(), repr=False)
 
     @cached_property
     def function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -40,7 +42,10 @@ class Loss:
         return None if self.name in LOSSES else user_function("loss", self.name)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The float32 mean, of logits [N, classes] and targets int64 [N] or float [N, classes]."""
+        """The float32 mean, of logits [N, classes] and targets int64 [N] or float [N, classes].
+
+        Weights do not change the divisor, the number of images: micro-batches and ranks are equal.
+        """
         logits = logits.float()
         if self.function is not None:
             loss = self.function(logits, targets)
@@ -48,9 +53,17 @@ class Loss:
                 what = f"loss={self.name} returned {list(loss.shape)}"
                 raise ValueError(f"{what}; it must return the mean, a tensor of one number")
             return loss.reshape(())
+        if not self.class_weights:
+            return self._named(logits, targets, "mean")
+        weights = _on_device(self.class_weights, logits.shape[1], logits.device)
+        of_images = targets @ weights if targets.is_floating_point() else weights[targets]
+        losses = self._named(logits, targets, "none")
+        return (losses.view(len(losses), -1).mean(1) * of_images).mean()
+
+    def _named(self, logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
         if self.name == "cross_entropy":
             return nn.functional.cross_entropy(
-                logits, targets, label_smoothing=self.label_smoothing
+                logits, targets, label_smoothing=self.label_smoothing, reduction=reduction
             )
         assert self.name == "bce", self.name
         classes = logits.shape[1]
@@ -59,7 +72,15 @@ class Loss:
         targets = targets * (1 - self.label_smoothing) + self.label_smoothing / classes
         if self.bce_threshold is not None:
             targets = targets > self.bce_threshold
-        return nn.functional.binary_cross_entropy_with_logits(logits, targets.float())
+        return nn.functional.binary_cross_entropy_with_logits(
+            logits, targets.float(), reduction=reduction
+        )
+
+
+@cache  # a copy to a GPU in each step would wait for it
+def _on_device(weights: tuple[float, ...], outputs: int, device: torch.device) -> torch.Tensor:
+    """Outputs without a class have 1."""
+    return torch.tensor([*weights, *[1.0] * (outputs - len(weights))], device=device)
 
 
 CROSS_ENTROPY = Loss()

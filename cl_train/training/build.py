@@ -146,13 +146,20 @@ def refuse_nonfinite(model: nn.Module, source: str) -> None:
             raise ConfigError(f"{source} holds {value} in {name}")
 
 
-def step_settings(cfg: Config, precision: Precision, dist: Dist) -> StepSettings:
+def balanced_weights(images: Sequence[int]) -> tuple[float, ...]:
+    """scikit-learn's `balanced`: the mean over all images is 1."""
+    return tuple(sum(images) / (len(images) * max(1, count)) for count in images)
+
+
+def step_settings(
+    cfg: Config, precision: Precision, dist: Dist, class_weights: tuple[float, ...] = ()
+) -> StepSettings:
     is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
     can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
     return StepSettings(
         precision,
         cfg.optim,
-        Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold),
+        Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold, class_weights),
         cfg.amp.init_scale,
         accumulate_steps=cfg.accumulate_steps,
         ema_decay=cfg.ema_decay,

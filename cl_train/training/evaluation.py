@@ -1,6 +1,7 @@
 """Exact evaluation: each validation image counts once, for any batch size and number of ranks."""
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from cl_train.system.failures import explain_failure
 from cl_train.system.processes import StopRequest
 from cl_train.training.console import progress_bar
 
-EVALUATED = ("loss", "top1", "top5", "images")
+EVALUATED = ("loss", "top1", "top5", "balanced_accuracy", "images")
 
 
 @dataclass(eq=False)
@@ -49,9 +50,10 @@ def evaluate_model(
     metrics: Callable[..., Any] | None,
     flip: bool,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Loss and accuracy (percent) over all validation images, and the `rows_of` the images of this
-    rank. `metrics` are called on rank 0 with the logits, float32 [N, classes], and the targets of
-    all images, on the CPU.
+    """Loss and accuracies (percent) over all validation images, and the `rows_of` the images of
+    this rank. `balanced_accuracy`: the mean of those of the classes that have images. `metrics` are
+    called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the
+    CPU.
 
     Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
     """
@@ -68,11 +70,10 @@ def evaluate_model(
             logits_and_targets.append((logits.cpu(), targets.cpu()))
 
     rows = torch.cat(rows_of_batches)
-    label, predicted, _, _, losses, in_top5 = rows.T
-    counts = torch.tensor([len(rows), data.bad_images.skipped - skipped_before], device=dist.device)
-    sums = [losses.sum(), (label == predicted).sum(), in_top5.sum(), *counts]
-    totals = sum_over_ranks(torch.stack(sums), dist).tolist()
-    loss, correct1, correct5, images, skipped_images = totals
+    skipped = data.bad_images.skipped - skipped_before
+    loss, correct5, skipped_images, *by_class = _totals(rows, skipped, data.num_classes, dist)
+    of_classes, correct = by_class[: data.num_classes], by_class[data.num_classes :]
+    images = sum(of_classes)
     if images + skipped_images != data.val_images:
         counted = f"evaluation counted {images:.0f} images and skipped {skipped_images:.0f}"
         advice = "all ranks and workers of an IterableDataset must yield its length in samples"
@@ -80,14 +81,27 @@ def evaluate_model(
     if images == 0:
         raise TrainingFault(f"none of the {data.val_images} validation images could be decoded")
 
-    result: dict[str, Any] = {"loss": loss / images, "top1": 100 * correct1 / images}
+    recalls = [right / count for right, count in zip(correct, of_classes, strict=True) if count]
+    result: dict[str, Any] = {"loss": loss / images, "top1": 100 * sum(correct) / images}
     result |= {"top5": 100 * correct5 / images, "images": int(images)}
+    result["balanced_accuracy"] = 100 * statistics.fmean(recalls)
     if metrics:
         of_ranks = gather_objects(logits_and_targets, dist)
         everything = [batch for of_rank in of_ranks for batch in of_rank]
         logits, targets = (torch.cat(column) for column in zip(*everything, strict=True))
         result |= on_main(lambda: _numbers(metrics, logits, targets), dist)
     return result, rows
+
+
+def _totals(rows: torch.Tensor, skipped: int, classes: int, dist: Dist) -> list[float]:
+    """Of all ranks: loss, hits in the best five, skipped images; the images of each class, and
+    those predicted right.
+    """
+    label, predicted, _, _, losses, in_top5 = rows.T
+    hits = label[label == predicted]
+    counts = [torch.bincount(labels.long(), minlength=classes) for labels in (label, hits)]
+    sums = torch.stack([losses.sum(), in_top5.sum(), losses.new_tensor(skipped)])
+    return sum_over_ranks(torch.cat([sums, *counts]), dist).tolist()
 
 
 def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) -> float:
@@ -117,7 +131,7 @@ def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
     Raises ConfigError: it does not return numbers, or there is no number `best_by`.
     """
     images, classes = data.val_images or 2 * data.num_classes, data.num_classes
-    names = ["top1", "top5", "loss"]
+    names = ["top1", "top5", "loss", "balanced_accuracy"]
     if cfg.metrics is not None:
         metrics = user_function("metrics", cfg.metrics)
 

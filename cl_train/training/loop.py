@@ -182,6 +182,8 @@ def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> N
         run.records.write_evaluation(kind, result)
         line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images"
         more = {name: value for name, value in result.items() if name not in EVALUATED}
+        if abs(result["balanced_accuracy"] - result["top1"]) >= 0.05:
+            more = {"balanced_accuracy": result["balanced_accuracy"]} | more
         numbers = "".join(f" {name} {value:.4g}" for name, value in more.items())
         log.info("%s%s%s", line.format(**result), numbers, "" if kind == "val" else " (EMA)")
 

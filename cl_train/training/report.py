@@ -56,7 +56,7 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
 
 
 def per_class(rows: Rows, counts: Counts, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Accuracy and precision (percent) and mean loss of each class, the lowest accuracy first."""
+    """`top1` of a class, its recall, precision (percent) and mean loss; the lowest recall first."""
     table = []
     for label in np.flatnonzero(counts.sum(1)).tolist():
         images, predicted = int(counts[label].sum()), int(counts[:, label].sum())
@@ -85,6 +85,7 @@ def page_data(rows: Rows, counts: Counts, data: Data, names: Sequence[str]) -> d
     # Wrong ones first, then by loss; NaN comes first.
     worst = np.lexsort((-np.nan_to_num(rows[:, 4], nan=np.inf), is_correct))[:_IMAGES]
     used = counts.sum(0) + counts.sum(1)
+    recalls = (np.diag(counts) / counts.sum(1).clip(1))[counts.sum(1) > 0]
     errors = used - 2 * np.diag(counts)
     shown = np.sort(np.lexsort((-used, -errors))[:_CLASSES])
     shown = shown[used[shown] > 0]
@@ -93,6 +94,7 @@ def page_data(rows: Rows, counts: Counts, data: Data, names: Sequence[str]) -> d
         "images": len(rows),
         "wrong": int((~is_correct).sum()),
         "top1": 100 * float(is_correct.mean()),
+        "balanced_accuracy": 100 * float(recalls.mean()),
         "used": int(np.count_nonzero(used)),
         "shown": shown.tolist(),
         "counts": counts[np.ix_(shown, shown)].tolist(),

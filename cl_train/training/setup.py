@@ -54,6 +54,7 @@ from cl_train.system.run_folder import RunFacts
 from cl_train.training.active_run import ActiveRun
 from cl_train.training.build import (
     TrainState,
+    balanced_weights,
     build_evaluated_state,
     build_train_state,
     check_ranks_agree,
@@ -67,6 +68,8 @@ from cl_train.training.records import Records
 from cl_train.training.trackers import Trackers, find_tracker, start_record
 
 log = logging.getLogger(__name__)
+
+_UNEVEN = 10  # images of the largest class / those of the smallest one, from which it is said
 
 
 def check_runs(runs: list[Config]) -> None:
@@ -148,7 +151,8 @@ def set_up(
     plan = Plan.of(cfg, data.train_images, dist.world_size)
 
     # 3. The model, and its optimizer and step.
-    step = step_settings(cfg, precision, dist)
+    weights = class_weights(cfg, data) if training else ()
+    step = step_settings(cfg, precision, dist, weights)
     check_metrics(cfg, data, dist)
     if training:
         lr, classes = plan.lr_at(Progress()), data.classes
@@ -257,6 +261,24 @@ def open_data(cfg: Config, dist: Dist, stack: ExitStack, *, training: bool) -> D
     check_ranks_agree(of_all_ranks | {"data": data.fingerprint}, dist)
     data.start()
     return data
+
+
+def class_weights(cfg: Config, data: Data) -> tuple[float, ...]:
+    """Those of the loss; a line without them if the classes differ much.
+
+    Raises ConfigError: the labels are unknown.
+    """
+    counts = data.class_counts
+    if cfg.class_weight is None:
+        if counts and max(counts) >= _UNEVEN * max(1, min(counts)):
+            images = f"classes from {min(counts)} to {max(counts)} images"
+            equal = "class_weight=balanced counts them equally, as balanced_accuracy does"
+            log.info("%s: %s", images, equal)
+        return ()
+    if counts is None:
+        needs = "a Dataset with its labels as the attribute `targets`, or your own loss="
+        raise ConfigError(f"class_weight={cfg.class_weight} needs {needs}")
+    return balanced_weights(counts)
 
 
 def describe_run(plan: Plan, data: Data, state: TrainState, dist: Dist, command: str) -> RunFacts:

@@ -140,7 +140,7 @@ WRONG = [
         "no effect without data=folder",
         "data=shards data.root=/x data.val_fraction=0.1",
         "data=shards data.root=/x data.val_split=foo",
-        "data=shards data.root=/x data.extensions=[.webp]",
+        "data=synthetic data.extensions=[.webp]",
     ),
     ("no effect without optim=sgd", "optim=adamw optim.momentum=0.5"),
     ("no effect without optim=adamw", "optim=sgd optim.beta1=0.5", "optim=sgd optim.beta2=0.5"),

@@ -150,10 +150,10 @@ def test_no_file_and_settings_that_need_another(root):
     with pytest.raises(ConfigError, match=r"none\.csv: No such file"):
         listed(root, csv=str(root / "none.csv"))
     csv = table(root, rows_of(root, "train"))
+    assert len(listed(root, val_csv=csv).train) == 10, "labels.csv in data.root"
     with pytest.raises(ConfigError, match="give the validation images once"):
         listed(root, csv=csv, val_csv=csv, val_fraction=0.1)
     for data, problem in (
-        ({"name": "csv", "root": "x"}, "data.csv=FILE"),
         ({"name": "csv", "csv": "x"}, "data.root=FOLDER"),
         ({"name": "folder", "root": "x", "csv": "y"}, "has no effect without data=csv"),
     ):

@@ -137,6 +137,32 @@ def test_binary_cross_entropy_is_timms(smoothing, threshold):
     torch.testing.assert_close(ours(LOGITS, mixed()), theirs(LOGITS, mixed(smoothing)))
 
 
+WEIGHTS = (2.0, 1.0, 0.5, 1.0, 0.25)
+
+
+def test_class_weights_multiply_the_loss_of_an_image():
+    ours, weights = Loss(class_weights=WEIGHTS), torch.tensor(WEIGHTS)
+    theirs = nn.functional.cross_entropy(LOGITS, LABELS, weights, reduction="sum") / 6
+    torch.testing.assert_close(ours(LOGITS, LABELS), theirs)
+    parts = [ours(LOGITS[part], LABELS[part]) for part in (slice(3), slice(3, 6))]
+    torch.testing.assert_close(sum(parts) / 2, theirs)
+    more = torch.cat([LOGITS, torch.full((6, 2), -1e9)], 1)  # outputs without a class
+    torch.testing.assert_close(ours(more, LABELS), theirs)
+    of_images = mixed() @ weights
+    for name, reference in (
+        ("cross_entropy", nn.functional.cross_entropy(LOGITS, mixed(), reduction="none")),
+        (
+            "bce",
+            nn.functional.binary_cross_entropy_with_logits(LOGITS, mixed(), reduction="none").mean(
+                1
+            ),
+        ),
+    ):
+        loss = Loss(name, class_weights=WEIGHTS)
+        torch.testing.assert_close(loss(LOGITS, mixed()), (of_images * reference).mean())
+        assert repr(loss) == repr(Loss(name)), "a stored measurement is kept"
+
+
 def test_cross_entropy_is_timms_and_float32_for_half_precision_logits():
     ours = Loss(label_smoothing=0.1)
     theirs = LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS)

@@ -3,10 +3,12 @@ weights.
 """
 
 import csv
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cl_train.data.build import class_counts
 from cl_train.data.class_names import matched
 from cl_train.errors import ConfigError
 
@@ -70,6 +72,47 @@ def test_fine_tuning_takes_the_rows_of_equal_names(
             assert same == [number == place for number in range(3)]
     kept = sum(place is not None for place in taken)
     assert (f"{kept} of {len(taken)} classes are among those" in tuned.log) == (taken != [0, 1, 2])
+
+
+def weighted(logits, targets):
+    """12 images of blue, 1 of green and 3 of red: 16 / (3 x count)."""
+    weights = torch.tensor([4 / 9, 16 / 3, 16 / 9])
+    return torch.nn.functional.cross_entropy(logits, targets, weights, reduction="sum") / 16
+
+
+def test_uneven_classes_are_said_weighted_and_scored(train, image_folder, tmp_path):
+    root = tmp_path / "uneven"
+    for name, train_images, val_images in (("blue", 12, 6), ("green", 1, 1), ("red", 3, 2)):
+        for split, count in (("train", train_images), ("val", val_images)):
+            (root / split / name).mkdir(parents=True)
+            for path in sorted((image_folder / split / name).iterdir())[:count]:
+                (root / split / name / path.name).symlink_to(path)
+    words = (f"data.root={root}", "batch_size=16", "max_steps=3", "epochs=3")
+    plain = train(*words, "best_by=balanced_accuracy", "report=true")
+    assert "classes from 1 to 12 images: class_weight=balanced" in plain.log
+    shares = [correct / images for correct, images in per_class(plain).values()]
+    (*_, record) = plain.records("val")
+    assert record["balanced_accuracy"] == pytest.approx(100 * sum(shares) / 3)
+    assert record["balanced_accuracy"] != pytest.approx(record["top1"])
+    assert f" balanced_accuracy {record['balanced_accuracy']:.4g}" in plain.log
+    best = max(record["balanced_accuracy"] for record in plain.records("val"))
+    assert plain.summary["best"]["balanced_accuracy"] == best
+    page = (plain.folder / "report/index.html").read_text()
+    assert f'"balanced_accuracy": {record["balanced_accuracy"]}' in page
+    balanced = train(*words, "class_weight=balanced")
+    by_hand = train(*words, f"loss={__name__}:weighted").losses
+    assert balanced.losses == pytest.approx(by_hand) != pytest.approx(plain.losses)
+    assert "classes from" not in balanced.log
+    with pytest.raises(ConfigError, match=r"class_weight=balanced has no effect"):
+        train(*words, "class_weight=balanced", f"loss={__name__}:weighted")
+
+
+def test_the_labels_of_a_dataset_are_its_targets(train):
+    assert class_counts(SimpleNamespace(targets=torch.tensor([2, 0, 2])), 4) == [1, 0, 2, 0]
+    assert class_counts(SimpleNamespace(targets=["cat"]), 1) is None
+    own = ("data=dataset", "data.dataset=tests.data.user_datasets:uint8", "data.root=null")
+    with pytest.raises(ConfigError, match="attribute `targets`"):
+        train(*own, "class_weight=balanced", "batch_size=4", "data.image_size=16")
 
 
 @pytest.mark.parametrize(
