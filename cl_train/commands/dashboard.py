@@ -53,7 +53,7 @@ def _layout(report: Report, names: Sequence[str]) -> dict[str, dict[str, list[ob
     charts: dict[str, dict[str, list[object]]] = {"images/s": {}, "loss": {}}
     rows = list(zip(report.labels, names, report.pairs, strict=True))
     for label, name, pair in reversed(rows):  # TensorBoard shows the last of these charts first
-        title = f"{label}, images/s: {list(pair.sides)[1]} {pair.interval or ''} {pair.words}"
+        title = f"{label}, images/s: {list(pair.sides)[1]} {pair.ratio} {pair.words}"
         tags = [f"images_per_s/{name}", f"spread/{name}/low", f"spread/{name}/high"]
         charts["images/s"][title] = ["Margin", tags]
     for label, name, _ in rows:

@@ -9,12 +9,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from cl_train.measure.statistics import Interval, interval_of_rounds
-from cl_train.system.processes import TOO_BUSY_PCT, MachineLoad
+from cl_train.system.processes import LOST_PCT, MachineLoad
 
 MOST_TAKEN = 0.02  # of a block's time
-LEAST_QUIET_ROUNDS = 4
+LEAST_ROUNDS = 4  # that count, also if others took more
 
 
 @dataclass(frozen=True)
@@ -53,34 +54,32 @@ class Rounds:
         return [interval_of_rounds(self.ratios(variant)) for variant in variants]
 
     def undisturbed(self) -> "Rounds":
-        """The rounds that count, without those from which other processes took time; none if too
-        few would remain.
-        """
-        is_busy = (self.others_pct or 0.0) >= TOO_BUSY_PCT
-        shares = [[block.taken_share for block in blocks] for blocks in self.blocks]
-        if is_busy and any(None in of_round for of_round in shares):
-            return replace(self, blocks=[])
-        worst = [max(share or 0.0 for share in of_round) for of_round in shares]
-        numbers = rounds_that_count(worst, is_busy=is_busy)
+        """The rounds that count, without those from which other processes took time."""
+        numbers = rounds_that_count(self._lost_shares())
         return replace(self, blocks=[self.blocks[number] for number in numbers])
 
+    @property
+    def lost_pct(self) -> float | None:
+        """Percent of their time that other processes took from the rounds, in the median; None:
+        unknown.
+        """
+        is_known = all(block.taken_share is not None for blocks in self.blocks for block in blocks)
+        return 100 * median(self._lost_shares()) if is_known else None
 
-def rounds_that_count(taken_shares: Sequence[float], *, is_busy: bool) -> list[int]:
+    def _lost_shares(self) -> list[float]:
+        return [max(block.taken_share or 0.0 for block in blocks) for blocks in self.blocks]
+
+
+def rounds_that_count(taken_shares: Sequence[float]) -> list[int]:
     """The rounds from which other processes took least; `taken_shares`: of each round's time.
 
     Those that lost at most 2 % count, and at least half of all: small losses are noise, which the
-    interval contains, and few rounds make it wider than the noise would. On a busy machine, where
-    large losses could differ between the layouts, only those that lost at most 2 % count; none if
-    they are fewer than four.
+    interval contains, and few rounds make it wider than the noise would.
     """
     count = len(taken_shares)
     quiet = sum(share <= MOST_TAKEN for share in taken_shares)
-    least = min(count, LEAST_QUIET_ROUNDS)
-    if is_busy and quiet < least:
-        return []
-    if not is_busy:
-        quiet = max(quiet, least, (count + 1) // 2)
-    return sorted(sorted(range(count), key=taken_shares.__getitem__)[:quiet])
+    counted = max(quiet, min(count, LEAST_ROUNDS), (count + 1) // 2)
+    return sorted(sorted(range(count), key=taken_shares.__getitem__)[:counted])
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Stop:
     def reason(self, done: Rounds) -> str:
         """Why `done` is enough; empty: it is not."""
         counted = done.undisturbed()
-        if len(counted) >= self.min_rounds:
+        if len(counted) >= self.min_rounds and (counted.lost_pct or 0.0) < LOST_PCT:
             widest = max(interval.width for interval in counted.intervals())
             if widest <= self.target_ci:
                 return "target_ci"

@@ -30,7 +30,7 @@ from cl_train.step.train_step import StepSettings
 from cl_train.step.utilisation import describe, utilisation
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
-from cl_train.system.processes import BUSY_PCT
+from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.tensors import tensors_in
 from cl_train.system.torch_state import own_torch_state
 
@@ -68,8 +68,8 @@ class Comparison:
     others_pct: float | None = None  # share of the cores of other processes; None = unknown
     utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
     gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
-    # Because other processes took time from them; None: from nearly all, and none is left out.
-    rounds_left_out: int | None = 0
+    rounds_left_out: int = 0  # because other processes took time from them
+    lost_pct: float | None = None  # of their time, that others took from the rounds that count
 
     @property
     def verdict(self) -> str:
@@ -106,14 +106,15 @@ class Comparison:
             problem = f"out of memory at batch {self.batch_size_requested}"
             lines.append(f"{problem}: all layouts used {self.batch_size}")
         if (self.others_pct or 0.0) >= BUSY_PCT:
-            line = f"other processes used {self.others_pct:.0f} % of the cores: "
-            left_out = self.rounds_left_out
-            if left_out is None:
-                line += "measure on a quiet machine, or with OMP_NUM_THREADS=1"
-            elif left_out == 0:
-                line += f"none of the {self.rounds} rounds was disturbed"
+            left_out, lost_pct = self.rounds_left_out, self.lost_pct
+            line = f"other processes used {self.others_pct:.0f} % of the cores"
+            if lost_pct is None:
+                line += "; what that took from the rounds is unknown here"
+            elif lost_pct >= LOST_PCT:
+                line += f" and took {lost_pct:.0f} % of the time of the rounds"
+                line += ": measure on a quiet machine, or with OMP_NUM_THREADS=1"
             else:
-                line += f"{left_out} of {self.rounds + left_out} rounds are left out"
+                line += f"; {left_out} of {self.rounds + left_out} rounds are left out"
             lines.append(line)
         if gpu_problem := problem_of_gpu(self.gpu):
             lines.append(gpu_problem)
@@ -141,8 +142,8 @@ def compare_layouts(
     training's own step.
 
     The time that other processes take is left out (Linux): with one thread it is subtracted, with
-    several the rounds that they disturbed are left out, at most half. If they use more than 25 % of
-    the cores, all disturbed rounds are; if fewer than four remain, the verdict is "not_comparable".
+    several the rounds that they disturbed are left out, at most half. If the others lost 5 % of
+    their time or more, the verdict is "not_comparable".
 
     Args:
         batch_size: images per step; halved for both layouts when memory runs out.
@@ -222,10 +223,9 @@ def _benchmark(
         slowest_s = max(step.block_times_s(1)[0] for step in timed)
         count, taken = max(1, min(100, round(BLOCK_S / slowest_s))), TakenTime()
         done = alternate([partial(timed_block, step, count, taken) for step in timed], stop)
-        quiet = done.undisturbed()
+        counted = done.undisturbed()
         gpu = gpu_state(workload.device)
-        is_trusted = len(quiet) > 0 and problem_of_gpu(gpu) is None
-        counted = quiet or done
+        is_trusted = (counted.lost_pct or 0.0) < LOST_PCT and problem_of_gpu(gpu) is None
         speeds = _speeds(timed, counted, peaks_gib, is_trusted=is_trusted)
         used = None
         gflop, step_gflop = first.facts.gflop, first.facts.step_gflop
@@ -244,7 +244,8 @@ def _benchmark(
             others_pct=done.others_pct,
             utilisation=used,
             gpu=gpu,
-            rounds_left_out=len(done) - len(quiet) if quiet else None,
+            rounds_left_out=len(done) - len(counted),
+            lost_pct=counted.lost_pct,
         )
 
 

@@ -20,7 +20,9 @@ SMALLEST_DIFFERENCE = 0.01
 # Standard deviation of log speed between processes that run the same command: the least that is
 # assumed, however alike a few runs happen to be, and what is assumed of a single run per side.
 SMALLEST_SPREAD = 0.01
+SMALLEST_SPREAD_OF_TWO = 0.04  # both runs may have been of the fast, or of the slow, processes
 UNKNOWN_SPREAD = 0.05
+WIDEST = 10.0  # times the ratio: beyond, a few rounds had little in common
 LOOK_COST = 0.8
 MAX_REPEATS = 100  # that are recommended
 MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
@@ -41,12 +43,18 @@ class Interval:
     def width(self) -> float:
         return self.high - self.low
 
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """None: unknown, from one round, or from a few that had little in common."""
+        return (self.low, self.high) if self.high <= WIDEST * self.ratio else None
+
     def __str__(self) -> str:
-        return f"{self.ratio:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+        bounds = "interval unknown" if self.bounds is None else f"{self.low:.3f}, {self.high:.3f}"
+        return f"{self.ratio:.3f}x [{bounds}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of records; an unbounded interval, of one round, is null."""
-        ci95 = [round(self.low, 4), round(self.high, 4)] if math.isfinite(self.high) else None
+        """The keys of records."""
+        ci95 = self.bounds and [round(bound, 4) for bound in self.bounds]
         return {"ratio": round(self.ratio, 4), "ci95": ci95, "n": self.n}
 
 
@@ -84,7 +92,7 @@ def interval_of_runs(
     centre, sides = _centre(baseline, candidate)
     count = len(baseline)
     if count > 1:
-        half = _half_width(_variances(sides), count, error_of_look(looks))
+        half = _half_width(_variances(sides, count), count, error_of_look(looks))
         return _interval(centre, half, count)
 
     segments = []  # log medians of the four segments of each run
@@ -125,8 +133,10 @@ def _log_medians(runs: Sequence[Sequence[float]]) -> list[float]:
     return [math.log(statistics.median(windows)) for windows in runs]
 
 
-def _variances(sides: Sequence[Sequence[float]]) -> list[float]:
-    return [max(SMALLEST_SPREAD**2, statistics.variance(logs)) for logs in sides]
+def _variances(sides: Sequence[Sequence[float]], count: int) -> list[float]:
+    """Of `count` runs of each side; those of two runs are little evidence of a small one."""
+    smallest = SMALLEST_SPREAD_OF_TWO if count == 2 else SMALLEST_SPREAD
+    return [max(smallest**2, statistics.variance(logs)) for logs in sides]
 
 
 def _half_width(variances: Sequence[float], count: int, error: float) -> float:
@@ -141,7 +151,9 @@ def _interval(centre: float, half: float, count: int) -> Interval:
 
 
 def verdict_of(interval: Interval) -> str:
-    """The candidate is `faster` or `slower`, `no_difference` (within 3 %), or `inconclusive`."""
+    """The candidate is `faster` or `slower`, `no_difference` (by an equivalence test: the whole
+    interval is within 3 %), or `inconclusive`.
+    """
     if interval.low > 1 + SMALLEST_DIFFERENCE / 2 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
         return "faster"
     if interval.high < 1 - SMALLEST_DIFFERENCE / 2 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:
@@ -159,7 +171,7 @@ def repeats_to_decide(
     centre, sides = _centre(baseline, candidate)
     variances = [((SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2) ** 2] * 2  # assumed for one run per side
     if len(baseline) > 1:
-        variances = _variances(sides)
+        variances = _variances(sides, len(baseline) + 1)
     for count in range(len(baseline) + 1, MAX_REPEATS + 1):
         half = _half_width(variances, count, error_of_look(looks))
         if count % 2 == 0 and verdict_of(_interval(centre, half, count)) != "inconclusive":

@@ -1,27 +1,25 @@
 """The time that other processes took from the steps of a block."""
 
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from cl_train.measure.alternate import MOST_TAKEN, Block
 from cl_train.measure.timed_step import TimedStep
+from cl_train.system.processes import thread_times
 
 
 class TakenTime:
-    """The time in which threads of this process were ready to run and others had the cores; known
-    on Linux only.
-    """
+    """The time in which threads of this process were ready to run and others had the cores."""
 
     def __init__(self) -> None:
-        # Nanoseconds running, nanoseconds waiting, slices.
-        self._files = list(Path("/proc/self/task").glob("*/schedstat"))
-        self.is_known = bool(self._files)
+        self._waited_s: dict[int, float] = {}  # of threads that have ended, too
+        self.is_known = bool(thread_times())
 
     def seconds(self) -> float:
-        """So far, of all threads that existed at the start."""
-        return 1e-9 * sum(int(file.read_text().split()[1]) for file in self._files)
+        """So far, of all threads."""
+        self._waited_s |= {thread: waited_s for thread, (_, waited_s) in thread_times().items()}
+        return sum(self._waited_s.values())
 
 
 def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:

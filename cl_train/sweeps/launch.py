@@ -163,7 +163,7 @@ class Launcher:
             return f"not completed: {run}"
         speed = f"completed, {run.results['images_per_s']:.1f} images/s"
         if run.is_disturbed:
-            return f"{speed}, disturbed: others used {run.others_pct:.0f} % of the CPU cores"
+            return f"{speed}, disturbed: it waited for a core in {run.lost_pct:.0f} % of its time"
         return speed
 
     def _wait(self, job: Job, process: "subprocess.Popen[bytes]") -> int:

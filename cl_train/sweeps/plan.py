@@ -31,6 +31,7 @@ from cl_train.measure.statistics import MIN_WINDOWS
 from cl_train.system.files import read_json, safe_name, write_json
 from cl_train.system.processes import with_threads
 
+FIRST_LOOK = 4  # repeats=auto: of each side; two are often of processes with one of two speeds
 _OF_JOBS = ("nproc", "environment")  # settings of multirun in which its jobs may differ
 
 
@@ -66,8 +67,8 @@ class Options:
 
     @property
     def looks(self) -> int:
-        """How often verdicts are read; repeats=auto: after 2, 4, 6 ... repeats."""
-        return (self.max_repeats + 1) // 2 if self.repeats is None else 1
+        """How often verdicts are read; repeats=auto: after 4, 6, 8 ... repeats."""
+        return max(1, (self.max_repeats - 1) // 2) if self.repeats is None else 1
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def plan_sweep(runs: Sequence[Composed]) -> Sweep:
     options, folder = Options.of(cfg), runs[0].folder("sweep")
     jobs = _first_jobs(words, varied, runs)
     sweep = Sweep(folder, cfg.compare_by, jobs, options, options.looks)
-    sweep = sweep.with_repeats(options.repeats or 2)
+    sweep = sweep.with_repeats(options.repeats or min(FIRST_LOOK, options.max_repeats))
     names = ("sweep.json", *(job.name for job in sweep.jobs))
     if clashes := [name for name in names if (folder / name).exists()]:
         advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues"
@@ -250,7 +251,7 @@ def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
     before = max(job.repeat for job in sweep.jobs)
     looks, count = max(sweep.looks, options.looks), options.repeats
     if count is None:
-        count = max(2, before + before % 2)  # repeats=auto adds them in pairs
+        count = max(FIRST_LOOK, before + before % 2)  # repeats=auto adds them in pairs
     elif count > before:
         looks = sweep.looks + 1
     elif "repeats" in keys:

@@ -265,7 +265,9 @@ def verdict_sentence(report: Report) -> str:
         if pair.verdict == "not_comparable" or interval is None:
             outcome = f"{candidate} and {baseline} are not comparable: {pair.notes[0]}."
         else:
-            bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
+            bounds = "interval unknown"
+            if interval.bounds:
+                bounds = f"95 % interval {interval.low:.2f} to {interval.high:.2f}"
             ratio = f"{interval.ratio:.2f} times the speed of {baseline} ({bounds})"
             outcome = f"{candidate} has {ratio}: {pair.words}."
             outcome += f" {pair.notes[0]}." if pair.bottleneck == "loader" else ""

@@ -15,7 +15,7 @@ from cl_train.measure.statistics import (
     repeats_to_decide,
     verdict_of,
 )
-from cl_train.system.processes import BUSY_PCT, TOO_BUSY_PCT
+from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.run_folder import Run
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
@@ -273,7 +273,7 @@ def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
     if gap_h > MAX_GAP_H:
         yield f"the runs are {gap_h:.0f} hours apart: repeat them on the same day"
     for before, after in pairwise(sorted(runs, key=lambda run: run.times)):
-        # On a CPU the load of other processes is measured; nothing measures who else uses a GPU.
+        # On a CPU it is measured what others take; nothing measures who else uses a GPU.
         if after.times[0] < before.times[1] and not on_cpu:
             both_ran = f"{before.folder.name} and {after.folder.name} ran at the same time"
             yield f"{both_ran}, perhaps on the same device: run them in turn"
@@ -283,11 +283,11 @@ def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
             yield f"{others} other processes used the GPU of {run.folder.name}"
         if run.summary.get("gpu.is_slowed"):
             yield f"heat or a power brake slowed the GPU of {run.folder.name}: cool it, and repeat"
-    busy_pct = [max(run.others_pct for run in side) for side in (first, second)]
-    # A GPU's speed suffers less; equal load is no problem.
-    if max(busy_pct) >= TOO_BUSY_PCT and (on_cpu or abs(busy_pct[0] - busy_pct[1]) >= TOO_BUSY_PCT):
-        loads = _of_both([f"{pct:.0f} %" for pct in busy_pct], sides)
-        yield f"other processes used up to {loads} of the CPU cores"
+    lost_pct = [max(run.lost_pct for run in side) for side in (first, second)]
+    # A GPU's speed suffers less; equal losses are no problem.
+    if max(lost_pct) >= LOST_PCT and (on_cpu or abs(lost_pct[0] - lost_pct[1]) >= LOST_PCT):
+        shares = _of_both([f"{pct:.0f} %" for pct in lost_pct], sides)
+        yield f"other processes took up to {shares} of the time: the runs waited for a core"
 
 
 def _remarks(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
@@ -304,10 +304,10 @@ def _remarks(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
         yield f"also different, which compare_by={by} allows: {', '.join(different)}"
     if by == "channels_last" and baseline.settings.get("compile"):
         yield "compiled: the compiler may use channels_last on the contiguous side too"
-    if any("others_pct" not in run.summary for run in runs):
-        yield "how busy the machine was is unknown: summary.json has no others_pct"
-    busiest = max(run.others_pct for run in runs)
-    if BUSY_PCT <= busiest < TOO_BUSY_PCT:
+    if any("lost_pct" not in run.summary for run in runs):
+        yield "what other processes took from the runs is unknown: summary.json has no lost_pct"
+    busiest = max(run.summary.get("others_pct", 0.0) for run in runs)
+    if busiest >= BUSY_PCT:
         yield f"other processes used up to {busiest:.0f} % of the CPU cores during the runs"
     commits = {run.summary.get("git.commit") for run in runs} - {None}
     if len(commits) > 1 or any(run.summary.get("git.dirty") for run in runs):

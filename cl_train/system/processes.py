@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BUSY_PCT = 10.0  # of the cores, used by others: reported with the result
-TOO_BUSY_PCT = 25.0  # a speed measured under such load cannot be compared
+LOST_PCT = 5.0  # of the time, waiting for a core that others had: such a speed cannot be compared
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
 SAVE_SIGNAL = signal.SIGUSR1
 
@@ -155,11 +155,14 @@ def _start_worker() -> None:
 
 
 class MachineLoad:
-    """The load on this process's cores from construction on, without its and its descendants'."""
+    """From construction on: the load on this process's cores, without its and its descendants', and
+    what that cost the process.
+    """
 
     def __init__(self) -> None:
         self._cores = {f"cpu{core}" for core in usable_cores()}
         self._before = self._clocks()
+        self._threads_before, self._throttled_before_s = thread_times(), throttled_s()
 
     def others_pct(self) -> float | None:
         """Percent of the cores' time that others, also of the hypervisor, used; None: unknown."""
@@ -168,6 +171,32 @@ class MachineLoad:
             return None
         elapsed_s, busy_s, own_s = (end - start for start, end in zip(before, now, strict=True))
         return max(0.0, 100 * (busy_s - own_s) / (max(elapsed_s, 1e-9) * len(self._cores)))
+
+    def lost_pct(self) -> tuple[float, float] | None:
+        """Percent of the time that the threads of this process, and those of the child that waited
+        most, waited for a core which others had; None: unknown. Throttling of the container counts.
+
+        The threads and workers of a run wait for each other, too: of each one's waiting, others
+        caused their share of all else that ran.
+        """
+        before, now = self._before, self._clocks()
+        if before is None or now is None or not self._threads_before:
+            return None
+        elapsed_s, busy_s, own_s = (end - start for start, end in zip(before, now, strict=True))
+        others_s = max(0.0, busy_s - own_s)
+
+        def lost_s(pid: int) -> float:
+            total_s = 0.0
+            for thread, (ran_s, waited_s) in thread_times(pid).items():
+                ran_before_s, waited_before_s = self._threads_before.get(thread, (0.0, 0.0))
+                beside_s = max(busy_s - (ran_s - ran_before_s), others_s, 1e-9)
+                total_s += (waited_s - waited_before_s) * others_s / beside_s
+            return total_s
+
+        pid = os.getpid()
+        of_threads_s = lost_s(pid) + throttled_s() - self._throttled_before_s
+        of_children_s = max((lost_s(child) for child in cpu_ticks(pid).keys() - {pid}), default=0.0)
+        return 100 * of_threads_s / max(elapsed_s, 1e-9), 100 * of_children_s / max(elapsed_s, 1e-9)
 
     def _clocks(self) -> tuple[float, float, float] | None:
         """Seconds: now, of the busy cores, and of this process's own work; None except on Linux."""
@@ -183,6 +212,12 @@ class MachineLoad:
 
 def own_cpu_s() -> float:
     """CPU seconds of this process and all its descendants; under torchrun of all ranks."""
+    root = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    return sum(cpu_ticks(root).values()) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_ticks(root: int) -> dict[int, int]:
+    """Those of a process and of all its descendants, by their numbers."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -191,12 +226,31 @@ def own_cpu_s() -> float:
             children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
             # own and waited children's utime and stime
             ticks[int(entry.parent.name)] = sum(map(int, fields[11:15]))
-    total, pending = 0, [os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()]
-    while pending:
-        pid = pending.pop()
-        total += ticks.get(pid, 0)
-        pending += children.get(pid, [])
-    return total / os.sysconf("SC_CLK_TCK")
+    family = [root]
+    for pid in family:
+        family += children.get(pid, [])
+    return {pid: ticks.get(pid, 0) for pid in family}
+
+
+def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
+    """Seconds that each thread of a process ran, and that it was ready and had no core; empty:
+    unknown, as on other systems than Linux. None: of this process.
+    """
+    times = {}
+    for file in Path(f"/proc/{pid or os.getpid()}/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # it has just ended
+            ran_s, waited_s = (1e-9 * int(word) for word in file.read_text().split()[:2])
+            if ran_s:  # a kernel without these statistics has zeros
+                times[int(file.parent.name)] = ran_s, waited_s
+    return times
+
+
+def throttled_s() -> float:
+    """Seconds that the limit of its container kept this process from its cores."""
+    with suppress(OSError, ValueError):
+        _, _, rest = Path("/sys/fs/cgroup/cpu.stat").read_text().partition("throttled_usec")
+        return 1e-6 * int(rest.split(maxsplit=1)[0]) if rest else 0.0
+    return 0.0
 
 
 # --- signals --------------------------------------------------------------------------------------

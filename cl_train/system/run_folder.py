@@ -19,7 +19,7 @@ import yaml
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
 from cl_train.system.files import read_json
-from cl_train.system.processes import TOO_BUSY_PCT
+from cl_train.system.processes import LOST_PCT
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 FAULTY_SHARE = 0.1  # of windows, updates or images: the speed is no longer that of training
@@ -161,7 +161,8 @@ class Results:
 class ProcessFacts:
     """Of the last process of the run."""
 
-    others_pct: float | None  # CPU time that other processes took; None: unknown
+    others_pct: float | None  # of the cores' time, that other processes used; None: unknown
+    lost_pct: float | None  # of the run's time, that it waited for a core; None: unknown
     utilisation: dict[str, Any] | None  # as `step.utilisation`
     peak_memory_gib: float
     reserved_memory_gib: float | None  # of a GPU, by torch's allocator
@@ -308,13 +309,13 @@ class Run:
         return sum(not window.warmup for window in self.windows)
 
     @property
-    def others_pct(self) -> float:
-        return self.summary.get("others_pct", 0.0)
+    def lost_pct(self) -> float:
+        return self.summary.get("lost_pct", 0.0)
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other processes took too much of the CPU; a GPU's speed suffers less."""
-        return self.others_pct >= TOO_BUSY_PCT and self.fact("device") == "cpu"
+        """Whether other processes took too much of its time; a GPU's speed suffers less."""
+        return self.lost_pct >= LOST_PCT and self.fact("device") == "cpu"
 
     @property
     def results(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from cl_train.config.validation import train_program
 from cl_train.errors import Fault
 from cl_train.system.files import AppendFile
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
-from cl_train.system.processes import BUSY_PCT
+from cl_train.system.processes import LOST_PCT
 from cl_train.system.run_folder import Window, after_warmup
 from cl_train.training.plan import Plan
 
@@ -97,9 +97,10 @@ def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterato
     if end_to_end := summary["images_per_s"]["end_to_end"]:
         how = f"{summary['memory_format']}, {summary['precision']}"
         parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
-        if (summary["others_pct"] or 0) >= BUSY_PCT:
-            share = f"{summary['others_pct']:.0f} % of the CPU cores"
-            parts.append(f"other processes used {share}: do not trust the speed")
+        if (summary["lost_pct"] or 0) >= LOST_PCT:
+            share = f"{summary['lost_pct']:.0f} % of the time"
+            advice = "do not trust the speed; OMP_NUM_THREADS=1 may be faster"
+            parts.append(f"the run waited for a core in {share}: {advice}")
     if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")
     if count := summary["skipped_images"]:

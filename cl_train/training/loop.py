@@ -193,16 +193,19 @@ def finish(run: ActiveRun) -> RunResult:
     dist, records, stopped_by = run.dist, run.records, run.stop_signal
     for evaluation in records.of_kind("val")[-1:]:
         check_evaluation(evaluation["loss"])
-    bad_images = gather_objects((run.data.bad_images.skipped, run.data.bad_images.reasons), dist)
-    reasons = {name: reason for _, of_rank in bad_images for name, reason in of_rank.items()}
+    bad, lost_pct = run.data.bad_images, run.machine_load.lost_pct()
+    of_ranks = gather_objects((bad.skipped, bad.reasons, lost_pct), dist)
+    skipped, each_reasons, each_lost_pct = zip(*of_ranks, strict=True)
+    reasons = {name: reason for of_rank in each_reasons for name, reason in of_rank.items()}
     if reasons and dist.is_main:
         log.warning("bad images skipped: %d; %s", len(reasons), first_reasons(reasons))
     write = partial(
         records.finish,
         "interrupted" if stopped_by else "completed",
         utilisation=partial(utilisation_of, run.state, dist),
-        skipped_images=sum(count for count, _ in bad_images),
+        skipped_images=sum(skipped),
         others_pct=run.machine_load.others_pct(),
+        lost_pct=None if None in each_lost_pct else max(each_lost_pct),
         first_step_s=run.first_step_s,
         gpu=gpu_state(dist.device) if dist.is_main else None,
     )

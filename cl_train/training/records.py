@@ -102,11 +102,13 @@ class Records:
         utilisation: Callable[[Speed], dict[str, Any] | None] | None = None,
         skipped_images: int = 0,
         others_pct: float | None = None,
+        lost_pct: tuple[float, float] | None = None,
         first_step_s: float | None = None,
         gpu: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write `summary.json`, and return its content. It describes this process, unless that had
-        nothing left to train.
+        nothing left to train. lost_pct: by the threads of the run, and by its workers, whose losses
+        count as far as the step waited for its batch.
 
         Raises OSError: the disk is full, and stays so (see `retry`).
         """
@@ -116,8 +118,10 @@ class Records:
         has_loader = facts.data != "synthetic"
         speed = Speed.of(windows, self._cfg.data.image_size, has_loader=has_loader)
         peak_gib = peak_memory_gib(torch.device(facts.device))
+        lost = lost_pct and lost_pct[0] + min(lost_pct[1], speed.data_wait_pct or 0.0)
         process = ProcessFacts(
-            others_pct=self._of_all_processes(others_pct),
+            others_pct=self._of_all_processes("others_pct", others_pct),
+            lost_pct=self._of_all_processes("lost_pct", lost),
             utilisation=utilisation(speed) if utilisation and windows else None,
             peak_memory_gib=round(max([peak_gib, *(w.peak_memory_gib for w in windows)]), 4),
             # Without a GPU 0.
@@ -159,19 +163,17 @@ class Records:
             resumed_with=progress.resumed_with or None,
         )
 
-    def _of_all_processes(self, others_pct: float | None) -> float | None:
-        """The most that other processes took during any process of this run; None if one of them
-        was killed, and so left no summary.
+    def _of_all_processes(self, name: str, pct: float | None) -> float | None:
+        """The most during any process of this run; None if one of them was killed, and so left no
+        summary.
         """
         if self._folder is None or not any(r["kind"] == "train" for r in self._earlier):
-            return others_pct
+            return pct
         path = self._folder / SUMMARY
         earlier = read_json(path) if path.is_file() else {}
         is_known = earlier.get("steps") == self._earlier[-1]["step"]
-        before_pct = earlier.get("others_pct") if is_known else None
-        if before_pct is None or others_pct is None:
-            return None
-        return max(before_pct, others_pct)
+        before_pct = earlier.get(name) if is_known else None
+        return None if before_pct is None or pct is None else max(before_pct, pct)
 
 
 def best_evaluation(records: Sequence[Record], best_by: str | None) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ def folder_of(speed: float = 100.0, *, started_at: float | None = None, **change
         "memory_format": "channels_last" if is_converted else "contiguous",
         "precision": "bf16" if config["precision"] == "auto" else config["precision"],
     }
-    summary |= {"device": "cpu", "device_name": "a processor", "world_size": 1, "others_pct": 1.0}
+    summary |= {"device": "cpu", "device_name": "a processor", "world_size": 1, "lost_pct": 1.0}
     summary |= {"global_batch_size": config["batch_size"], "peak_memory_gib": 1.0}
     summary["environment"] = {"torch": "2.15.0"}
     summary["val"] = {"top1": 91.0 if is_converted else 90.0}

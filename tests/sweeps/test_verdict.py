@@ -59,8 +59,8 @@ def asked_and_ran(asked, ran):
     }
 
 
-def others_pct(first, second, device="cpu"):
-    return {"first.others_pct": first, "summary.others_pct": second, "both.device": device}
+def lost_pct(first, second, device="cpu"):
+    return {"first.lost_pct": first, "summary.lost_pct": second, "both.device": device}
 
 
 def without(*names):
@@ -79,8 +79,10 @@ COMPARABLE = [
     *({"12.loss": loss} for loss in (math.nan, None, 1e308)),
     later(1),
     later(-0.27),
-    others_pct(50.0, 55.0, "cuda"),
-    others_pct(None, None),
+    {"first.others_pct": 51.0, "summary.others_pct": 99.0},  # each had a core of its own
+    lost_pct(50.0, 54.0, "cuda"),
+    lost_pct(4.9, 0.0),
+    lost_pct(None, None),
     {"summary.amp": {"skipped_steps": 2}},
 ]
 # A word of the reason, and changes.
@@ -112,8 +114,8 @@ NOT_COMPARABLE = [
     # times, other processes, and what else it did
     ("apart", later(24)),
     ("at the same time", later(-0.27, "cuda")),
-    ("other processes", *(others_pct(pct, 60.0) for pct in (1.0, 60.0, None))),
-    ("other processes", others_pct(60.0, 1.0), others_pct(1.0, 60.0, "cuda")),
+    ("other processes", *(lost_pct(pct, 60.0) for pct in (1.0, 60.0, None))),
+    ("other processes", lost_pct(5.0, 1.0), lost_pct(1.0, 60.0, "cuda")),
     ("updates", {"summary.amp": {"skipped_steps": 130}}),
     ("images were skipped", {"summary.skipped_images": 9999}),
     ("resumed with other settings", {"summary.resumed_with": ["batch_size"]}),
@@ -253,8 +255,8 @@ def test_what_may_have_changed_speed_or_loss_is_noted(tmp_path):
     assert "before the end: run1" in notes(summary=second.summary | {"status": "interrupted"})
     assert "seed" in notes(settings=second.settings | {"seed": 1})
     assert "used up to 15 % of the CPU" in notes(summary=second.summary | {"others_pct": 15.0})
-    unknown = {name: value for name, value in second.summary.items() if name != "others_pct"}
-    assert "busy the machine was is unknown" in notes(summary=unknown)
+    unknown = {name: value for name, value in second.summary.items() if name != "lost_pct"}
+    assert "other processes took from the runs is unknown" in notes(summary=unknown)
     assert all("one run per side" in note for note in compare_pair([first], [second]).notes)
     compiled = [replace(run, settings=run.settings | {"compile": True}) for run in (first, second)]
     assert compare_pair(compiled[:1], compiled[1:]).notes[0].startswith("compiled: ")
@@ -305,7 +307,7 @@ def test_disturbed_runs_that_would_not_be_comparable_either_way_are_not_repeated
 ):
     runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=batch_size)]
     first, second = (
-        replace(run, windows=run.windows[:windows], summary=run.summary | {"others_pct": 60.0})
+        replace(run, windows=run.windows[:windows], summary=run.summary | {"lost_pct": 60.0})
         for run in runs
     )
     pair = compare_pair([first], [second])

@@ -1,5 +1,6 @@
 """The load of others, the memory that is free, and the memory that a step needs."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cl_train.system import machine
+from cl_train.system import machine, processes
 from cl_train.system.machine import (
     available_bytes,
     keep_freed_memory,
@@ -39,6 +40,40 @@ def test_others_have_what_is_busy_without_the_own_share(monkeypatch):
     load._cores = {"cpu0", "cpu1"}
     assert load.others_pct() == pytest.approx(100 * (12 - 5) / 20)
     assert load.others_pct() == 0
+
+
+def test_what_others_took_is_their_share_of_what_ran_beside_each_thread(monkeypatch):
+    """Ten seconds of two cores, of which others used 8 s, this thread 8 s and its worker 4 s."""
+    clocks = Mock(side_effect=[(0.0, 100.0, 30.0), *[(10.0, 120.0, 42.0)] * 2])
+    monkeypatch.setattr(MachineLoad, "_clocks", clocks)
+    pid, worker, throttled = os.getpid(), 7, iter([1.0, 1.5, 1.5])
+    times = {None: {pid: (5.0, 1.0)}, pid: {pid: (13.0, 2.2)}, worker: {worker: (4.0, 4.0)}}
+    monkeypatch.setattr(processes, "thread_times", lambda pid=None: times[pid])
+    monkeypatch.setattr(processes, "throttled_s", lambda: next(throttled))
+    monkeypatch.setattr(processes, "cpu_ticks", lambda root: {root: 0, worker: 0})
+    load = MachineLoad()
+    waited_pct = 12 * 8 / (20 - 8), 40 * 8 / (20 - 4)
+    assert load.lost_pct() == pytest.approx((waited_pct[0] + 5, waited_pct[1]))
+    load._threads_before = {}
+    assert load.lost_pct() is None, "a kernel without the statistics"
+
+
+def test_two_processes_on_one_core_wait_for_it():
+    """As the kernel counts it."""
+    loop = (
+        f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    )
+    pair = [subprocess.Popen([sys.executable, "-c", loop]) for _ in "ab"]
+
+    def waited_s():
+        times = processes.thread_times(pair[0].pid)
+        return sum(waited_s for _, waited_s in times.values())
+
+    wait_until(lambda: waited_s() > 0.05)
+    for process in pair:
+        process.kill()
+        process.wait()
+    assert processes.thread_times(pair[0].pid) == {}, "it has ended"
 
 
 def test_free_memory_and_the_peak_of_a_known_allocation():

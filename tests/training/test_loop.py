@@ -26,7 +26,7 @@ from tests.conftest import Run, write_images
 SUMMARY_KEYS = """
     schema_version status command seed model memory_format channels_last_requested precision
     compile device device_name world_size global_batch_size image_size epochs steps images_seen
-    images_per_s step_ms data_wait_pct peak_memory_gib train val amp environment others_pct
+    images_per_s step_ms data_wait_pct peak_memory_gib train val amp environment others_pct lost_pct
     skipped_images git best started ended seconds
 """
 ENVIRONMENT_KEYS = "torch torchvision python cuda cudnn cpu driver"

@@ -159,6 +159,14 @@ def test_the_load_of_a_resumed_run_is_that_of_all_its_processes(tmp_path):
     first = records(tmp_path)
     first.append(window(10, loss=1.0).to_record())
     first._progress.step = 10
-    first.finish("interrupted", others_pct=60.0)
+    first.finish("interrupted", others_pct=60.0, lost_pct=(7.0, 0.0))
     second = records(tmp_path, step=10)
-    assert second.finish("completed", others_pct=2.0)["others_pct"] == 60.0
+    summary = second.finish("completed", others_pct=2.0, lost_pct=(8.0, 0.0))
+    assert (summary["others_pct"], summary["lost_pct"]) == (60.0, 8.0)
+
+
+def test_what_workers_lost_counts_as_far_as_the_step_waited_for_its_batch(tmp_path):
+    for waited_pct, lost_pct in ((0.0, 1.0), (3.0, 4.0), (90.0, 31.0)):
+        run = records(tmp_path)
+        run.append(replace(window(10, loss=1.0), data_wait_pct=waited_pct).to_record())
+        assert run.finish("completed", lost_pct=(1.0, 30.0))["lost_pct"] == lost_pct
