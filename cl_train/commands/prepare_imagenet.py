@@ -19,7 +19,7 @@ from typing import Any
 from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.fields import Range, suggest
 from cl_train.config.removed import removal_of
-from cl_train.config.schema import OVERWRITE_HELP, setting
+from cl_train.config.schema import IMAGE_FORMATS, OVERWRITE_HELP, setting
 from cl_train.errors import ConfigError
 
 
@@ -49,6 +49,12 @@ class Verify(_Folder):
     """Count classes and images, and find files that are not images."""
 
     deep: bool = setting(False, "decode every image: about 10 minutes per core and 600,000 images")
+    extensions: list[str] = setting(
+        [".jpg", ".jpeg", ".png"],
+        "extensions of image files",
+        choices=tuple(IMAGE_FORMATS),
+        key="data.extensions",
+    )
     expect: str = setting("imagenet", "numbers of classes and images", choices=("imagenet", "any"))
 
 

@@ -8,7 +8,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from cl_train.config.schema import IMAGE_FORMATS, DataConfig
 from cl_train.data.decode import read_file
+from cl_train.data.walk import Files, files_below, is_hidden
 from cl_train.errors import ConfigError
 from cl_train.system.files import cache_folder, replacing
 
@@ -26,7 +27,6 @@ Indices = npt.NDArray[np.int64]
 VAL_NAMES = ("val", "valid", "validation", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 CACHED_FROM = 50_000  # images; listing fewer takes less than a second
-_DROPPINGS = (b"@eaDir", b"__MACOSX", b"Thumbs.db")  # of network storage, archives, Windows
 _NAMED = 5  # names in a message; a folder can hold a thousand
 
 
@@ -134,7 +134,7 @@ def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
         found = files_below(os.fsencode(folder), b"", extensions)
     except OSError as error:
         unreadable(error)
-    note = ignored_files(folder, found.others, found.hidden)
+    note = ignored_files(folder, found.others, extensions, found.hidden)
     if not found.images:
         what = f"data.root '{root}' has no images ({', '.join(extensions)}) in it or below it"
         raise ConfigError(f"{what}. {note}" if note else what)
@@ -179,8 +179,8 @@ def _index(
     base: Path, val: Path, cfg: DataConfig, *, training: bool
 ) -> tuple[ImageSource, list[bytes]]:
     """The source, and the folders that it was made from if it is worth to be stored."""
-    classes = _class_names(base)
-    if unknown := sorted(set(_class_names(val)) - set(classes)):
+    classes = class_names(base)
+    if unknown := sorted(set(class_names(val)) - set(classes)):
         raise ConfigError(
             f"'{val}' has {len(unknown)} classes that '{base}' lacks: {listed(unknown)}"
         )
@@ -199,9 +199,10 @@ def _index(
     return source, folders if len(train) + len(held_out) >= CACHED_FROM else []
 
 
-def _class_names(folder: Path) -> list[str]:
+def class_names(folder: Path) -> list[str]:
+    """The folders of classes. Raises ConfigError: there are none."""
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    classes = [e.name for e in entries if e.is_dir() and not _is_hidden(os.fsencode(e.name))]
+    classes = [e.name for e in entries if e.is_dir() and not is_hidden(os.fsencode(e.name))]
     if not classes:
         raise ConfigError(
             f"'{folder}' has no class folders (one folder per class). Found:"
@@ -211,11 +212,12 @@ def _class_names(folder: Path) -> list[str]:
     return classes
 
 
-def _is_hidden(name: bytes) -> bool:
-    return name.startswith(b".") or name in _DROPPINGS
-
-
-def ignored_files(folder: Path | str, others: Sequence[str], hidden: Sequence[str] = ()) -> str:
+def ignored_files(
+    folder: Path | str,
+    others: Sequence[str],
+    extensions: Sequence[str],
+    hidden: Sequence[str] = (),
+) -> str:
     """A line on files with other extensions than those of images, and on hidden names; empty
     without any.
     """
@@ -225,8 +227,10 @@ def ignored_files(folder: Path | str, others: Sequence[str], hidden: Sequence[st
         shown = [f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()]
         note = f"{len(others)} files in '{folder}' are ignored ({listed(shown)})"
         notes.append(f"{note}, such as '{others[0]}'")
-        if readable := sorted(kinds.keys() & IMAGE_FORMATS.keys()):
-            notes.append(f"data.extensions=[{','.join([*EXTENSIONS, *readable])}] reads them")
+        if readable := sorted(kinds.keys() & IMAGE_FORMATS.keys() - set(extensions)):
+            notes.append(
+                f"data.extensions=[{','.join(dict.fromkeys((*EXTENSIONS, *readable)))}] reads them"
+            )
     if hidden:
         where = "" if others else f" in '{folder}'"
         notes.append(f"{len(hidden)} hidden names{where} are left out, such as '{hidden[0]}'")
@@ -250,7 +254,7 @@ def _list(
         found.folders += of_class.folders
         found.others += of_class.others
         found.hidden += of_class.hidden
-    note = ignored_files(folder, found.others, found.hidden)
+    note = ignored_files(folder, found.others, extensions, found.hidden)
     empty = [
         name
         for name, of_class in zip(classes, of_classes, strict=True)
@@ -262,61 +266,6 @@ def _list(
             f" {len(classes)} classes: {listed(empty or classes)}. {note}"
         )
     return [of_class.images for of_class in of_classes], found.folders, note
-
-
-@dataclass
-class Files:
-    """What is below a folder: `images`, sorted, and other names relative to it; the folders that
-    were read.
-    """
-
-    images: list[bytes] = field(default_factory=list)
-    folders: list[bytes] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    hidden: list[str] = field(default_factory=list)
-
-
-def files_below(
-    top: bytes, folder: bytes, extensions: Sequence[str], *, deep: bool = True
-) -> Files:
-    """The files below `top/folder`, relative to `top`. Links to folders are followed, as in
-    torchvision and timm, but for those that lead back to a folder above.
-
-    Raises OSError: a folder cannot be read.
-    """
-    suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
-    found = Files()
-
-    def read(below: bytes, above: set[tuple[int, int]]) -> None:
-        here = _identity(below)
-        if here in above:
-            return
-        found.folders.append(below)
-        prefix = os.path.join(below, b"")[len(top) + 1 :]
-        with os.scandir(below) as entries:
-            for entry in entries:
-                name = prefix + entry.name
-                if _is_hidden(entry.name):
-                    found.hidden.append(os.fsdecode(name))
-                # `is_dir` of a link that leads to itself raises
-                elif os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
-                    if deep:
-                        read(entry.path, above | {here})
-                elif name.lower().endswith(suffixes):
-                    found.images.append(name)
-                else:
-                    found.others.append(os.fsdecode(name))
-
-    start = os.path.join(top, folder)
-    above = {_identity(parent) for parent in Path(os.path.realpath(os.fsdecode(start))).parents}
-    read(start, above | ({_identity(top)} if folder else set()))
-    found.images.sort()
-    return found
-
-
-def _identity(folder: bytes | Path) -> tuple[int, int]:
-    status = os.stat(folder)
-    return status.st_dev, status.st_ino
 
 
 def divided(

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,17 @@ import numpy as np
 from cl_train.config.schema import DataConfig
 from cl_train.data.decode import BadImage
 from cl_train.data.images import (
+    EXTENSIONS,
     ImageSource,
     Indices,
     Split,
     digest,
+    ignored_files,
     listed,
     packed,
     stored,
 )
+from cl_train.data.walk import is_hidden
 from cl_train.errors import ConfigError
 from cl_train.system.files import naming
 from cl_train.system.processes import map_in_processes
@@ -85,8 +88,9 @@ def list_shards(
     manifest = Path(shards["val"][0]).parent / MANIFEST
     files = [*shards["train"], *shards["val"], *([str(manifest)] if manifest.is_file() else [])]
     splits = [partial(ShardSplit, shards=tuple(shards[name])) for name in ("train", "val")]
-    key = "shards " + "\n".join(files)
-    return stored(key, splits, lambda: (_index(shards, manifest, workers), files))
+    extensions = tuple(map(str.lower, cfg.extensions if cfg else EXTENSIONS))
+    key = f"members {extensions} " + "\n".join(files)
+    return stored(key, splits, lambda: (_index(shards, manifest, extensions, workers), files))
 
 
 def _split_of(path: str) -> str:
@@ -118,10 +122,25 @@ class _Image(NamedTuple):
     size: int
 
 
-def _index(shards: dict[str, list[str]], manifest: Path, workers: int | None) -> ImageSource:
+class ShardIndex(NamedTuple):
+    """What is in a shard."""
+
+    images: list[_Image]
+    ignored: list[str]  # members that belong to no sample
+    dotted: list[str]  # keys with a dot in the file's name
+
+
+def _index(
+    shards: dict[str, list[str]],
+    manifest: Path,
+    extensions: Sequence[str],
+    workers: int | None,
+) -> ImageSource:
     paths = list(dict.fromkeys(shards["train"] + shards["val"]))
-    images = map_in_processes(index_shard, paths, workers, description="index shards", unit="shard")
-    contents = dict(zip(paths, images, strict=True))
+    read = partial(index_shard, extensions=extensions)
+    indices = map_in_processes(read, paths, workers, description="index shards", unit="shard")
+    of_shards = dict(zip(paths, indices, strict=True))
+    contents = {path: index.images for path, index in of_shards.items()}
     train, val = (
         _split({path: contents[path] for path in shards[name]}) for name in ("train", "val")
     )
@@ -134,47 +153,83 @@ def _index(shards: dict[str, list[str]], manifest: Path, workers: int | None) ->
         what = f"the training images have {found} labels, the highest is {count - 1}"
         raise ConfigError(f"{what}: of {len(classes)} classes each class needs an image")
     fingerprint = digest(classes, (train, val), ("names", "labels", "sizes"))
-    return ImageSource(classes, train, val, fingerprint)
+    ignored = [name for index in of_shards.values() for name in index.ignored]
+    notes = [ignored_files(manifest.parent, ignored, extensions)]
+    if dotted := [key for index in of_shards.values() for key in index.dotted]:
+        notes.append(f"{len(dotted)} keys have dots ({listed(dotted)}): they end at the last one")
+    return ImageSource(classes, train, val, fingerprint, tuple(filter(None, notes)))
 
 
-def index_shard(path: str) -> list[_Image]:
+def index_shard(path: str, extensions: Sequence[str] = EXTENSIONS) -> ShardIndex:
     """The images of a shard.
 
-    Raises ConfigError: it is damaged, or a sample lacks its image or its label.
+    Raises ConfigError: it is damaged, a name occurs twice, or a sample has not one image and one
+    label. A key ends at the first dot, as WebDataset's; members that this leaves over, such as
+    img.00.jpg and img.00.cls, are a sample if they pair by their last suffix, or else ignored.
     """
-    images: dict[str, tuple[str, int, int]] = {}
-    labels: dict[str, int] = {}
+    names, samples = set[str](), dict[str, _Members]()
+    index = ShardIndex([], [], [])
     with naming(path), open_tar(Path(path), path) as archive:
         for member in regular_files(archive, path):
             name = member.name.removeprefix("./")
-            folder, _, base = name.rpartition("/")
-            # by WebDataset's rule: at the first dot of the file's name
-            stem, _, extension = base.partition(".")
-            key = f"{folder}/{stem}"
-            if extension.lower() in ("jpg", "jpeg", "png"):
-                images[key] = (name, member.offset_data, member.size)
-            elif extension.lower() in ("cls", "json"):
-                text = read_member(archive, member, path)
-                labels[key] = _label(text, extension.lower(), f"{path}/{name}")
-    lacking = [
-        f"'{key}' has no {'label' if key in images else 'image'}"
-        for key in images.keys() ^ labels.keys()
-    ]
-    if lacking:
-        raise ConfigError(f"{path}: {len(lacking)} incomplete samples: {listed(sorted(lacking))}")
-    if not images:
-        raise ConfigError(f"{path}: no samples")
-    return [_Image(labels[key], *image) for key, image in images.items()]
+            if name in names:
+                raise ConfigError(f"{path}: the name '{name}' occurs twice")
+            names.add(name)
+            key, suffix = os.path.splitext(name)
+            of_key = samples.setdefault(key, _Members([], {}))
+            if is_hidden(os.fsencode(os.path.basename(name))):
+                index.ignored.append(name)
+            elif suffix.lower() in extensions:
+                of_key.images.append((name, member.offset_data, member.size))
+            elif suffix.lower() in (".cls", ".json"):
+                of_key.labels[name] = read_member(archive, member, path)
+            else:
+                index.ignored.append(name)
+    problems = []
+    for key, (images, labels) in samples.items():
+        has_dot = "." in os.path.basename(key)
+        if len(images) == 1 and labels:
+            index.images.append(_Image(_label(labels, path), *images[0]))
+            index.dotted.extend([key] if has_dot else [])
+        elif has_dot and len(images) < 2:
+            index.ignored.extend([*(name for name, *_ in images), *labels])
+        elif images or labels:
+            lacking = "label" if images else "image"
+            several = f"{len(images)} images: {', '.join(name for name, *_ in images)}"
+            problems.append(f"'{key}' has {several if len(images) > 1 else f'no {lacking}'}")
+    if problems or not index.images:
+        what = f"{len(problems)} incomplete samples: {listed(sorted(problems))}"
+        note = ignored_files(path, index.ignored, extensions)
+        raise ConfigError(f"{path}: {what if problems else 'no samples'}. {note}".rstrip(". "))
+    return index
 
 
-def _label(text: bytes, extension: str, what: str) -> int:
+class _Members(NamedTuple):
+    """Those of a key: name, offset and size of its images, the labels' content by name."""
+
+    images: list[tuple[str, int, int]]
+    labels: dict[str, bytes]
+
+
+def _label(labels: dict[str, bytes], path: str) -> int:
+    """Of the .cls file, or else the .json file. Raises ConfigError: no number, or two."""
+    numbers = {name: _number(text, os.path.splitext(name)[1]) for name, text in labels.items()}
+    found = {number for number in numbers.values() if number is not None}
+    if len(found) > 1:
+        raise ConfigError(f"{path}: {' and '.join(numbers)} are different labels")
+    wrong = [name for name, number in numbers.items() if number is None]
+    if not found or any(name.lower().endswith(".cls") for name in wrong):
+        what = f"{labels[wrong[0]][:40]!r} is not a label: expected a number from 0"
+        raise ConfigError(f"{path}/{wrong[0]}: {what}")
+    return found.pop()
+
+
+def _number(text: bytes, suffix: str) -> int | None:
     try:
-        label = json.loads(text)["label"] if extension == "json" else int(text)
+        label = json.loads(text)["label"] if suffix.lower() == ".json" else int(text)
     except (ValueError, KeyError, TypeError):
-        label = None
-    if not isinstance(label, int) or not 0 <= label < 10**6:
-        raise ConfigError(f"{what}: {text[:40]!r} is not a label: expected a number from 0")
-    return label
+        return None
+    return label if isinstance(label, int) and 0 <= label < 10**6 else None
 
 
 def _split(contents: dict[str, list[_Image]]) -> ShardSplit:

@@ -1,16 +1,19 @@
 """Tar shards: order, labels, index, patterns, damage."""
 
 import os
+from contextlib import nullcontext
 from errno import EIO
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from cl_train.config.schema import DataConfig
 from cl_train.data import tar_shards
 from cl_train.data.decode import BadImage
 from cl_train.data.tar_shards import list_shards
 from cl_train.errors import ConfigError
+from tests.data.image_folders import jpeg
 from tests.data.tar_shards import members_of, silent_losses, sound_shards, write
 from tests.imagenet_archives import WNIDS
 
@@ -102,6 +105,69 @@ def test_a_shell_pattern_takes_some_shards_and_none_is_an_error(tmp_path):
     for empty in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match="no train and no val shards"):
             list_shards(empty)
+
+
+def added(*members, extensions=(".jpg", ".jpeg", ".png"), root):
+    """The index of sound shards with these members in the first one."""
+    shards = sound_shards()
+    more = [(name, b"2" if name.lower().endswith(".cls") else jpeg()) for name in members]
+    shards["im-train-0000.tar"] = shards["im-train-0000.tar"] + more
+    cfg = DataConfig(name="shards", extensions=list(extensions))
+    return list_shards(write(root, shards, manifest=False), cfg, workers=1)
+
+
+def test_names_with_dots_are_samples_if_they_pair_and_others_are_counted(tmp_path):
+    dotted = ("img.00.jpg", "img.00.cls", "2024.05/x.1.JPG", "2024.05/x.1.CLS", "v1.0/b.jpg")
+    rest = ("v1.0/b.cls", "f.seg.jpg", "f.jpg", "f.cls", "readme.txt", "._f.jpg", "g.1.cls")
+    source = added(*dotted, *rest, root=tmp_path / "s")
+    assert len(source.train) == 18 + 4
+    names = [source.train.name(index).partition(".tar/")[2] for index in range(22)]
+    assert {"img.00.jpg", "2024.05/x.1.JPG", "v1.0/b.jpg", "f.jpg"} <= set(names)
+    ignored, ends = source.notes
+    assert "4 files" in ignored and "2 .jpg, 1 .txt, 1 .cls" in ignored
+    assert "data.extensions" not in ignored
+    assert "2 keys have dots (img.00, 2024.05/x.1)" in ends
+    again = list_shards(tmp_path / "s", DataConfig(name="shards"), workers=1)
+    assert again.notes == source.notes, "also of the stored index"
+
+
+def test_other_kinds_of_images_are_read_if_they_are_wanted(tmp_path):
+    wider = (".jpg", ".webp")
+    source = added("e.webp", "e.cls", "d.WEBP", "d.cls", extensions=wider, root=tmp_path / "s")
+    assert len(source.train) == 20
+    with pytest.raises(ConfigError, match=r"'e' has no image.*1 \.webp.*\.png,\.webp\] reads them"):
+        added("e.webp", "e.cls", root=tmp_path / "s")
+    with pytest.raises(ConfigError, match=r"no samples\. 2 files .* \(1 \.txt, 1 \.gif\)"):
+        wrong = sound_shards() | {"im-train-0001.tar": [("a.txt", b"1"), ("b.gif", b"1")]}
+        list_shards(write(tmp_path / "t", wrong, manifest=False), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        (("c.jpg", "c.png", "c.cls"), r"'c' has 2 images: c\.jpg, c\.png"),
+        (("i.0.jpg", "i.0.JPG", "i.0.cls"), "'i.0' has 2 images"),
+        (("q.jpg", "q.cls", "q.jpg", "q.cls"), "the name 'q.jpg' occurs twice"),
+        (("q.jpg", "q.cls", "notes.txt", "notes.txt"), "the name 'notes.txt' occurs twice"),
+        (("left.a.jpg", "left.cls"), r"'left' has no image.*left\.a\.jpg"),
+    ],
+)
+def test_two_members_of_a_kind_are_refused(tmp_path, members, words):
+    with pytest.raises(ConfigError, match=words):
+        added(*members, root=tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("json", "words"),
+    [(b'{"label": 0}', None), (b'{"width": 5}', None), (b'{"label": 1}', "are different labels")],
+)
+def test_metadata_beside_a_label(tmp_path, json, words):
+    shards = sound_shards()
+    (image, _), *_ = members = shards["im-train-0000.tar"]
+    shards["im-train-0000.tar"] = [*members, (image.replace("jpg", "json"), json)]
+    root = write(tmp_path / "s", shards)
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        assert len(list_shards(root, workers=1).train) == 18
 
 
 def wrong_shards():

@@ -7,14 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cl_train.config.schema import IMAGE_FORMATS
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, EncodedImage, read_file
-from cl_train.data.images import EXTENSIONS, listed, unreadable
+from cl_train.data.images import EXTENSIONS, VAL_NAMES, class_names, listed, unreadable
+from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
 from cl_train.system.files import lock_file, output_folder, read_json, replacing, write_json
 from cl_train.system.processes import map_in_processes
 
 CLASSES, IMAGES = 1000, {"train": 1_281_167, "val": 50_000}
 SHOWN = 10  # bad files
+_MAGIC = (JPEG_MAGIC, PNG_MAGIC, b"RIFF", b"BM", b"II*\0", b"MM\0*")  # WebP, BMP, TIFF
 SETTINGS, _LOCK = ".settings.json", ".settings.lock"
 
 
@@ -53,35 +56,37 @@ def write_image(path: Path, data: bytes) -> None:
 
 
 def verify(
-    root: Path, *, deep: bool = False, expect: str = "imagenet", workers: int | None = None
+    root: Path,
+    *,
+    deep: bool = False,
+    expect: str = "imagenet",
+    extensions: Sequence[str] = EXTENSIONS,
+    workers: int | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Check `root/train` and `root/val`, for the numbers of ImageNet or `expect="any"`; `deep`
-    decodes every image.
+    """Check the images of a folder of classes, for the numbers of ImageNet or `expect="any"`;
+    `deep` decodes every image.
 
     Returns a line for each split, and the problems. Raises ConfigError: a folder cannot be read;
     RuntimeError: a worker process died.
     """
-    absent = [name for name in ("train", "val") if not (root / name).is_dir()]
-    if absent:
-        raise ConfigError([f"'{root}' has no folder '{name}'" for name in absent])
+    folders = _split_folders(root, expect)
     # By split and class: the number of images; other files, with the reason.
     contents: dict[str, dict[str, tuple[int, list[str]]]] = {}
-    for split in ("train", "val"):
-        folders = [entry.name for entry in os.scandir(root / split) if entry.is_dir()]
-        names = sorted(name for name in folders if name[0] != ".")
-        check = partial(_check_class, root / split, deep)
+    for split, folder in folders.items():
+        names = class_names(folder)
+        check = partial(_check_class, folder, deep, extensions)
         results = map_in_processes(check, names, workers, description=split, unit="class")
         contents[split] = dict(zip(names, results, strict=True))
     lines, problems = [], []
-    for split, other in (("train", "val"), ("val", "train")):
-        classes, official = contents[split], IMAGES[split]
+    for split, classes in contents.items():
         images = sum(count for count, _ in classes.values())
         lines.append(f"{split}: {images:,} images in {len(classes):,} classes")
-        if expect == "imagenet" and (len(classes), images) != (CLASSES, official):
-            expected = f"ILSVRC2012 has {official:,} in {CLASSES:,}"
+        if expect == "imagenet" and (len(classes), images) != (CLASSES, IMAGES[split]):
+            expected = f"ILSVRC2012 has {IMAGES[split]:,} in {CLASSES:,}"
             problems.append(f"{lines[-1]}; {expected} (another data set: expect=any)")
-        if only := sorted(classes.keys() - contents[other]):
-            problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
+        for other in contents:
+            if only := sorted(classes.keys() - contents[other]):
+                problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
         if empty := [name for name, (count, _) in classes.items() if not count]:
             problems.append(f"{split}: {len(empty)} classes have no image: {listed(empty)}")
         if bad := [file for _, files in classes.values() for file in files]:
@@ -90,18 +95,37 @@ def verify(
     return lines, problems
 
 
-def _check_class(folder: Path, deep: bool, name: str) -> tuple[int, list[str]]:
-    images, bad = 0, []
-    for below, _, names in os.walk(folder / name, onerror=unreadable):
-        for path in (os.path.join(below, name) for name in names if not name.startswith(".")):
-            try:
-                if not path.lower().endswith(EXTENSIONS):
-                    raise BadImage(f"its name does not end in {', '.join(EXTENSIONS)}")
-                if deep:
-                    EncodedImage(read_file(path)).decode()
-                elif not read_file(path, first=8).startswith((JPEG_MAGIC, PNG_MAGIC)):
-                    raise BadImage("not an image: its first bytes are of another format")
-                images += 1
-            except BadImage as error:
-                bad.append(f"{path}: {error}")
+def _split_folders(root: Path, expect: str) -> dict[str, Path]:
+    """By split; `root` itself if it holds classes. Raises ConfigError: ImageNet lacks one."""
+    names = ("train", "val") if expect == "imagenet" else ("train", *VAL_NAMES)
+    splits = {name: root / name for name in names if (root / name).is_dir()}
+    if expect == "imagenet" and len(splits) < 2:
+        absent = [name for name in names if name not in splits]
+        advice = "(another data set: expect=any)"
+        raise ConfigError([f"'{root}' has no folder '{name}' {advice}" for name in absent])
+    if not root.is_dir():
+        raise ConfigError(f"data.root '{root}' is not a folder")
+    return splits or {root.name: root}
+
+
+def _check_class(
+    folder: Path, deep: bool, extensions: Sequence[str], name: str
+) -> tuple[int, list[str]]:
+    try:
+        found = files_below(os.fsencode(folder), os.fsencode(name), extensions)
+    except OSError as error:
+        unreadable(error)
+    reason = f"its name does not end in {', '.join(extensions)}"
+    images, bad = 0, [f"{folder / other}: {reason}" for other in found.others]
+    formats = tuple(dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in extensions))
+    for image in found.images:
+        path = folder / os.fsdecode(image)
+        try:
+            if deep:
+                EncodedImage(read_file(path), formats=formats).decode()
+            elif not read_file(path, first=8).startswith(_MAGIC):
+                raise BadImage("not an image: its first bytes are of another format")
+            images += 1
+        except BadImage as error:
+            bad.append(f"{path}: {error}")
     return images, sorted(bad)

@@ -16,6 +16,7 @@ from cl_train.data.decode import JPEG_MAGIC, BadImage, EncodedImage, read_file
 from cl_train.data.images import EXTENSIONS, unreadable
 from cl_train.data.prepare.folders import SHOWN, resumable_folder, write_image
 from cl_train.data.transforms import resized
+from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
 from cl_train.system.processes import map_in_processes
 
@@ -44,10 +45,11 @@ def resize_folder(
         max_side = max_side or 400
     sizes = {"max_side": max_side, "short_side": short_side, "quality": quality}
     with resumable_folder(out, {"task": "resize", **sizes}, overwrite=overwrite, outside=[root]):
-        walk = os.walk(root, onerror=unreadable)
-        files = (os.path.join(folder, name) for folder, _, names in walk for name in names)
-        images = sorted(file for file in files if file.lower().endswith(EXTENSIONS))
-        names = [os.path.relpath(image, root) for image in images]
+        try:
+            images = files_below(os.fsencode(root), b"", EXTENSIONS).images
+        except OSError as error:
+            unreadable(error)
+        names = list(map(os.fsdecode, images))
         copy = partial(_copy, root, out, max_side, short_side, quality)
         results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
     written = [result for result in results if isinstance(result, tuple)]

@@ -168,6 +168,19 @@ def test_problems_are_named(prepared):
     assert "n01443537_0.JPEG: " in problems and "truncated" in problems
 
 
+def test_folders_that_train_are_verified(prepared, capsys):
+    flat = prepared / "train"
+    Image.new("RGB", (8, 8)).save(flat / "n01440764/a.webp")
+    (flat / "n01440764/.hidden").touch()
+    shutil.rmtree(prepared / "val")
+    for root in (flat, prepared):
+        words = ["verify", f"data.root={root}", "expect=any", "deep=true"]
+        assert main([*words, "data.extensions=[.JPEG,.webp]".lower()]) == 0
+        assert "train: 13 images in 3 classes" in capsys.readouterr().out
+        assert main(words) == 1 and "a.webp: its name does not end" in capsys.readouterr().out
+    assert check(prepared)[0] == ["train: 12 images in 3 classes"]
+
+
 def test_wrong_usage_is_named():
     for words, message in (
         ("verfy", r"did you mean verify\?"),

@@ -1,0 +1,68 @@
+"""The files below a folder: which are images, and which are left out. Imports no torch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_DROPPINGS = (b"@eaDir", b"__MACOSX", b"Thumbs.db")  # of network storage, archives, Windows
+
+
+def is_hidden(name: bytes) -> bool:
+    """Whether a name is hidden, or left by another program."""
+    return name.startswith(b".") or name in _DROPPINGS
+
+
+@dataclass
+class Files:
+    """What is below a folder: `images`, sorted, and other names relative to it; the folders that
+    were read.
+    """
+
+    images: list[bytes] = field(default_factory=list)
+    folders: list[bytes] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
+
+
+def files_below(
+    top: bytes, folder: bytes, extensions: Sequence[str], *, deep: bool = True
+) -> Files:
+    """The files below `top/folder`, relative to `top`. Links to folders are followed, as in
+    torchvision and timm, but for those that lead back to a folder above.
+
+    Raises OSError: a folder cannot be read.
+    """
+    suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
+    found = Files()
+
+    def read(below: bytes, above: set[tuple[int, int]]) -> None:
+        here = _identity(below)
+        if here in above:
+            return
+        found.folders.append(below)
+        prefix = os.path.join(below, b"")[len(top) + 1 :]
+        with os.scandir(below) as entries:
+            for entry in entries:
+                name = prefix + entry.name
+                if is_hidden(entry.name):
+                    found.hidden.append(os.fsdecode(name))
+                # `is_dir` of a link that leads to itself raises
+                elif os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+                    if deep:
+                        read(entry.path, above | {here})
+                elif name.lower().endswith(suffixes):
+                    found.images.append(name)
+                else:
+                    found.others.append(os.fsdecode(name))
+
+    start = os.path.join(top, folder)
+    above = {_identity(parent) for parent in Path(os.path.realpath(os.fsdecode(start))).parents}
+    read(start, above | ({_identity(top)} if folder else set()))
+    found.images.sort()
+    return found
+
+
+def _identity(folder: bytes | Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
