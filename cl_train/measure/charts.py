@@ -55,7 +55,8 @@ def write_chart(
     figure.supxlabel(f"{ratio}; hollow: not decided", fontsize=11)
     columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, panel) in zip(columns, panels.items(), strict=True):
-        axes.set(xscale="log", xlim=(low, high), ylim=(rows - 0.4, -0.6), xlabel=name)
+        axes.set(xscale="log", xlim=(low, high), ylim=(rows - 0.4, -0.6))
+        axes.set_title(name, pad=18)
         axes.axvline(1, color="#333333", lw=1.5)
         for verdict, start, end in (("slower", low, 1.0), ("faster", 1.0, high)):
             colour = COLOURS[verdict]
@@ -73,8 +74,7 @@ def write_chart(
             if bar.interval:
                 middle = bar.interval.ratio
                 colour = COLOURS[bar.verdict]
-                ends = max(bar.interval.low, low), min(bar.interval.high, high)
-                axes.plot(ends, (row, row), color=colour, lw=4)
+                _draw_interval(axes, (bar.interval.low, bar.interval.high), row, colour, width=4)
                 is_hollow = bar.verdict in ("inconclusive", "not_comparable")
                 fill = "white" if is_hollow else colour
                 axes.plot(middle, row, "o", color=colour, mfc=fill, mew=2, ms=8)
@@ -82,6 +82,18 @@ def write_chart(
             axes.text(middle, row - 0.15, words, ha="center", va="bottom", fontsize=9)
     figure.savefig(path)
     return True
+
+
+def _draw_interval(
+    axes: Any, ends: tuple[float, float], row: int, colour: str, width: float
+) -> None:
+    """A line, with an arrow at each limit of the axis beyond which it goes on."""
+    low, high = axes.get_xlim()
+    shown = [min(max(end, low), high) for end in ends]
+    axes.plot(shown, (row, row), color=colour, lw=width)
+    for end, at, arrow in zip(ends, shown, "<>", strict=True):
+        if end != at:
+            axes.plot(at, row, arrow, color=colour, ms=2 * width + 4, clip_on=False)
 
 
 def _figure(width: float, height: float, title: str) -> Any:
@@ -104,7 +116,9 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
     kinds = times.rows(lambda call: call.kind)
     kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
     bottom = [0.0, 0.0]
-    for name, rows in [*((row.name, [row]) for row in kinds[:7]), ("other", kinds[7:])]:
+    # Without the text of a line of code, which would take half of the figure.
+    named = [(row.name.partition(" `")[0], [row]) for row in kinds[:7]]
+    for name, rows in [*named, ("other", kinds[7:])]:
         ms = [sum(row.contiguous_ms for row in rows), sum(row.channels_last_ms for row in rows)]
         stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, width=0.6)
         bottom = [below + more for below, more in zip(bottom, ms, strict=True)]
@@ -113,15 +127,20 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
     stacked.legend(reverse=True, fontsize=8, frameon=False, **outside)
 
     modules = times.tables["modules"][:10]
-    for y, row in enumerate(modules):
-        colour = COLOURS["slower" if row.difference_ms > 0 else "faster"]
-        alpha = 1.0 if row.is_loss or row.is_gain else 0.3
-        differences.barh(y, row.difference_ms, color=colour, alpha=alpha)
-        differences.plot(row.interval_ms, [y, y], color="#333333", lw=1.5)
+    saved_ms = [-row.difference_ms for row in modules]
+    # By the bars: the interval of one disturbed row may be a thousand times as wide.
+    ends_ms = min([0.0, *saved_ms]), max([0.0, *saved_ms])
+    margin_ms = 0.15 * (ends_ms[1] - ends_ms[0]) or 1.0
+    differences.set_xlim(ends_ms[0] - margin_ms, ends_ms[1] + margin_ms)
+    for y, (row, gain_ms) in enumerate(zip(modules, saved_ms, strict=True)):
+        colour = COLOURS["slower" if gain_ms < 0 else "faster"]
+        differences.barh(y, gain_ms, color=colour, alpha=1.0 if row.is_loss or row.is_gain else 0.3)
+        low, high = row.interval_ms
+        _draw_interval(differences, (-high, -low), y, "#333333", width=1.5)
     differences.set_yticks(range(len(modules)), [row.name for row in modules], fontsize=8)
     differences.invert_yaxis()
     differences.axvline(0, color="#333333", lw=1)
-    differences.set_xlabel("ms that channels_last costs more (pale: within noise)")
+    differences.set_xlabel("ms saved by channels_last\n(below 0: lost; pale: within noise)")
     for axes in (stacked, differences):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
