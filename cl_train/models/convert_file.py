@@ -70,7 +70,10 @@ def convert_file(
     origin = f", {saved.origin}" if saved.origin else ""
     done = f"{saved.kind}{origin}: {len(saved.tensors)} tensors; {proof}"
     size_mib = target.stat().st_size / 2**20
-    return f"{done}\nwritten as {saved.card.memory_format}: {target}, {size_mib:.1f} MiB", is_proved
+    how, what = f"written as {saved.card.memory_format}", ""
+    if target.suffix == ".onnx":  # it has no strides
+        how, what = "written", ", from normalised images to logits"
+    return f"{done}\n{how}: {target}, {size_mib:.1f} MiB{what}", is_proved
 
 
 def _convert(
@@ -163,6 +166,11 @@ def _written_program(
         exported: Any = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=["images"], output_names=["logits"]
         )
+        graph = exported.model.graph
+        batch = graph.inputs[0].shape[0]  # a number, or a name of torch's: s77
+        for value in (*graph.inputs, *graph.outputs):
+            if value.shape[0] == batch and not isinstance(batch, int):
+                value.shape[0] = "batch"
         exported.model.metadata_props.update(saved.card.to_texts())
         exported.save(file, external_data=False)
     runtime = optional_module("onnxruntime", "out=*.onnx")

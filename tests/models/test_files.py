@@ -44,6 +44,8 @@ def test_each_kind_runs_without_this_package_and_carries_the_card(suffix, tmp_pa
     if suffix == ".onnx":
         session = importlib.import_module("onnxruntime").InferenceSession(target)
         recorded = session.get_modelmeta().custom_metadata_map
+        values = (*session.get_inputs(), *session.get_outputs())
+        assert [value.shape for value in values] == [["batch", 3, 32, 32], ["batch", 3]]
         found = torch.from_numpy(session.run(["logits"], {"images": x.numpy()})[0])
     elif suffix == ".pt2":
         program = torch.export.load(target, extra_files=recorded).module()
