@@ -6,14 +6,17 @@ Tab.
 
 import importlib
 import os
-from importlib.metadata import PackageNotFoundError, version
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 from cl_train.commands import COMMANDS
 from cl_train.config.command_line import TYPED_KEYS, group_choices
 from cl_train.config.fields import setting_fields
 from cl_train.config.schema import GROUPS, Config
-from cl_train.system.files import cache_folder, write_text
 
+# The function below a decorator, which may have others below it, of several lines.
+_REGISTERED = re.compile(r"^@register_model.*\n(?:[@ )].*\n)*def (\w+)", re.MULTILINE)
 INSTALL = "complete -o default -o nospace -C 'cl-train completion query' cl-train"
 
 
@@ -57,15 +60,11 @@ def candidates(line: str) -> list[str]:
 
 
 def model_names(package: str) -> list[str]:
-    """Lists the models of torchvision or timm, cached in a file: importing either is slow."""
-    try:
-        path = cache_folder() / f"models-{package}-{version(package)}.txt"
-    except PackageNotFoundError:
+    """The models of torchvision or timm, from their source: importing them takes seconds."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         return []
-    if not path.is_file():
-        from cl_train.models import sources
-
-        names = sources.model_names() if package == "torchvision" else sources.timm_model_names()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, "\n".join(names) + "\n")
-    return path.read_text(encoding="utf-8").split()
+    modules = (Path(spec.origin).parent / "models").glob("*.py")
+    texts = "".join(path.read_text(encoding="utf-8") for path in sorted(modules))
+    prefix = "timm/" if package == "timm" else ""
+    return sorted(prefix + name for name in _REGISTERED.findall(texts))

@@ -71,7 +71,7 @@ def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan
     line += f" Loss {window.loss:.4f} ({mean(epoch_windows, 'loss'):.4f})"
     line += f" Prec@1 {window.top1:.2f} ({mean(epoch_windows, 'top1'):.2f})"
     line += f" Prec@5 {window.top5:.2f} ({mean(epoch_windows, 'top5'):.2f})"
-    line += f" LR {window.lr:.5f} Data {window.data_wait_pct:.0f}%"
+    line += f" LR {window.lr:.2g} Data {window.data_wait_pct:.0f}%"
     if window.loss_scale:
         line += f" Scale {window.loss_scale:g} Skipped {window.skipped_steps}"
     if window.skipped_images:
@@ -104,7 +104,7 @@ def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterato
     if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")
     if count := summary["skipped_images"]:
-        parts.append(f"{count} bad image{'s' if count > 1 else ''} skipped")
+        parts.append(f"bad images skipped {count} time{'s' if count > 1 else ''}")
     yield f"{', '.join(parts)}. Records: {folder}"
     if best is not None and (checkpoints / "best.pt").is_file():
         score = f"top-1 {best['top1']:.2f} %"

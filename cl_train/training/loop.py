@@ -78,6 +78,8 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
     while not (is_epoch_end or run.stop_signal):
         with meter.waiting():
             micro_batches = list(islice(batches, cfg.accumulate_steps))
+        if progress.step == 0:
+            run.records.show(micro_batches[0].images)
 
         lr = plan.lr_at(progress)
         set_lr(state.parts.optimizer, lr)
@@ -172,7 +174,9 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
             run.stop_signal = interrupted.signum
             break
         if cfg.report and kind == "val":
-            write_report(predictions, run.data, run.dist, run.folder / "report")
+            images = cfg.data.root or cfg.data.dataset or cfg.data.name
+            split = f"{cfg.data.val_split or 'val'} of {images}"
+            write_report(predictions, run.data, run.dist, run.folder, run.records.facts, split)
     return results
 
 
@@ -198,7 +202,7 @@ def finish(run: ActiveRun) -> RunResult:
     skipped, each_reasons, each_lost_pct = zip(*of_ranks, strict=True)
     reasons = {name: reason for of_rank in each_reasons for name, reason in of_rank.items()}
     if reasons and dist.is_main:
-        log.warning("bad images skipped: %d; %s", len(reasons), first_reasons(reasons))
+        log.warning("bad images: %d; %s", len(reasons), first_reasons(reasons))
     write = partial(
         records.finish,
         "interrupted" if stopped_by else "completed",

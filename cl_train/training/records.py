@@ -35,7 +35,7 @@ from cl_train.system.run_folder import (
 )
 from cl_train.training.evaluation import score_of
 from cl_train.training.plan import Progress
-from cl_train.training.trackers import Trackers
+from cl_train.training.trackers import SHOWN, Trackers
 
 
 class Records:
@@ -80,6 +80,11 @@ class Records:
         if self._folder is not None:
             self._metrics.append((json.dumps(record) + "\n").encode())
             self._trackers.send(record)
+
+    def show(self, images: torch.Tensor) -> None:
+        """Send the first images of a batch to TensorBoard; the host waits for the device."""
+        if self._folder is not None:
+            self._trackers.send({"kind": "images", "step": 0, "images": images[:SHOWN].cpu()})
 
     def write_evaluation(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append the evaluation of this step, `val` or `val_average`."""

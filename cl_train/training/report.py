@@ -5,6 +5,7 @@ import io
 import json
 import logging
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cl_train.data.build import Data, ImageData
 from cl_train.data.decode import BadImage
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.files import write_text
-from cl_train.system.run_folder import finite_or_null
+from cl_train.system.run_folder import RunFacts, finite_or_null
 from cl_train.system.tables import write_csv
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,12 @@ Rows = npt.NDArray[np.float64]  # evaluation.COLUMNS and the image's index, or -
 Counts = npt.NDArray[np.int64]  # of images [true class, predicted class]
 
 
-def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) -> None:
-    """Rank 0 writes `per_class.csv`, `confusions.csv` and `index.html`; if it cannot, it warns."""
+def write_report(
+    predicted: torch.Tensor, data: Data, dist: Dist, run_folder: Path, facts: RunFacts, split: str
+) -> None:
+    """Rank 0 writes `per_class.csv`, `confusions.csv` and `index.html` into `report/` of the run;
+    if it cannot, it warns. split: the images, such as val of a folder.
+    """
     indices = data.validation_indices()
     if len(indices) != len(predicted):  # of an IterableDataset, or a file became unreadable
         indices = [-1] * len(predicted)
@@ -41,13 +46,17 @@ def write_report(predicted: torch.Tensor, data: Data, dist: Dist, folder: Path) 
     names = [*data.classes, *(f"output {n}" for n in range(len(data.classes), outputs))]
     counts = np.zeros((outputs, outputs), np.int64)
     np.add.at(counts, tuple(rows[:, :2].astype(int).T), 1)
+    folder, classes = run_folder / "report", per_class(rows, counts, names)
+    evaluated = datetime.now().astimezone().isoformat(" ", "minutes")
+    about = f"{facts.model}, run {run_folder}; {split}; evaluated {evaluated}"
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     try:
         folder.mkdir(exist_ok=True)
-        write_csv(folder / "per_class.csv", per_class(rows, counts, names), ["class"])
+        write_csv(folder / "per_class.csv", classes, ["class"])
         header = ["true", "predicted", "images"]
         write_csv(folder / "confusions.csv", confusions(counts, names), header)
-        content = json.dumps(finite_or_null(page_data(rows, counts, data, names)))
+        shown = {"about": about, "table": classes, **page_data(rows, counts, data, names)}
+        content = json.dumps(finite_or_null(shown))
         write_text(folder / "index.html", page.replace("DATA", content.replace("<", r"\u003c")))
     except (OSError, BadImage) as error:
         log.warning("the evaluation's report cannot be written: %s", error)

@@ -25,6 +25,7 @@ Tracker = Callable[[Record], object]
 
 # TensorBoard sorts the groups of its charts by name: what is looked at first comes first.
 _FIRST = ("train/loss", "train/top1", "train/top5", "train/images_per_s")
+SHOWN = 16  # images of the first batch
 _NO_RESULTS = ("step", "time", "warmup", "world_size", "images")
 _HPARAMS = (
     "model channels_last precision compile batch_size seed data.image_size optim.name optim.lr"
@@ -50,7 +51,8 @@ class Trackers:
     def send(self, record: Record) -> None:
         """Raises ConfigError: TensorBoard or Weights & Biases cannot begin the run."""
         for name, tracker in self._trackers.items():
-            if name in self._failures:
+            is_for_all = record["kind"] != "images"
+            if name in self._failures or not (is_for_all or isinstance(tracker, TensorBoard)):
                 continue
             try:
                 tracker(copy.deepcopy(record))  # what one changes, the others must not see
@@ -117,6 +119,9 @@ class TensorBoard:
         if record["kind"] == "start":
             self._begin(record)
             return
+        if record["kind"] == "images":
+            self._add_contact_sheet(record["images"])
+            return
         values, step = metrics_of(record, self._start), record["step"]
         for tag, value in values.items():
             is_vital = tag.startswith("train/") and tag not in _FIRST
@@ -142,6 +147,16 @@ class TensorBoard:
             "top-1 in training and validation, %": ["Multiline", ["^train/top1$", "^val/top1$"]],
         }
         self._writer.add_custom_scalars({"a run": charts})
+
+    def _add_contact_sheet(self, images: Any) -> None:
+        """The images as the step gets them, without the normalisation."""
+        from torchvision.utils import make_grid
+
+        config = self._start["config"]
+        images = images.float()
+        mean, std = (images.new_tensor(config[f"data.{name}"]) for name in ("mean", "std"))
+        pixels = (images * std.view(3, 1, 1) + mean.view(3, 1, 1)).clamp(0, 1)
+        self._writer.add_image("images/first batch", make_grid(pixels, nrow=4), 0)
 
     def _add_hparams(self, memory_format: str, values: dict[str, float]) -> None:
         from torch.utils.tensorboard.summary import hparams

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cl_train.cli import main
-from cl_train.commands import COMMANDS, train
+from cl_train.commands import COMMANDS, completion, train
 from cl_train.commands.audit import AuditSettings
 from cl_train.commands.completion import candidates
 from cl_train.commands.convert import ConvertSettings
@@ -20,6 +20,7 @@ from cl_train.config.arguments import command_help, is_setting, settings_from_ar
 from cl_train.config.fields import Range, setting_fields
 from cl_train.config.schema import Config, setting
 from cl_train.errors import ConfigError
+from cl_train.models.sources import model_names, timm_model_names
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,14 +126,21 @@ def test_the_same_key_has_the_same_type_in_every_command():
         ("cl-train nothing a", []),
     ],
 )
-def test_completion(line, expected, cache_home, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+def test_completion(line, expected):
     found = candidates(line)
     assert set(expected) <= set(found) and (expected or not found)
 
 
+def test_models_are_completed_without_importing_them():
+    for package, known in (("torchvision", model_names()), ("timm", timm_model_names())):
+        assert completion.model_names(package) == sorted(known)
+    script = "import sys; from cl_train.commands.completion import candidates as of; "
+    script += "assert of('x train model=resnet1') and not {'torch', 'torchvision'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
 @pytest.mark.slow
-def test_completion_in_a_terminal(tmp_path, cache_home):
+def test_completion_in_a_terminal(tmp_path):
     """As a user meets it: a bash in a terminal, the line of the documentation, and the Tab key."""
     import pexpect
 
@@ -140,7 +148,7 @@ def test_completion_in_a_terminal(tmp_path, cache_home):
     (tmp_path / "cl-train").chmod(0o755)
     terminal = {"PS1": "$ ", "TERM": "dumb", "INPUTRC": "/dev/null"}
     terminal |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment = os.environ | terminal | {"XDG_CACHE_HOME": str(cache_home)}
+    environment = os.environ | terminal
     start = partial(pexpect.spawn, timeout=LIMIT_S, encoding="utf-8", cwd=tmp_path)
     bash = start("bash --norc --noprofile -i", env=environment)
     bash.sendline('eval "$(cl-train completion)"; echo rea""dy')
@@ -158,6 +166,8 @@ def test_completion_in_a_terminal(tmp_path, cache_home):
 def test_completion_explains_itself_and_an_unknown_command_is_refused(capsys):
     assert main(["completion", "--help"]) == 0 and "cl-train completion" in capsys.readouterr().out
     assert main(["adit"]) == 2 and "audit" in capsys.readouterr().err
+    for word, meant in (("export", "convert"), ("eval", "train evaluate_only=true")):
+        assert main([word]) == 2 and f"did you mean {meant}" in capsys.readouterr().err
 
 
 def test_each_script_runs_its_command(monkeypatch):

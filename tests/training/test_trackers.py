@@ -115,7 +115,8 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     expected = "train/loss train/images_per_s val/top1 vitals/lr vitals/loss_scale"
     assert set(expected.split()) <= set(tags["scalars"])
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert tags["images"] == []
+    assert tags["images"] == ["images/first batch"]
+    assert [event.step for event in events.Images("images/first batch")] == [0], "once"
     assert {"config/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
     layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     assert b"training (cross_entropy)" in layout
