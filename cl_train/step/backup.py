@@ -94,10 +94,20 @@ class BufferBackup:
             if copy is None or buffer.is_meta:
                 continue
             if _kind(buffer) != self._kinds[name]:
-                module, _, attribute = name.rpartition(".")
-                setattr(self._models.get_submodule(module), attribute, copy.clone())
+                set_buffer(self._models, name, copy.clone())
             elif buffer.layout != torch.strided or not torch.equal(buffer, copy):
                 buffer.copy_(copy)
+
+
+def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Copy `value` into a buffer, or replace one of another shape or dtype."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    present = getattr(module, attribute, None)
+    if isinstance(present, torch.Tensor) and _kind(present)[:2] == _kind(value)[:2]:
+        present.copy_(value)
+    else:
+        setattr(module, attribute, value)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:

@@ -14,6 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from cl_train.config.schema import PRECISIONS
 from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
+from cl_train.step.backup import set_buffer
+from cl_train.system.failures import failure_explained
 from cl_train.system.machine import thread_s
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -174,6 +176,11 @@ class Fp32Weights:
         named = {**dict(self._model.named_parameters()), **self._full}
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All parameters, in fp32, and all buffers, also those that a state dict leaves out."""
+        named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {**named, **self._full}
+
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict with fp32 weights, so that any precision can load it."""
         state = self._model.state_dict()
@@ -208,26 +215,39 @@ class Fp32Weights:
 
 class EMA:
     """`module`, a float32 copy of `model`, with moving averages of its `Fp32Weights` and BatchNorm
-    statistics: fp16 does not resolve such small changes.
+    statistics: fp16 does not resolve such small changes. Raises ConfigError: it cannot be copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.module = copy.deepcopy(model).float().requires_grad_(False).eval()
-        # Nothing replaces these tensors: a checkpoint is copied into them.
-        state = self.module.state_dict()
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        with failure_explained("the model cannot be copied for its average", "use ema_decay=0"):
+            self.module = copy.deepcopy(model).float().requires_grad_(False).eval()
+        self.collect()
+
+    def collect(self) -> None:
+        """The tensors of `module`, of which a checkpoint may replace some; tied ones once."""
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self._averages = {name: t for name, t in tensors.items() if t.is_floating_point()}
         self._copied = {name: t for name, t in tensors.items() if not t.is_floating_point()}
 
     @torch.no_grad()
-    def update(self, source: Mapping[str, Any]) -> None:
-        """ema += (1 - decay) * (weights - ema), for a model's state dict; integer buffers are
-        copied. The host does not wait.
+    def update(self, source: Mapping[str, torch.Tensor]) -> None:
+        """ema += (1 - decay) * (weights - ema), for `Fp32Weights.tensors`; integer buffers are
+        copied, as are those that the model has made since, or in another shape. The host does not
+        wait.
         """
-        if self._copied:  # one launch instead of one per BatchNorm
-            counts = [source[name] for name in self._copied]
-            torch._foreach_copy_(list(self._copied.values()), counts)
-        averages = self._averages
+        named = {**self._averages, **self._copied}
+        shapes = {name: tensor.shape for name, tensor in named.items()}
+        if other := [name for name in source if shapes.get(name) != source[name].shape]:
+            for name in other:
+                is_float = source[name].is_floating_point()
+                value = source[name].to(torch.float32 if is_float else None, copy=True)
+                set_buffer(self.module, name, value)
+            self.collect()
+        copied = [name for name in self._copied if name in source]
+        if copied:  # one launch instead of one per BatchNorm
+            values = [source[name] for name in copied]
+            torch._foreach_copy_([self._copied[name] for name in copied], values)
+        averages = {name: t for name, t in self._averages.items() if name in source}
         weights = [source[name].detach().to(average.dtype) for name, average in averages.items()]
         get_ema_multi_avg_fn(self.decay)(list(averages.values()), weights, None)

@@ -17,7 +17,7 @@ from torch import nn
 from cl_train.config.schema import LOSSES, OptimConfig
 from cl_train.config.validation import user_function
 from cl_train.data.device import Batch
-from cl_train.step.optim import build_optimizer, in_memory_order
+from cl_train.step.optim import build_optimizer, in_memory_order, make_dense
 from cl_train.step.precision import EMA, Fp32Weights, Precision, autocast
 
 # For measurements: costs as much as any other rate, and random labels barely change the weights.
@@ -140,7 +140,7 @@ class StepParts:
     def update_average(self, step: int) -> None:
         """Update the moving average if that is due at step number `step`, from 1."""
         if self.average is not None and step % self.ema_every == 0:
-            self.average.update(self.weights.state_dict())
+            self.average.update(self.weights.tensors())
 
 
 def make_step(
@@ -155,8 +155,9 @@ def make_step(
 
     The model has its device, dtypes and memory format already: the average, the optimizer's state,
     DDP's buckets and the compiled graph take its strides over (pytorch/pytorch#47163). wrap: puts
-    the model into DDP.
+    the model into DDP. Raises ConfigError: as `make_dense` and `EMA`.
     """
+    make_dense(model)
     weights = Fp32Weights(model, settings.precision)
     average = EMA(model, settings.ema_decay) if settings.ema_decay > 0 else None
     optimizer = build_optimizer(settings.optim, model, weights.trainable(), lr)

@@ -34,6 +34,7 @@ from cl_train.step.optim import freeze
 from cl_train.step.precision import (
     BATCH_NORMS,
     Precision,
+    autocast,
     cast_model,
     kernel_selection,
 )
@@ -187,8 +188,8 @@ def model_of(
         entry=cfg.entry,
     )
     refuse_lazy(model)
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or parameter.is_sparse or parameter.is_inference():
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta or tensor.is_sparse or tensor.is_inference():
             what = "is on the meta device, sparse, or made in inference mode"
             raise ConfigError(f"{name} {what}: build a dense model on the CPU, outside it")
     return model
@@ -203,7 +204,8 @@ def facts_by_size(cfg: Config, model: nn.Module, trained: Collection[int]) -> di
     is_users = ":" in cfg.model
     facts = {}
     for size in {cfg.data.eval_size, *trained}:
-        images = image_shapes(model, 2 if is_users else cfg.batch_size, 3, size, size)
+        count = min(2, cfg.batch_size) if is_users else cfg.batch_size
+        images = image_shapes(model, count, 3, size, size)
         task = "train on" if size in trained else "evaluate"
         what = f"model={cfg.model} cannot {task} {cfg.batch_size} images of {size} px"
         advice = "change data.image_size, data.size_schedule or batch_size"
@@ -219,24 +221,28 @@ def try_run(
     batch_format: DeviceFormat,
     num_classes: int,
 ) -> None:
-    """Try a step of the largest images, and tell whether the model loses channels_last in it.
+    """Try a step of the largest images, and tell whether the model loses channels_last in it; then
+    an evaluation of the model and of its average.
 
     On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and before a
     compilation: the compiled step takes less memory.
     """
     size = size_schedule(cfg.data).largest
     is_whole = batch_format.device.type == "cuda" and not cfg.compile
-    shape = (cfg.batch_size if is_whole else 2, 3, size, size)
+    shape = (cfg.batch_size if is_whole else min(2, cfg.batch_size), 3, size, size)
     facts = (settings.precision.name, str(batch_format.device), torch.__version__)
     report = LayoutReport(cfg.model, model_memory_format(model), str(shape), *facts)
     trial = partial(try_model, model, settings, batch_format, shape, num_classes)
+    evaluated = (*shape[:2], cfg.data.eval_size, cfg.data.eval_size)
     # Kernels for two images would never be used again.
     with kernel_selection(autotune=torch.backends.cudnn.benchmark and is_whole):
         try:
             with recording(report):
-                trial()
+                parts = trial()
         except ConfigError:  # perhaps the model only fails under the recorder
-            trial()
+            parts = trial()
+        if parts is not None:
+            try_evaluation(parts, settings.precision, batch_format, evaluated)
     if report.of("lost"):
         where = audit_command(cfg, settings.precision, size)
         log.info("%s; where and why: %s", report.headline(), where)
@@ -261,8 +267,9 @@ def try_model(
     batch_format: DeviceFormat,
     shape: Sequence[int],
     num_classes: int,
-) -> None:
+) -> StepParts | None:
     """Train a copy of `model` for one step on noise [N, 3, H, W]; the generators are restored.
+    Returns the copy with its average; None: there can be no copy.
 
     Raises TrainingFault: memory ran out. ConfigError: the model cannot take the images.
     """
@@ -277,7 +284,7 @@ def try_model(
         copied = models.copy_model(model)
     except ConfigError as error:
         log.info("no step is tried: %s", error)
-        return
+        return None
     if not isinstance(copied, torch.jit.ScriptModule):  # which takes no hooks
         copied.register_forward_hook(check_logits)
     try:
@@ -289,6 +296,8 @@ def try_model(
             targets = F.one_hot(labels, num_classes).float() if is_soft else labels
             parts = make_step(copied, replace(settings, compile=False), device)
             train_step(parts, [Batch(images, targets)])
+            parts.update_average(parts.ema_every)
+        return parts
     except Exception as error:
         if is_out_of_memory(error):
             what = f"batch_size={shape[0]}: {describe_out_of_memory(error)}"
@@ -296,6 +305,27 @@ def try_model(
             raise TrainingFault(f"{what}. {advice}") from None
         what = f"the model cannot train on {shape[-1]} px images"
         raise ConfigError(f"{what}: {explain_failure(error)}") from error
+
+
+def try_evaluation(
+    parts: StepParts, precision: Precision, batch_format: DeviceFormat, shape: Sequence[int]
+) -> None:
+    """Raises ConfigError: the model, or its average, cannot be evaluated on images [N, 3, H, W]."""
+    models = {"the model": (parts.wrapped_model, precision)}
+    if parts.average is not None:
+        models["the average of the model"] = parts.average.module, precision.for_fp32_weights
+    for name, (model, used) in models.items():
+        what = f"{name} cannot be evaluated on {shape[-1]} px images"
+        remedy = "use ema_decay=0" if model is not parts.wrapped_model else "mend its eval mode"
+        with (
+            failure_explained(what, remedy),
+            random_state_restored(batch_format.device),
+            torch.no_grad(),
+            autocast(used, batch_format.device),
+        ):
+            images = batch_format.place(torch.randn(*shape, device=batch_format.device))
+            model.eval()
+            logits_of(model(images))
 
 
 def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:

@@ -16,7 +16,7 @@ from cl_train.config.schema import affects
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
 from cl_train.models.files import load_state
-from cl_train.step.backup import random_state, set_random_state
+from cl_train.step.backup import random_state, set_buffer, set_random_state
 from cl_train.step.train_step import StepResult
 from cl_train.system.checkpoints import CheckpointError, CheckpointStore, load_for_resume, snapshot
 from cl_train.system.distributed import Dist, gather_objects, on_main
@@ -47,6 +47,11 @@ def collect(
     }
     return {
         "model": state.parts.weights.state_dict(),
+        # What a state dict leaves out; a forward pass may change it.
+        "buffers": {
+            "model": _not_persistent(state.model),
+            "average": {} if average is None else _not_persistent(average.module),
+        },
         "optimizer": {
             "name": type(optimizer).__name__,
             "step": steps[0] if steps else None,
@@ -58,6 +63,11 @@ def collect(
         "facts": dict(identity),
         "saved_at": time.time(),
     }
+
+
+def _not_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {name: value for name, value in model.named_buffers() if name not in state}
 
 
 @dataclass
@@ -73,15 +83,15 @@ class Checkpoints:
     saved_step: int = -1
 
     def check(self) -> None:
-        """Raises ConfigError: the disk has no space, or `get_extra_state` cannot be saved."""
+        """Raises ConfigError: the disk has no space, or the model's state cannot be saved."""
         weights = self.state.parts.weights.state_dict()
+        tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
         try:
-            snapshot({name: v for name, v in weights.items() if name.endswith("_extra_state")})
+            snapshot({k: v for k, v in weights.items() if not isinstance(v, torch.Tensor)})
         except TypeError as error:
             what = f"the model cannot be saved in a checkpoint: {error}"
-            raise ConfigError(f"{what}; change get_extra_state") from None
+            raise ConfigError(f"{what}; change its state_dict or get_extra_state") from None
         if self.dist.is_main:
-            tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
             # Weights, two moments at most, EMA.
             copies = 3 if self.state.parts.average is None else 4
             needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
@@ -105,9 +115,9 @@ class Checkpoints:
         if self.dist.is_main:
             collected = collect(self.state, saved, self.identity)
             for name, value in (buffers or {}).items():
-                entry, _, name_in_model = name.partition(".")
-                if name_in_model in collected[entry]:  # else it is not persistent
-                    collected[entry][name_in_model] = value
+                entry, _, own = name.partition(".")
+                is_persistent = own in collected[entry]
+                (collected if is_persistent else collected["buffers"])[entry][own] = value
             self.store.write_step(collected, progress.step, best=best)
 
     def mark_best(self, progress: Progress) -> None:
@@ -196,8 +206,12 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
     load_weights(state.model, checkpoint["model"])
     state.parts.weights.load(checkpoint["model"])
     average = state.parts.average
+    buffers = checkpoint.get("buffers", {"model": {}, "average": {}})  # since 0.3
+    load_buffers(state.model, buffers["model"], state.parts.device)
     if average is not None:
         load_weights(average.module, checkpoint["average"] or checkpoint["model"])
+        load_buffers(average.module, buffers["average"] or buffers["model"], state.parts.device)
+        average.collect()
     if not training:
         return
     if state.parts.scaler.is_enabled() and checkpoint["scaler"]:
@@ -227,6 +241,14 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
                 moment = torch.empty_like(parameter, dtype=value.dtype)
                 optimizer.state[parameter][key] = moment.copy_(value)
+
+
+def load_buffers(
+    model: nn.Module, buffers: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Those that a state dict leaves out."""
+    for name, value in buffers.items():
+        set_buffer(model, name, value.to(device))
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,238 @@
+"""The state of a model that trains: memory, buffers, random numbers, what a trial must find before
+the first epoch.
+"""
+
+import copy
+import random
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cl_train.errors import ConfigError
+from cl_train.step.optim import make_dense
+from cl_train.step.precision import EMA, Fp32Weights, resolve_precision
+from cl_train.step.train_step import StepSettings, make_step, train_step
+from tests.networks import small
+from tests.step.test_train_step import make_batch
+
+CPU = torch.device("cpu")
+FP32 = resolve_precision("fp32", CPU)
+
+
+class Then(nn.Module):
+    """`network`, then `run` of this module, its images and its logits."""
+
+    def __init__(self, network, run, **parts):
+        super().__init__()
+        self.network, self.run = network, run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.run(self, x, self.network(x))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["columns", "channels_last", "steps"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_parameter_with_gaps_is_updated_and_nothing_between(layout, name):
+    model = small(3)
+    big = {
+        "columns": torch.randn(3, 32),
+        "steps": torch.randn(3, 32),
+        "channels_last": torch.randn(16, 3, 3, 24),
+    }[layout]
+    part, index = big[:, :16], 8
+    if layout == "steps":
+        part = big[:, ::2]
+    if layout == "channels_last":
+        part, index = big[..., :8].permute(0, 3, 1, 2), 3
+    before = big.clone()
+    plain, frozen = copy.deepcopy(model), model[0].weight
+    model[index].weight = nn.Parameter(part)
+    plain[index].weight = nn.Parameter(part.clone())
+    frozen.requires_grad_(False)
+    frozen.data = torch.randn(8, 3, 3, 6)[..., :3].copy_(frozen.data)
+    plain[0].weight.requires_grad_(False)
+    for one in (model, plain):
+        settings = StepSettings(FP32)
+        parts = make_step(one, settings, CPU, 0.1) if name == "sgd" else None
+        parts = parts or make_step(one, with_optimizer(settings, name), CPU, 0.1)
+        train_step(parts, [make_batch(parts)])
+    assert torch.equal(big, before)
+    assert model[index].weight.stride() == plain[index].weight.stride()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def with_optimizer(settings, name):
+    return StepSettings(settings.precision, type(settings.optim)(name=name))
+
+
+def views():
+    big = torch.randn(3, 32)
+    return nn.Parameter(big), nn.Parameter(big[:, ::2])
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (nn.Parameter(torch.ones(1, 1, 1, 1).expand(1, 8, 1, 1)),),
+        (nn.Parameter(torch.arange(10.0).as_strided((4, 4), (2, 1))),),
+        (nn.Parameter(torch.zeros(1).expand(2, 3)),),
+        views(),
+    ],
+)
+def test_elements_that_share_memory_are_refused(tensors):
+    model = small(3)
+    for number, tensor in enumerate(tensors):
+        model.register_parameter(f"odd{number}", tensor)
+    with pytest.raises(ConfigError, match=r"odd\d: elements that train share memory.*clone"):
+        make_step(model, StepSettings(FP32), CPU)
+
+
+def test_other_tensors_keep_what_they_share():
+    """Halves of one tensor are no overlap; a transposed tie stays, a buffer may be expanded."""
+    model, big = small(3), torch.randn(4, 6)
+    model.left, model.right = nn.Parameter(big[:, :3]), nn.Parameter(big[:, 3:])
+    model.tie = nn.Parameter(model[8].weight.data.t())
+    model.register_buffer("wide", torch.ones(1).expand(5))
+    make_dense(model)
+    assert torch.equal(torch.cat([model.left, model.right], 1), big) and model.left.is_contiguous()
+    assert model.tie.data_ptr() == model[8].weight.data_ptr()
+    average = EMA(model, 0.5)
+    average.update(Fp32Weights(model, FP32).tensors())
+    assert torch.equal(average.module.wide, torch.ones(5))
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+def test_the_average_has_tied_weights_once_and_follows_all_buffers():
+    model = small(3)
+    model.tied = model[8]
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    model.register_buffer("scale", torch.zeros(1))
+    weights, average = Fp32Weights(model, FP32), EMA(model, 0.75)
+    before = model[8].weight.detach().clone()
+    with torch.no_grad():
+        model[8].weight += 4
+        model.seen += 4
+    model.scale = torch.full((3,), 8.0)  # as an observer, at its first images
+    average.update(weights.tensors())
+    torch.testing.assert_close(average.module[8].weight, before + 1)
+    assert average.module.seen.tolist() == [1, 1] and average.module.scale.tolist() == [8, 8, 8]
+    model.scale += 4
+    average.update(weights.tensors())
+    assert average.module.scale.tolist() == [9, 9, 9]
+
+
+def drawing(num_classes):
+    """Draws numbers of every generator, and counts in buffers that a state dict leaves out."""
+
+    def run(module, images, logits):
+        if module.training:
+            module.count += images.mean()
+            module.late = logits.detach().mean(0) if module.late is None else module.late * 0.9
+            noise = random.random() + np.random.rand() + torch.rand(()) + random.gauss(0, 1)
+            logits = logits * noise
+        return logits + module.count + module.late
+
+    model = Then(small(num_classes), run)
+    model.register_buffer("count", torch.zeros(()), persistent=False)
+    model.register_buffer("late", None, persistent=False)
+    return model
+
+
+def test_a_resumed_run_draws_the_next_numbers_and_has_every_buffer(train, tmp_path, monkeypatch):
+    module = ModuleType("state_models")
+    module.drawing = drawing
+    monkeypatch.setitem(sys.modules, "state_models", module)
+    words = ("model=state_models:drawing", "ema_decay=0.5")
+    whole = train(*words)
+    train(*words, "max_steps=4", folder=tmp_path / "parts")
+    resumed = train(*words, "resume=auto", folder=tmp_path / "parts")
+    assert resumed.losses == whole.losses
+    for kind in ("val", "val_average"):
+        numbers = [[r["loss"] for r in run.records(kind)] for run in (resumed, whole)]
+        assert numbers[0] == numbers[1]
+    saved = [run.checkpoint() for run in (resumed, whole)]
+    assert saved[0]["buffers"]["model"]["count"] != 0
+    for entry in ("model", "average", "buffers"):
+        torch.testing.assert_close(*(content[entry] for content in saved), rtol=0, atol=0)
+    evaluated = train(*words, "evaluate_only=true", f"resume={whole.folder}", folder=tmp_path / "e")
+    assert evaluated.records("val")[0]["loss"] == whole.records("val")[-1]["loss"]
+
+
+# --- what the trial finds -------------------------------------------------------------------------
+
+
+class Uncopyable(nn.Identity):
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot pickle a lock")
+
+
+def half_layer(num_classes):
+    layer = nn.Linear(num_classes, num_classes).half()
+    return Then(small(num_classes), lambda m, x, y: m.last(y.half()).float(), last=layer)
+
+
+def of_normalised_rows(num_classes):
+    return nn.Sequential(*small(num_classes)[:-1], nn.BatchNorm1d(16), nn.Linear(16, num_classes))
+
+
+def fewer_in_eval(num_classes):
+    return Then(small(num_classes), lambda m, x, y: y if m.training else y[:, 1:])
+
+
+def quantised(num_classes):
+    network = small(num_classes)
+    with pytest.warns(match=r"(?i)deprecat"):
+        head = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 3)), {nn.Linear})
+    return Then(network, lambda m, x, y: y + m.head(y.detach()), head=head)
+
+
+def sparse_buffer(num_classes):
+    model = small(num_classes)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    return model
+
+
+TRIED = [
+    (half_layer, "ema_decay=0.9", r"the average of the model cannot be evaluated.*ema_decay=0"),
+    (half_layer, "ema_decay=0", None),
+    (fewer_in_eval, "ema_decay=0", r"the model cannot be evaluated on 32 px images.*3 classes"),
+    (
+        lambda num_classes: nn.Sequential(small(num_classes), Uncopyable()),
+        "ema_decay=0.9",
+        r"cannot be copied for its average.*lock.*ema_decay=0",
+    ),
+    (lambda num_classes: nn.Sequential(small(num_classes), Uncopyable()), "ema_decay=0", None),
+    (of_normalised_rows, "batch_size=1", r"cannot train on 32 px images.*more than 1 value"),
+    (quantised, "ema_decay=0", r"cannot be saved in a checkpoint.*dtype"),
+    (sparse_buffer, "ema_decay=0", r"adjacency is on the meta device, sparse"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("build", "word", "said"), TRIED)
+def test_what_would_fail_later_is_found_before_the_first_step(
+    build, word, said, train, tmp_path, monkeypatch
+):
+    module = ModuleType("state_models")
+    module.build = build
+    monkeypatch.setitem(sys.modules, "state_models", module)
+    words = ("model=state_models:build", "max_steps=1", word)
+    if said is None:
+        assert train(*words).exit_code == 0
+        return
+    with pytest.raises(ConfigError, match=said) as caught:
+        train(*words, folder=tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
