@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cl_train.sweeps.report import Report, as_markdown
-from cl_train.system.files import safe_name
+from cl_train.system.files import refuse_link, safe_name
 from cl_train.system.run_folder import Run
 
 
@@ -19,12 +19,13 @@ def write_dashboard(report: Report, folder: Path) -> None:
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    for earlier in folder.glob("*/events.out.tfevents.*"):
-        earlier.unlink()
+    for earlier in refuse_link(folder).glob("*/events.out.tfevents.*"):
+        if not earlier.parent.is_symlink():
+            earlier.unlink()
     names = [safe_name(label) for label in report.labels]
     sides = dict.fromkeys(side for pair in report.pairs for side in pair.sides)
     for number, side in enumerate(sides):
-        with SummaryWriter(str(folder / safe_name(side))) as writer:
+        with SummaryWriter(str(refuse_link(folder / safe_name(side)))) as writer:
             for name, pair in zip(names, report.pairs, strict=True):
                 for tag, step, value in _points(name, pair.sides.get(side, [])):
                     writer.add_scalar(tag, value, step)

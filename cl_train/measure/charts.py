@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cl_train.measure.statistics import Interval
+from cl_train.system.files import replacing
 
 if TYPE_CHECKING:
     from cl_train.measure.times_report import OperatorTimes
@@ -80,7 +81,7 @@ def write_chart(
                 axes.plot(middle, row, "o", color=colour, mfc=fill, mew=2, ms=8)
             words = textwrap.fill(bar.words, 62, max_lines=2)
             axes.text(middle, row - 0.15, words, ha="center", va="bottom", fontsize=9)
-    figure.savefig(path)
+    _save(figure, path)
     return True
 
 
@@ -105,6 +106,11 @@ def _figure(width: float, height: float, title: str) -> Any:
     figure = Figure((width, height), dpi=130, layout="constrained")
     figure.suptitle(title, fontsize=12, fontweight="bold")
     return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix("."))
 
 
 def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
@@ -143,4 +149,4 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
     differences.set_xlabel("ms saved by channels_last\n(below 0: lost; pale: within noise)")
     for axes in (stacked, differences):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    _save(figure, path)

@@ -13,7 +13,7 @@ from cl_train.config.schema import HERE
 from cl_train.errors import ConfigError
 from cl_train.sweeps.places import Place
 from cl_train.sweeps.plan import Job
-from cl_train.system.files import lock_file, read_json
+from cl_train.system.files import lock_file, open_no_link, read_json
 from cl_train.system.processes import SAVE_SIGNAL, end_with_parent
 from cl_train.system.run_folder import SUMMARY, Run, read_run
 
@@ -54,7 +54,7 @@ def start_job(
     launch = [environment.python]
     if job.nproc > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
-    with open(log, "ab") as output:
+    with open(log, "ab", opener=open_no_link) as output:
         process = subprocess.Popen(
             [*launch, *PROGRAM, *words],
             stdin=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ import torch
 
 from cl_train.errors import CheckpointError as CheckpointError
 from cl_train.errors import ConfigError
-from cl_train.system.files import replacing, retry
+from cl_train.system.files import keep_lock, replacing, retry
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ class CheckpointStore:
     def write_step(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
         """Write `state` as `step-<n>.pt`, also as `best.pt` if `best`, after the current write."""
         self.wait()
+        keep_lock(self.folder.parent / ".lock")
         if best:
             self._best = step
         unwritten_best = {s: values for s, values in self._unwritten.items() if s == self._best}

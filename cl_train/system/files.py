@@ -25,14 +25,38 @@ from cl_train.errors import LockHeld as LockHeld
 log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
-_RESULTS = "config.yaml metrics.jsonl summary.json checkpoints/step-*.pt checkpoints/best.pt"
+_OWN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
+_RESULTS = (*_OWN_FILES[:3], "checkpoints/step-*.pt", "checkpoints/best.pt")
 _LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
+
+
+# What a run or a sweep leaves may come from a stranger, with links to files of the user's: no file
+# in such a folder is written but by `replacing`, `AppendFile` and `open_no_link`.
+
+
+def open_no_link(path: str | Path, flags: int) -> int:
+    """A descriptor of the file `path`; as `opener` of `open`, too. Raises OSError: it is a link."""
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        what = "is a link" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(error.errno, what, str(path)) from None
+
+
+def refuse_link(path: Path) -> Path:
+    """Returns `path`, a folder or a name in one. Raises ConfigError: it is a link."""
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a link, through which a run does not write: remove it")
+    return path
 
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """A temporary file that replaces `path` at the end of the block, unless it raises."""
-    temporary = temporary or path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    if temporary is None:
+        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        temporary.unlink(missing_ok=True)  # a link, perhaps
     try:
         yield temporary
         os.replace(temporary, path)
@@ -62,10 +86,18 @@ def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises OSError; ValueError: it is damaged, or holds no object."""
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = parsed_json(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
+
+
+def parsed_json(text: str) -> Any:
+    """Raises ValueError: it is damaged, or too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def retry(write: Callable[[], None]) -> None:
@@ -150,7 +182,7 @@ def new_folder(
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            first.touch()
+            os.close(open_no_link(first, os.O_WRONLY | os.O_CREAT))
         except OSError as error:
             raise ConfigError(
                 f"{setting} cannot be written: {error.strerror or error}; choose another place"
@@ -180,7 +212,10 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         what = f"resume={resume} continues the run in {folder}, which overwrite=true deletes"
         raise ConfigError(f"{what}: leave out one")
     lock = folder / ".lock"
-    checkpoints = folder / "checkpoints"
+    checkpoints = refuse_link(folder / "checkpoints")
+    for path in (lock, *(folder / name for name in _OWN_FILES)):
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise ConfigError(f"{path} is a link, a folder or a device: remove it")
     elsewhere = "choose another hydra.run.dir=FOLDER"
     removable = (lock.name, checkpoints.name, "train.log")
     with (
@@ -194,7 +229,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
         except OSError as error:
             where = error.filename or folder
             raise ConfigError(f"{where}: {error.strerror}; {elsewhere}") from None
-        results = [path for name in _RESULTS.split() for path in folder.glob(name)]
+        results = [path for name in _RESULTS for path in folder.glob(name)]
         if overwrite:
             logs = [path for name in _LOGS for path in folder.glob(name)]
             for path in results + logs:
@@ -249,7 +284,7 @@ class AppendFile:
             self._waiting.clear()
 
     def _write(self, data: bytes) -> None:
-        with open(self.path, "ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=open_no_link) as file:
             size = file.seek(0, os.SEEK_END)
             try:
                 if file.write(data) < len(data):
@@ -259,6 +294,9 @@ class AppendFile:
                 raise
 
 
+_held: dict[Path, int] = {}  # descriptors of the locks of this process
+
+
 @contextmanager
 def lock_file(
     path: str | Path,
@@ -266,34 +304,82 @@ def lock_file(
     waiting_for: str | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Hold a lock on the file `path`, which stays, against other processes.
+    """Hold a lock on the file `path`, which stays, against all others, also in this process.
 
-    A POSIX record lock: it ends with the process, and forked children do not inherit it. If it is
-    held, raise LockHeld, or with a `waiting_for` say so on stderr and wait until `is_stopped`.
-    Raises OSError.
+    It ends with the process, whatever else opens and closes the file; forked children do not hold
+    it. If it is held, raise LockHeld, or with a `waiting_for` say so on stderr and wait until
+    `is_stopped`. Raises OSError.
+    """
+    path = Path(path)
+    _held[path] = _locked(path, waiting_for, is_stopped)
+    try:
+        yield
+    finally:
+        if path in _held:  # else this is a forked child
+            descriptor = _held.pop(path)
+            os.ftruncate(descriptor, 0)
+            os.close(descriptor)
+
+
+def keep_lock(path: Path) -> None:
+    """Lock `path` again if somebody has removed or replaced it. Raises LockHeld: another process
+    has locked it since; OSError. Without a lock it does nothing.
+    """
+    if path in _held and not _is_at(_held[path], path):
+        log.warning("%s was removed or renamed: what this run writes now is in a new one", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before, _held[path] = _held[path], _locked(path)
+        os.close(before)
+
+
+def _locked(
+    path: Path,
+    waiting_for: str | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """The descriptor that the lock belongs to: a record lock would end when any other one of the
+    same file is closed in this process.
     """
     is_told = False
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    with open(descriptor, "r+b", buffering=0) as file:
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
-                holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
-            if waiting_for is None or is_stopped():
-                what = f"another run writes to {Path(path).parent} ({holder})"
-                elsewhere = "hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER"
-                raise LockHeld(f"{what}: stop it, or choose another {elsewhere}")
-            if not is_told:
-                is_told = True
-                what = f"waiting for {waiting_for}: locked by {holder} ({path})"
-                print(what, file=sys.stderr, flush=True)
-            time.sleep(0.2)
-        file.truncate(0)
-        holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
-        file.write(holder.encode())
+    while True:
+        descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT)
+        holder = None
         try:
-            yield
-        finally:
-            file.truncate(0)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
+        else:
+            if _is_at(descriptor, path):
+                me = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, me.encode(), 0)
+                return descriptor
+        os.close(descriptor)
+        if holder is None:  # the file was removed meanwhile
+            continue
+        if waiting_for is None or is_stopped():
+            what = f"another run writes to {path.parent} ({holder})"
+            elsewhere = "hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER"
+            raise LockHeld(f"{what}: stop it, or choose another {elsewhere}")
+        if not is_told:
+            is_told = True
+            what = f"waiting for {waiting_for}: locked by {holder} ({path})"
+            print(what, file=sys.stderr, flush=True)
+        time.sleep(0.2)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
+
+
+def _leave_locks() -> None:
+    """A forked child shares the descriptors, and would hold the locks when this process is dead."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)

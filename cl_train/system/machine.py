@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import platform
+import resource
 import shlex
 import subprocess
 import sys
@@ -173,6 +174,26 @@ def peak_memory_of_step_gib(
             allocated += event.nbytes()
             peak = max(peak, allocated)
     return (held_bytes + peak) / 2**30
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory used so far: allocated by torch on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    with suppress(OSError, IndexError):  # KiB; unlike ru_maxrss, it can be reset
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.split("VmHWM:")[1].split()[0]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes, on macOS
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """The run's peak is not that of measurements and trials."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        release_memory()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,18 +1,22 @@
 """Rows of records as a table of text, or as a CSV file."""
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from cl_train.system.files import write_text
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], header: Sequence[str] = ()) -> None:
     """Write `rows`, below the names of the columns: `header`, and what else any of them has."""
     names = dict.fromkeys([*header, *(name for row in rows for name in row)])
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.DictWriter(file, list(names))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(names))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:

@@ -21,14 +21,14 @@ from cl_train.errors import TrainingFault
 from cl_train.step.backup import BufferBackup
 from cl_train.step.train_step import StepResult
 from cl_train.system.distributed import Dist, gather_objects, sum_over_ranks
-from cl_train.system.machine import DeviceClock
+from cl_train.system.machine import DeviceClock, peak_memory_gib
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.system.run_folder import MAY_CHANGE, Window, after_warmup
 from cl_train.training.build import TrainState
 from cl_train.training.checkpointing import Checkpoints
 from cl_train.training.console import console_line, mean
 from cl_train.training.plan import Plan, Progress
-from cl_train.training.records import Records, peak_memory_gib
+from cl_train.training.records import Records
 
 log = logging.getLogger(__name__)
 

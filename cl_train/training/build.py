@@ -50,7 +50,11 @@ from cl_train.step.train_step import (
 from cl_train.step.utilisation import utilisation
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.failures import explain_failure, failure_explained
-from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
+from cl_train.system.machine import (
+    describe_out_of_memory,
+    is_out_of_memory,
+    reset_peak_memory,
+)
 from cl_train.system.run_folder import Speed
 from cl_train.training.console import is_importable
 from cl_train.training.layout_choice import convert_layout
@@ -103,8 +107,7 @@ def build_train_state(
     if is_untried or is_channels_last:
         with on_stream():
             try_run(cfg, model, settings, batch_format, num_classes)
-    if dist.device.type == "cuda":  # the run's peak is not that of measurements and trials
-        torch.cuda.reset_peak_memory_stats(dist.device)
+    reset_peak_memory(dist.device)
 
     # DDP then knows when a gradient is complete; it has no such mode for accumulation.
     is_static = settings.cuda_graph and cfg.accumulate_steps == 1

@@ -4,6 +4,7 @@ profile.
 
 import errno
 import logging
+import os
 import shlex
 import sys
 import threading
@@ -19,7 +20,7 @@ from cl_train.config.schema import Config
 from cl_train.config.start_file import code_named
 from cl_train.config.validation import train_program
 from cl_train.errors import Fault
-from cl_train.system.files import AppendFile
+from cl_train.system.files import AppendFile, replacing, write_text
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.system.processes import LOST_PCT
 from cl_train.system.run_folder import Window, after_warmup
@@ -190,9 +191,11 @@ def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]
     key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
 
     def write(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(trace))
+        with replacing(trace, folder / f".tmp-{os.getpid()}-{trace.name}") as temporary:
+            temporary.unlink(missing_ok=True)
+            profiler.export_chrome_trace(str(temporary))  # its suffix tells that it is compressed
         operators = profiler.key_averages().table(sort_by=key, row_limit=40)
-        (folder / "operators.txt").write_text(operators, "utf-8")
+        write_text(folder / "operators.txt", operators)
         log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
 
     schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)

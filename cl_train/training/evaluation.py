@@ -200,9 +200,10 @@ def outputs(
         is_last = len(batch.images) < largest
         selection = kernel_selection(autotune=False) if is_last else nullcontext()
         with autocast(precision, batch.images.device), selection:
+            mirrored = batch.images.flip(3) if flip else None  # before a model writes into them
             logits = logits_of(model(batch.images))
-            if flip:
-                logits = (logits + logits_of(model(batch.images.flip(3)))) / 2
+            if mirrored is not None:
+                logits = (logits + logits_of(model(mirrored))) / 2
         yield logits.float(), batch.targets
     model.train(was_training)
 

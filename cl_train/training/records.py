@@ -4,8 +4,6 @@ memory until they can be written.
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +16,7 @@ import yaml
 
 from cl_train.config.schema import Config
 from cl_train.system.files import AppendFile, read_json, retry, write_json, write_text
+from cl_train.system.machine import peak_memory_gib
 from cl_train.system.run_folder import (
     CONFIG,
     METRICS,
@@ -202,11 +201,3 @@ def last_evaluation(records: Sequence[Record], kind: str) -> dict[str, Any] | No
             place = ("kind", "step", "epoch", "time")
             return {name: record[name] for name in record if name not in place}
     return None
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory used so far: allocated by torch on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
-    return peak / 2**20 if sys.platform != "darwin" else peak / 2**30

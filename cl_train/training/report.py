@@ -16,8 +16,9 @@ from PIL import Image
 
 from cl_train.data.build import Data, ImageData
 from cl_train.data.decode import BadImage
+from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist, gather_objects
-from cl_train.system.files import write_text
+from cl_train.system.files import refuse_link, write_text
 from cl_train.system.run_folder import RunFacts, finite_or_null
 from cl_train.system.tables import write_csv
 
@@ -51,14 +52,14 @@ def write_report(
     about = f"{facts.model}, run {run_folder}; {split}; evaluated {evaluated}"
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     try:
-        folder.mkdir(exist_ok=True)
+        refuse_link(folder).mkdir(exist_ok=True)
         write_csv(folder / "per_class.csv", classes, ["class"])
         header = ["true", "predicted", "images"]
         write_csv(folder / "confusions.csv", confusions(counts, names), header)
         shown = {"about": about, "table": classes, **page_data(rows, counts, data, names)}
         content = json.dumps(finite_or_null(shown))
         write_text(folder / "index.html", page.replace("DATA", content.replace("<", r"\u003c")))
-    except (OSError, BadImage) as error:
+    except (OSError, BadImage, ConfigError) as error:
         log.warning("the evaluation's report cannot be written: %s", error)
         return
     log.info("report: %s", folder / "index.html")

@@ -42,7 +42,7 @@ from cl_train.system.distributed import (
     on_main,
     processes,
 )
-from cl_train.system.files import claimed_folder, continues
+from cl_train.system.files import claimed_folder, continues, refuse_link
 from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.processes import (
     MachineLoad,
@@ -106,7 +106,10 @@ def opened_run(
         folder = on_main(folder.absolute, dist)  # ranks would generate different timestamps
         if not training and continues(cfg.resume, folder):  # the run's records stay
             source = str(folder) if cfg.resume == "auto" else cfg.resume
-            cfg, folder = replace(cfg, resume=source, overwrite=True), folder / "evaluation"
+            cfg, folder = (
+                replace(cfg, resume=source, overwrite=True),
+                refuse_link(folder / "evaluation"),
+            )
         if dist.is_main:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
         run_log.open_file(folder if dist.is_main else None)

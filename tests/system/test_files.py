@@ -16,6 +16,7 @@ import pytest
 
 from cl_train.errors import ConfigError
 from cl_train.system import files
+from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.files import (
     AppendFile,
     check_space,
@@ -188,3 +189,49 @@ def test_space(tmp_path, monkeypatch, caplog):
     assert "up to 4 exist" in caplog.text and "checkpoint.keep" in caplog.text
     with pytest.raises(ConfigError, match="free some space"):
         check_space(tmp_path, 10_001, 2)
+
+
+def test_the_lock_stays_when_its_own_process_reads_the_file(tmp_path):
+    """As a tracker does that copies the run folder; another process must still be refused."""
+    run, again = tmp_path / "run", partial(claimed_folder, resume="auto", overwrite=False)
+    with again(run):
+        shutil.copytree(run, tmp_path / "copy")
+        assert str(os.getpid()) in (run / ".lock").read_text()
+        said = subprocess.run(
+            [sys.executable, "-c", HOLD, str(run / ".lock")], capture_output=True, text=True
+        ).stderr
+        assert f"another run writes to {run} (process {os.getpid()}" in said
+        with pytest.raises(ConfigError, match="another run"):
+            again(run).__enter__()
+    with again(run):  # free again
+        pass
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "renamed", "taken"])
+def test_a_lock_that_somebody_removed_is_taken_again_unless_another_has_it(how, tmp_path, caplog):
+    run = tmp_path / "run"
+    store = CheckpointStore(run / "checkpoints")
+    holder = None
+    with claimed_folder(run, resume=None, overwrite=False):
+        if how == "renamed":
+            run.rename(tmp_path / "other")
+        else:
+            (run / ".lock").unlink()
+        if how == "replaced":
+            (run / ".lock").touch()
+        if how == "taken":
+            command = [sys.executable, "-c", HOLD, str(run / ".lock")]
+            holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+            assert holder.stdout.readline() == b"held\n"
+            with pytest.raises(ConfigError, match=f"another run.*process {holder.pid}"):
+                store.write_step({}, 1)
+            os.killpg(holder.pid, signal.SIGKILL)
+            holder.communicate()
+            return
+        for step in (1, 2):
+            store.write_step({}, step)
+            store.finish()
+        assert [f"{run / '.lock'} was removed" in line for line in caplog.messages] == [True]
+        with pytest.raises(ConfigError, match="another run"):
+            lock_file(run / ".lock").__enter__()
+    assert (run / "checkpoints/step-00000002.pt").is_file()
