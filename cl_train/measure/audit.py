@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -11,14 +10,15 @@ from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure.operator_times import time_operators
-from cl_train.measure.timed_step import LossFunction
+from cl_train.measure.timed_step import LossFunction, Workload
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
-from cl_train.models.facts import refuse_known_crash
+from cl_train.models.facts import images_of, refuse_known_crash
 from cl_train.step.backup import state_restored
 from cl_train.step.precision import Precision, autocast, resolve_precision
+from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import step_times_s, timed_s
 from cl_train.system.tensors import map_tensors, tensors_in
@@ -51,7 +51,8 @@ def audit(
         loss, output: as in `compare_layouts`; default: the mean square of the output.
         backward: False: forward only, without gradients.
         measure: also time the step, and one permuting copy, which tells milliseconds by bytes.
-        time: also time every operator of the step, with an SGD update, of copies in both layouts.
+        time: also time every operator of a training step, or without a backward pass of inference,
+            of copies in both layouts.
         time_limit_s: of all rounds of `time`; at least four are measured.
         name: of the model, for the report.
 
@@ -65,28 +66,32 @@ def audit(
     if isinstance(precision, str):
         precision = resolve_precision(precision, images.device)
     loss = loss or (lambda result: mean_square(output_tensors(result, output)))
-    forward = partial(_loss, precision, images.device, loss if backward else None)
+    device = images.device
 
     def step() -> None:
-        if (scalar := forward(model, batch)) is not None:
+        scalar = _scalar(model, batch, precision, device, loss if backward else None)
+        if scalar is not None:
             scalar.backward()
 
     report = _empty_report(name, model, images, precision)
     remedy = "check the shape, dtype and device of the batch"
     explained = failure_explained(f"the model failed on {report.input}", remedy)
-    with explained, state_restored(model, images.device):
+    with explained, state_restored(model, device):
         is_contiguous = classify(images) == report.model_memory_format == "contiguous"
         if backward and (time or not is_contiguous):
             refuse_known_crash(model, batch)
         with recording(report):
             step()
         if measure:
-            _add_times(report, step, images.device)
+            _add_times(report, step, device)
+        is_trained = any(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad(set_to_none=True)
         if time:
-            times = time_operators(model, batch, forward, precision, images.device, time_limit_s)
-            times.charge(report.inherited())
-            report.times = times
+            mode, settings = "train" if is_trained else "infer", StepSettings(precision)
+            shape = tuple(images.shape[1:])
+            workload = Workload(images_of(batch), shape, settings, device, mode, batch, loss)
+            report.times = time_operators(model, workload, time_limit_s)
+            report.times.charge(report.inherited())
     return report
 
 
@@ -119,12 +124,12 @@ def _add_times(report: LayoutReport, step: Callable[[], None], device: torch.dev
     report.copy_ms_per_byte = copy_ms_per_byte(device)
 
 
-def _loss(
+def _scalar(
+    model: nn.Module,
+    batch: Any,
     precision: Precision,
     device: torch.device,
     loss: LossFunction | None,
-    model: nn.Module,
-    batch: Any,
 ) -> torch.Tensor | None:
     """The scalar loss; None without `loss` (and gradients), or if all parameters are frozen."""
     with autocast(precision, device), nullcontext() if loss else torch.no_grad():

@@ -117,7 +117,7 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
     """The step in both layouts, stacked by kind of operator, and the ten largest differences of
     modules.
     """
-    figure = _figure(10, 4.6, f"{title}\n{times.summary()[1]}")
+    figure = _figure(10, 4.6, f"{title}\n{times.conclusions()[1]}")
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
     kinds = times.rows(lambda call: call.kind)
     kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))

@@ -25,13 +25,13 @@ from cl_train.measure.timed_step import (
     measurement_state,
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
+from cl_train.models.facts import images_of
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
-from cl_train.step.utilisation import describe, utilisation
+from cl_train.step.utilisation import describe
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
 from cl_train.system.processes import BUSY_PCT, LOST_PCT
-from cl_train.system.tensors import tensors_in
 from cl_train.system.torch_state import own_torch_state
 
 BLOCK_S = 0.25
@@ -172,8 +172,7 @@ def compare_layouts(
     device = device_of(model, device)
     precise = resolve_precision(precision, device)
     settings = StepSettings(precise, compile=compile, cuda_graph=cuda_graph)
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-    images = len(tensors[0]) if tensors else batch_size
+    images = batch_size if batch is None else images_of(batch)
     shape = image_shape(image_size)
     workload = Workload(images, shape, settings, device, mode, batch, loss, output)
     return benchmark_layouts(model, workload, stop=Stop(target_ci, time_limit_s))
@@ -227,12 +226,6 @@ def _benchmark(
         gpu = gpu_state(workload.device)
         is_trusted = (counted.lost_pct or 0.0) < LOST_PCT and problem_of_gpu(gpu) is None
         speeds = _speeds(timed, counted, peaks_gib, is_trusted=is_trusted)
-        used = None
-        gflop, step_gflop = first.facts.gflop, first.facts.step_gflop
-        step_gflop = gflop if workload.mode == "infer" else step_gflop
-        if gflop is not None and step_gflop is not None:
-            fastest = max(speed.images_per_s for speed in speeds)
-            used = utilisation(gflop, step_gflop, fastest, workload.precision, workload.device)
         return Comparison(
             tuple(speeds),
             workload.precision.name,
@@ -242,7 +235,7 @@ def _benchmark(
             seconds=done.seconds,
             stopped_by=done.stopped_by,
             others_pct=done.others_pct,
-            utilisation=used,
+            utilisation=first.utilisation(max(speed.images_per_s for speed in speeds)),
             gpu=gpu,
             rounds_left_out=len(done) - len(counted),
             lost_pct=counted.lost_pct,

@@ -2,15 +2,15 @@
 
 import os
 import sys
-import time
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,11 +18,17 @@ from torch import nn
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
 from cl_train.memory_format.layout import have_other_strides
-from cl_train.memory_format.operator_recorder import COPIES, OriginRecorder, name_of
-from cl_train.system.failures import TORCH, short_path
+from cl_train.memory_format.operator_recorder import (
+    COPIES,
+    LIBRARIES,
+    OriginRecorder,
+    calling_line,
+    name_of,
+    package_of,
+)
+from cl_train.system.machine import DeviceClock
 from cl_train.system.tensors import map_tensors, tensors_in
 
-_PACKAGE = str(Path(__file__).parents[1])
 # This quantile of the times between two events is the recorder's own: few modules compute there.
 _USUAL = 0.75
 # 0.2 to 0.3 ms of a GPU: the host needs less to launch an operator and the event after it.
@@ -33,70 +39,90 @@ _KINDS = {
     "mm": "matrix products", "softmax": "softmax", "cat": "concatenation",
 }  # fmt: skip
 
-
 Key = tuple[str, str, str, int]  # phase, module, operator and which of equal calls
 
 
-@contextmanager
-def processor_clock() -> Iterator[Callable[[], float]]:
-    """`perf_counter`, on Linux less the time in which this thread waited for a core."""
-    path = Path("/proc/thread-self/schedstat")  # nanoseconds running, nanoseconds waiting, slices
-    if not path.exists():
-        yield time.perf_counter
-        return
-    with path.open("rb", buffering=0) as file:
-        yield lambda: time.perf_counter() - 1e-9 * int(os.pread(file.fileno(), 64, 0).split()[1])
+class ThreadClock(DeviceClock):
+    """On a CPU without the time in which this thread waited for a core, where Linux tells it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        path = Path("/proc/thread-self/schedstat")  # nanoseconds running, waiting, slices
+        self._waiting = None
+        if device.type == "cpu" and path.exists():
+            self._waiting = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._waiting)
+
+    def mark(self) -> Any:
+        if self._waiting is None:
+            return super().mark()
+        return super().mark() - 1e-9 * int(os.pread(self._waiting, 64, 0).split()[1])
+
+
+class Gap(NamedTuple):
+    """Time between two events of a step."""
+
+    phase: str
+    event: str  # at its end
+    module: str  # that runs
+    line: str  # of its code, if lines are traced
+    seconds: float
 
 
 class TimeRecorder(OriginRecorder):
     """Times the operators of a step, and on a CPU what runs between them, for `calls`."""
 
     def __init__(
-        self, layout: str, is_gpu: bool, clock: Callable[[], float], calls: dict[Key, TimedCall]
+        self, layout: str, is_gpu: bool, clock: DeviceClock, calls: dict[Key, TimedCall]
     ) -> None:
         super().__init__()
         self._layout, self._is_gpu, self._clock, self._calls = layout, is_gpu, clock, calls
-        self._phase, self._module = "forward", ""  # what runs
-        self._spans: list[tuple[Key, Any, Any]] = []
-        self._seen: Counter[tuple[str, str, str]] = Counter()
-        # By phase and event at the end: modules and seconds.
-        self._gaps = defaultdict[tuple[str, str], list[tuple[str, float]]](list)
+        self._phase, self._module, self._line = "forward", "", ""  # what runs
+        self._last = clock.mark()
+        self._spans: dict[Key, tuple[Any, Any]] = {}
+        self._seen = Counter[tuple[str, str, str]]()
         self._watched: set[Any] = set()  # autograd nodes of the modules' outputs
-        self._last = clock()
+        self.gaps: list[Gap] = []
+
+    @contextmanager
+    def tracing(self) -> Iterator[Self]:
+        """Record lines, too. That takes time: the times are for comparison only."""
+        tracing_before = sys.gettrace()
+        with self.watching():
+            sys.settrace(self._trace)
+            try:
+                yield self
+            finally:
+                sys.settrace(tracing_before)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Called by Python for each function, and for each line of those of the model's code."""
+        if package_of(frame.f_code.co_filename) in LIBRARIES:
+            return None
+        self._close("line")
+        self._line, _ = calling_line(frame.f_back if event == "return" else frame)
+        self._go_on(self._module)
+        return self._trace
 
     def seconds(self) -> dict[Key, float]:
         """Seconds of each call, less what recording it takes. Waits for the device."""
-        if self._is_gpu:
-            self._spans[-1][2].synchronize()
-            spans_s = {key: start.elapsed_time(stop) / 1000 for key, start, stop in self._spans}
-        else:
-            spans_s = {key: stop - start for key, start, stop in self._spans}
-        idle = [span_s for key, span_s in spans_s.items() if "aten.detach.default" in key]
-        recording_s = median(idle) if idle else 0.0  # that call does no work
+        self._clock.wait(self._last)
+        spans_s = {key: self._clock.seconds(*marks) for key, marks in self._spans.items()}
+        idle_s = [span_s for key, span_s in spans_s.items() if "aten.detach.default" in key]
+        recording_s = median(idle_s or [0.0])  # that call does no work
         seconds_of = defaultdict[Key, float](float)
         for key, span_s in spans_s.items():
             seconds_of[key] = max(0.0, span_s - recording_s)
-        for (phase, _), gaps in self._gaps.items():
-            usual = float(np.quantile([seconds for _, seconds in gaps], _USUAL))
-            for module, seconds in gaps:
-                key = (phase, module, PYTHON, 0)
-                self._calls.setdefault(key, TimedCall(PYTHON, phase, module, "Python"))
-                seconds_of[key] += max(0.0, seconds - usual)
+        ends = defaultdict[tuple[str, str], list[Gap]](list)
+        for gap in self.gaps:
+            ends[gap[:2]].append(gap)
+        for gaps in ends.values():
+            usual_s = float(np.quantile([gap.seconds for gap in gaps], _USUAL))
+            for gap in gaps:
+                key = (gap.phase, gap.module, PYTHON, 0)
+                self._calls.setdefault(key, TimedCall(PYTHON, gap.phase, gap.module, "Python"))
+                seconds_of[key] += max(0.0, gap.seconds - usual_s)
         return seconds_of
-
-    def _close(self, event: str) -> None:
-        """The time since the last event belongs to the module that runs; in the update to none."""
-        if not self._is_gpu and self._phase != "update":
-            self._gaps[self._phase, event].append((self._module, self._clock() - self._last))
-
-    def _go_on(self, module: str) -> None:
-        self._module, self._last = module, self._clock()
-
-    def start(self, phase: str) -> None:
-        """A part of the step begins: forward, backward or update."""
-        self._close("operator")
-        self._phase = phase
-        self._go_on("")
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self._close("enter")
@@ -105,113 +131,66 @@ class TimeRecorder(OriginRecorder):
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._close("leave")
-        name, _ = self.running[-1]
-
-        def enter_backward(gradient: torch.Tensor) -> None:
-            """The gradient is complete: the module's backward pass begins."""
-            self._close("enter")
-            self._go_on(name)
-
-        super().leave(module, inputs, output)
         for tensor in tensors_in(output):
             # A container returns the output of its last child, to which its backward pass belongs.
             if tensor.grad_fn is not None and tensor.grad_fn not in self._watched:
                 self._watched.add(tensor.grad_fn)
-                tensor.register_hook(enter_backward)
+                tensor.register_hook(partial(self._enter_backward, self.running[-1][0]))
+        super().leave(module, inputs, output)
         self._go_on(self.running[-1][0])
+
+    def _enter_backward(self, module: str, gradient: torch.Tensor) -> None:
+        """The gradient is complete: the module's backward pass begins."""
+        self._close("enter")
+        self._go_on(module)
+
+    def _close(self, event: str) -> None:
+        """The time since the last event belongs to the module that runs; in the update to none."""
+        phase = "forward"
+        if torch._C._current_autograd_node() is not None:
+            phase = "backward"
+        elif self._phase != phase and len(self.running) == 1:
+            phase = "update"
+        if phase != self._phase:
+            self._phase, self._module = phase, ""
+        if not self._is_gpu and phase != "update":
+            seconds = self._clock.mark() - self._last
+            self.gaps.append(Gap(phase, event, self._module, self._line, seconds))
+
+    def _go_on(self, module: str) -> None:
+        self._module = module
+        if not self._is_gpu:
+            self._last = self._clock.mark()
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._close("operator")
-        origin = self.origin()
+        origin, phase = self.origin(), self._phase
         module = origin.module
         if origin.module_type == "Parameter":  # which accumulates its gradient
             module = module.rpartition(".")[0]
-        same = (self._phase, module, str(function))
+        same = (phase, module, str(function))
         self._seen[same] += 1
         key = (*same, self._seen[same])
-        call = self._calls.get(key)
-        is_new = call is None or self._layout not in call.arguments
-        if call is None:
-            source = "" if self._phase == "update" else origin.source
-            kind = _kind(function, self._phase)
-            call = self._calls[key] = TimedCall(str(function), self._phase, module, kind, source)
+        if (call := self._calls.get(key)) is None:
+            source = "" if phase == "update" else origin.source
+            call = TimedCall(str(function), phase, module, _kind(function, phase), source)
+            self._calls[key] = call
+        is_new = self._layout not in call.arguments
         if is_new:  # describing takes more time than recording
-            positional, options = map_tensors(_on_meta, (args, kwargs))
-            call.arguments[self._layout] = (*positional, options)
+            call.arguments[self._layout] = map_tensors(_on_meta, (*args, kwargs))
 
         if self._is_gpu:  # else the time from event to event would be the host's
             torch.cuda._sleep(_SLEEP_CYCLES)
-        start = self._now()
+        start = self._clock.mark()
         result = function(*args, **kwargs)
-        stop = self._now()
+        self._last = self._clock.mark()
+        self._spans[key] = start, self._last
         if is_new and name_of(function) in COPIES:
-            copied = [value for value in positional if isinstance(value, torch.Tensor)][-1]
+            copied = tensors_in(call.arguments[self._layout])[-1]
             if copied.shape == result.shape and have_other_strides(copied, result):
                 call.kind = COPY_KIND
-        self._spans.append((key, start, stop))
         self._go_on(module)
         return result
-
-    def _now(self) -> Any:
-        if not self._is_gpu:
-            return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-class LineRecorder(TimeRecorder):
-    """Attributes the time between operators to the lines of the model's code.
-
-    Tracing each line takes time, so the times are for comparison only.
-    """
-
-    seconds_of_lines: defaultdict[tuple[str, str, str], float]  # by phase, module and line
-
-    @contextmanager
-    def watching(self) -> Iterator[Self]:
-        self.seconds_of_lines = defaultdict(float)
-        self._line = ""
-        tracing_before = sys.gettrace()
-        with super().watching():
-            sys.settrace(self._trace)
-            try:
-                yield self
-            finally:
-                sys.settrace(tracing_before)
-
-    def _close(self, event: str) -> None:
-        place = (self._phase, self._module, self._line)
-        self.seconds_of_lines[place] += self._clock() - self._last
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Called by Python for each function, and for each line of those of the model's code."""
-        if not _is_models_code(frame.f_code.co_filename):
-            return None
-        self._close("line")
-        self._line = _models_line(frame.f_back if event == "return" else frame)
-        self._go_on(self._module)
-        return self._trace
-
-
-def _models_line(frame: FrameType | None) -> str:
-    """file:line of the innermost frame of the model's code, above those of this package."""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_PACKAGE):
-            break
-        if _is_models_code(path):
-            return f"{short_path(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-@cache
-def _is_models_code(path: str) -> bool:
-    """Not that of torch, of this package, or of Python's library."""
-    if path.startswith((TORCH, _PACKAGE, "<")):
-        return False
-    return "site-packages" in path or not path.startswith(str(Path(os.__file__).parent))
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from cl_train.step.train_step import (
     train_step,
     update_weights,
 )
+from cl_train.step.utilisation import utilisation
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, step_times_s
 from cl_train.system.tensors import map_tensors, tensors_in
@@ -209,6 +210,14 @@ class TimedStep:
     def block_times_s(self, steps: int) -> list[float]:
         """Seconds of each of `steps` steps."""
         return step_times_s(self.step, steps, self.workload.device)
+
+    def utilisation(self, images_per_s: float) -> dict[str, Any] | None:
+        """See `step.utilisation`; None if the FLOPs are unknown."""
+        gflop, workload = self.facts.gflop, self.workload
+        step_gflop = gflop if self.parts is None else self.facts.step_gflop
+        if gflop is None or step_gflop is None:
+            return None
+        return utilisation(gflop, step_gflop, images_per_s, workload.precision, workload.device)
 
     def peak_memory_gib(self) -> float:
         """Memory of an eager step, without other models."""

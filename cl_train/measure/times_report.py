@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,10 @@ class TimedCall:
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
 
     @property
+    def place(self) -> str:
+        return self.module or "(top)"
+
+    @property
     def convolution(self) -> str:
         """What determines a convolution's kernel, its weight first; empty for other operators."""
         arguments = next(iter(self.arguments.values()), ())
@@ -45,36 +48,33 @@ class TimedCall:
             return ""
         first = "backward" in self.operator  # there the gradient comes before the image
         image, weight, _, stride, _, _, is_transposed, _, groups = arguments[first:][:9]
-        kernel, size, strides = (
-            "x".join(map(str, numbers)) for numbers in (weight.shape[2:], image.shape, stride)
-        )
+        sizes = weight.shape[2:], image.shape, stride
+        kernel, size, strides = ("x".join(map(str, numbers)) for numbers in sizes)
         channels = image.shape[1]
         out = weight.shape[1] * groups if is_transposed else weight.shape[0]
         grouped = "depthwise " if 1 < groups == channels else f"{groups} groups, " * (groups > 1)
-        dtype = str(image.dtype).removeprefix("torch.")
-        weights = f"{grouped}{kernel}, {channels} to {out} channels"
-        return f"{weights}; images {size}, stride {strides}, {dtype}"
+        images = f"images {size}, stride {strides}, {str(image.dtype).removeprefix('torch.')}"
+        return f"{grouped}{kernel}, {channels} to {out} channels; {images}"
 
     @property
     def gets_contiguous(self) -> bool:
         """Whether an image arrives contiguous in the channels_last run: the loss came before it."""
-        arguments = self.arguments.get("channels_last", ())
-        return any(classify(tensor) == "contiguous" for tensor in tensors_in(arguments))
+        tensors = tensors_in(self.arguments.get("channels_last"))
+        return any(classify(tensor) == "contiguous" for tensor in tensors)
 
     def __str__(self) -> str:
         details = "; ".join(filter(None, (self.convolution.partition(";")[0], self.source)))
         name = short_name(self.operator)
         direction = "" if self.direction in name else f" {self.direction}"
-        where = f"{name}{direction} of `{self.module or '(top)'}`"
-        return where + f" ({details})" * bool(details)
+        return f"{name}{direction} of `{self.place}`" + f" ({details})" * bool(details)
 
     def remedy(self) -> str:
         if self.kind == COPY_KIND:
             place = self.source or "the operator before it"
             return f"remove the copy at {place}, or keep four dimensions"
         if self.operator == PYTHON:
-            place = f" at {self.source}" if self.source else " of the module"
-            return f"this is the Python code{place}, not an operator"
+            place = f"at {self.source}" if self.source else "of the module"
+            return f"this is the Python code {place}, not an operator"
         if self.cause:
             return f"it pays for the contiguous gradient that {self.cause} creates"
         if self.gets_contiguous:
@@ -91,14 +91,15 @@ class Row:
         ms: Times = np.sum([call.ms for call in calls], axis=0)
         self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
         self.share_pct = 100 * self.channels_last_ms / step_ms  # of the step in channels_last
-        ordered = np.sort(ms[:, 1] - ms[:, 0]).tolist()
-        self.difference_ms: float = median(ordered)
+        ordered = np.sort(ms[:, 1] - ms[:, 0])
+        self.difference_ms = float(np.median(ordered))
         # 95 % interval of the median, by ranks; with fewer than six rounds their whole range.
         count = len(ordered)
         binomial = np.cumsum([math.comb(count, rank) for rank in range(count)])
         outside = max(sum(binomial <= 0.025 * 2**count), 1)
-        self.interval_ms: tuple[float, float] = ordered[outside - 1], ordered[-outside]
-        self.is_loss, self.is_gain = self.interval_ms[0] > 0, self.interval_ms[1] < 0
+        low, high = ordered[[outside - 1, -outside]].tolist()
+        self.interval_ms: tuple[float, float] = low, high
+        self.is_loss, self.is_gain = low > 0, high < 0
 
     def to_dict(self) -> dict[str, Any]:
         names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms", "share_pct")
@@ -113,7 +114,7 @@ def _difference(row: Row) -> str:
         return text
     ms = defaultdict[str, float](float)
     for call in row.calls:
-        ms[call.module or "(top)"] += abs(float(np.median(call.ms[:, 1] - call.ms[:, 0])))
+        ms[call.place] += abs(Row("", [call]).difference_ms)
     return f"a total of {text} (most in `{max(ms, key=ms.__getitem__)}`)"
 
 
@@ -142,7 +143,7 @@ class OperatorTimes:
         kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
         return {
             "kinds": kinds,
-            "modules": self.rows(lambda call: call.module or "(top)"),
+            "modules": self.rows(lambda call: call.place),
             "operators": self.rows(lambda call: call),
             "convolutions": self.rows(
                 lambda call: call.convolution and f"{call.direction}: {call.convolution}"
@@ -164,46 +165,47 @@ class OperatorTimes:
             groups[key(call)].append(call)
         step_ms = float(np.median(self.step_ms[:, 1]))
         rows = [Row(str(name), calls, step_ms) for name, calls in groups.items() if name]
-        rows.sort(key=lambda row: -abs(row.difference_ms))
-        return sorted(rows, key=lambda row: not (row.is_loss or row.is_gain))
+        return sorted(
+            rows, key=lambda row: (not (row.is_loss or row.is_gain), -abs(row.difference_ms))
+        )
 
     def worst(self) -> Row:
         """The call by which channels_last loses most, by itself if one does; if it loses none, that
         which differs most.
         """
-        rows = [row for row in self.rows(lambda call: call) if row.calls[0].operator != PYTHON]
+        rows = self.rows(lambda call: call.operator != PYTHON and call)
         losses = [row for row in rows if row.is_loss]
-        by_itself = (row for row in losses if not row.calls[0].gets_contiguous)
-        return next(by_itself, (losses or rows)[0])
+        by_itself = [row for row in losses if not row.calls[0].gets_contiguous]
+        return (by_itself or losses or rows)[0]
 
     def main_differences(self, *, is_gain: bool) -> list[Row]:
         """The three rows by which channels_last saves, or loses, most, and its copies: a call that
         is a third of its kind's difference, else the kind.
         """
-
-        def counts(row: Row) -> bool:
-            return row.is_gain if is_gain else row.is_loss
-
         main: list[Row] = []
         for kind in self.rows(lambda call: call.kind):
-            least_ms = abs(kind.difference_ms) / 3
-            calls = filter(counts, (Row(str(call), [call]) for call in kind.calls))
-            large = [row for row in calls if abs(row.difference_ms) > least_ms]
-            main += large or filter(counts, [kind])
+            calls = [Row(str(call), [call]) for call in kind.calls]
+            large = [row for row in calls if 3 * abs(row.difference_ms) > abs(kind.difference_ms)]
+            for rows in (large, [kind]):
+                if counted := [row for row in rows if (row.is_gain if is_gain else row.is_loss)]:
+                    main += counted
+                    break
         main.sort(key=lambda row: -abs(row.difference_ms))
         copies = [row for row in main[3:] if row.calls[0].kind == COPY_KIND]
         return main[:3] + copies[:1]
 
-    def summary(self) -> list[str]:
-        """Where channels_last saves and loses time, the step's time, how much the rows explain."""
+    def conclusions(self) -> list[str]:
+        """Where channels_last saves and loses time, the step's time, how much the rows explain,
+        and advice.
+        """
         gained, lost = (
             "; ".join(map(_difference, self.main_differences(is_gain=is_gain))) or "nothing"
             for is_gain in (True, False)
         )
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
         steps = f"{contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last"
-        rounds = f"({len(self.step_ms)} rounds)"
-        explained = f"the rows explain {self.explained_pct:.0f} % of the step {rounds}"
+        explained = f"the rows explain {self.explained_pct:.0f} % of the step"
+        explained += f" ({len(self.step_ms)} rounds)"
         if self.explained_pct < 90:
             explained += ", less than 90 %: do not trust them"
         elif self.explained_pct > 110:
@@ -212,6 +214,8 @@ class OperatorTimes:
             f"channels_last saves {gained}. It loses {lost}",
             f"the step takes {steps}: {self.speed_ratio:.2f}x",
             explained,
+            *([describe(self.utilisation)] if self.utilisation else []),
+            *(f"- {line}" for line in self.advice()),
         ]
 
     def advice(self) -> list[str]:
@@ -223,10 +227,11 @@ class OperatorTimes:
         rows = [row for row in self.rows(lambda call: call) if abs(row.difference_ms) > least_ms]
         losses = [row for row in rows if row.is_loss]
         faults = [row for row in rows if row.is_gain and row.calls[0].kind in (COPY_KIND, "Python")]
-        lines = [f"{row.name}: {row.calls[0].remedy()}" for row in losses[:3]]
-        for row in faults[:3]:
-            lines.append(f"{row.name} slows the contiguous run: {row.calls[0].remedy()}")
-        return lines
+        return [
+            f"{row.name}{slows}: {row.calls[0].remedy()}"
+            for rows, slows in ((losses, ""), (faults, " slows the contiguous run"))
+            for row in rows[:3]
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -239,19 +244,13 @@ class OperatorTimes:
             **{name: [row.to_dict() for row in rows] for name, rows in self.tables.items()},
         }
 
-    def conclusions(self) -> list[str]:
-        """What the times say, the most important line first."""
-        used = [describe(self.utilisation)] if self.utilisation else []
-        return [*self.summary(), *used, *(f"- {line}" for line in self.advice())]
-
     def tables_text(self) -> str:
         """The first rows of each table, as Markdown."""
-        tables = []
-        for name, rows in self.tables.items():
-            if rows:
-                table = markdown_table([row.to_dict() for row in rows[:_SHOWN]])
-                tables.append(f"{name}:\n\n{table}")
-        return "\n\n".join(tables)
+        tables = {name: [row.to_dict() for row in rows] for name, rows in self.tables.items()}
+        shown = (
+            f"{name}:\n\n{markdown_table(rows[:_SHOWN])}" for name, rows in tables.items() if rows
+        )
+        return "\n\n".join(shown)
 
     def __str__(self) -> str:
         return "\n".join([*self.conclusions(), "", self.tables_text()])

@@ -20,6 +20,8 @@ from cl_train.memory_format.layout import (
     CONVOLUTIONS,
     MEMORY_FORMAT_NAMES,
     MEMORY_FORMATS,
+    memory_format_of,
+    model_memory_format,
     named_tensors,
     refuse_lazy,
     to_memory_format,
@@ -59,6 +61,15 @@ CONTIGUOUS = Layout(torch.contiguous_format)
 CHANNELS_LAST = Layout()
 CHANNELS_LAST_CONV = Layout(conversion="conv")
 LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_CONV)}
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The layout that `model` has; of one that is partly converted, that of these modules."""
+    if (name := model_memory_format(model)) != "mixed":
+        return LAYOUTS[name]
+    formats = [(n, memory_format_of(m.parameters(False))) for n, m in model.named_modules()]
+    names = (name for name, found in formats if found == "channels_last")
+    return Layout(conversion="select", select=tuple(names))
 
 
 @dataclass

@@ -76,10 +76,10 @@ def test_operators_are_timed_on_the_models_device(monkeypatch):
     second = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
     monkeypatch.setattr(operator_times, "measurement_state", Mock(return_value=nullcontext()))
-    monkeypatch.setattr(operator_times, "copy_model", lambda model, device: model)
-    monkeypatch.setattr(operator_times, "_Step", Mock(side_effect=KeyError("the first step")))
+    monkeypatch.setattr(operator_times, "TimedStep", Mock(side_effect=KeyError("the first step")))
+    workload = Workload(2, (3, 8, 8), StepSettings(FP32), second)
     with pytest.raises(KeyError, match="first step"):
-        operator_times.time_operators(small(3), None, Mock(), FP32, second, time_limit_s=1.0)
+        operator_times.time_operators(small(3), workload, time_limit_s=1.0)
     assert current == [second]
 
 

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,12 @@ from cl_train.commands.audit import main
 from cl_train.config.schema import PRECISIONS
 from cl_train.errors import ConfigError
 from cl_train.measure import audit as audit_module
-from cl_train.measure import operator_times, time_recorder
+from cl_train.measure import operator_times, time_recorder, timed_step
 from cl_train.measure.operator_times import time_operators
 from cl_train.measure.times_report import COPY_KIND, OperatorTimes, Row, TimedCall
 from cl_train.measure.times_repro import reproduction
 from cl_train.step.precision import cast_model, resolve_precision
+from cl_train.system.machine import DeviceClock
 from tests.memory_format.test_audit import Call, with_gradient
 
 CPU = torch.device("cpu")
@@ -67,9 +67,8 @@ def times_on(model, batch, **options):
         with PlantedTimes():
             return time_operators(*arguments)
 
-    planted = nullcontext(lambda: clock.now_s)
     with (
-        patch.object(operator_times, "processor_clock", lambda: planted),
+        patch.object(operator_times.ThreadClock, "mark", lambda self: clock.now_s),
         patch.object(audit_module, "time_operators", timer),
     ):
         times = audit_module.audit(model, batch, time=True, time_limit_s=0.2, **options).times
@@ -105,7 +104,7 @@ def test_planted_sleeps_are_the_first_rows_with_their_time():
     assert directions == ["forward", "forward", "backward", "forward"]
     # the first line names all four, each with the line that sleeps; so does the advice
     sleep_line = f"test_operator_times.py:{inspect.getsourcelines(sleep_if)[1] + 2}"
-    saved, lost = times.summary()[0].split(". It loses ")
+    saved, lost = times.conclusions()[0].split(". It loses ")
     assert (saved.count(sleep_line), lost.count(sleep_line)) == (1, 3)
     assert sum(sleep_line in line for line in times.advice()) == 4
 
@@ -155,9 +154,10 @@ def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch):
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles / 2e6))
-    recorder = time_recorder.TimeRecorder("contiguous", True, lambda: 0.0, {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    device_clock = DeviceClock(torch.device("cuda"))
+    recorder = time_recorder.TimeRecorder("contiguous", True, device_clock, {})
     with Kernels(gpu), recorder.watching():
-        recorder.start("forward")
         for _ in range(5):
             torch.ones(3).detach().relu()
     relus_s = [seconds for key, seconds in recorder.seconds().items() if "relu" in key[2]]
@@ -177,7 +177,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_are_timed_and_the_model_is_unchanged(name, monkeypatch):
     monkeypatch.setattr(
-        operator_times, "utilisation", lambda gflop, step, *_: {"training": step > 1.5 * gflop}
+        timed_step, "utilisation", lambda gflop, step, *_: {"training": step > 1.5 * gflop}
     )
     build, batch = BATCHES[name]
     precision = resolve_precision(name if name in PRECISIONS else "fp32", CPU)
@@ -234,7 +234,7 @@ def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small
     fed = shifted(relu, 0.3, module="fed", kind="pooling", arguments={"channels_last": (image,)})
     pays = shifted(relu, 0.2, module="pays", kind="pooling")
     times = times_with(*many, copy, python, fed, pays)
-    first = times.summary()[0]
+    first = times.conclusions()[0]
     assert "0.9 ms in python forward of `pause` (net.py:3)" in first
     assert "ms in element-wise (most in `m" in first and "a total of" in first
     assert "relu forward of `fed`" in first and first.endswith("relu forward of `copy` (net.py:7)")
@@ -265,7 +265,7 @@ def test_rows_have_the_interval_of_ranks_and_the_summary_says_what_is_not_explai
     assert names == ["aten.certain.default", "aten.noisy.default"]
     assert times.tables["modules"][0].share_pct == pytest.approx(100 * 2.4 / 8)
     assert times.worst().calls == [certain] and times.speed_ratio == 1.25
-    assert times.explained_pct == pytest.approx(20) and "do not trust" in times.summary()[2]
+    assert times.explained_pct == pytest.approx(20) and "do not trust" in times.conclusions()[2]
 
 
 @pytest.mark.slow

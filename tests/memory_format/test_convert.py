@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from cl_train.config.validation import checked_config
 from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
-from cl_train.memory_format.convert import convert
+from cl_train.memory_format.convert import convert, layout_of
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
@@ -109,7 +109,10 @@ def test_strides_of_converted_models(model, arguments, changed, memory_format):
     assert {*report.changed} == {name for name in changed if changed[name] != before[name]}
     assert model_memory_format(model) == memory_format
     assert not convert(model, **arguments).changed
+    layout = layout_of(model)
     assert convert(model, memory_format="contiguous").changed and strides(model) == before
+    convert(model, layout)
+    assert strides(model) == before | changed
     for name, value in model.state_dict().items():  # converting did not run the power iteration
         assert torch.equal(value, values[name]), name
 
