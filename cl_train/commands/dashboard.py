@@ -29,6 +29,7 @@ def write_dashboard(report: Report, folder: Path) -> None:
             for name, pair in zip(names, report.pairs, strict=True):
                 for tag, step, value in _points(name, pair.sides.get(side, [])):
                     writer.add_scalar(tag, value, step)
+            writer.add_hparams({report.by: side}, dict(_results(report, side)), run_name=".")
             if number == 0:  # TensorBoard shows them beside all runs
                 writer.add_text("comparison", as_markdown(report))
                 writer.add_custom_scalars(_layout(report, names))
@@ -47,6 +48,16 @@ def _points(name: str, runs: Sequence[Run]) -> Iterator[tuple[str, int, float]]:
     for tag, curves, reduce in reductions if runs else ():
         for step in sorted(set.intersection(*map(set, curves))):
             yield tag, step, reduce(curve[step] for curve in curves)
+
+
+def _results(report: Report, side: str) -> Iterator[tuple[str, float]]:
+    """What the side is compared by, for each pair."""
+    for label, pair, row in report.named:
+        for name, of_row in zip(pair.sides, ("baseline", "candidate"), strict=True):
+            for what in ("images_per_s", "top1"):
+                value = row[f"{of_row}_{what}"]
+                if name == side and value is not None:
+                    yield f"whole_run/{safe_name(label)}/{what}", value
 
 
 def _layout(report: Report, names: Sequence[str]) -> dict[str, dict[str, list[object]]]:

@@ -1,5 +1,6 @@
 """The outcome of a comparison: `comparison.json`, `.md`, `.csv`, a chart, a sentence per pair."""
 
+import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from cl_train.system.processes import with_threads
 from cl_train.system.run_folder import Run, read_run
 from cl_train.system.tables import markdown_table, write_csv
 
+_COMMAND = re.compile(r"((?:OMP_NUM_THREADS=\d+ )?(?:python train\.py|cl-train) [^;\n]+)")
 START_S = 5.0  # of a process, before the clock of its run begins
 EXPLANATION = (
     "images/s: median of a run's windows after warm-up, and of the runs. Ratio: second side / first"
@@ -283,7 +285,10 @@ def verdict_sentence(report: Report) -> str:
 
 def as_markdown(report: Report) -> str:
     """The page `comparison.md`, without the chart."""
-    paragraphs = ["# Comparison", verdict_sentence(report), markdown_table(_table(report))]
+    # A line is a paragraph, and a command is code.
+    sentences = _COMMAND.sub(r"`\1`", verdict_sentence(report)).splitlines()
+    paragraphs = ["# Comparison", *sentences, markdown_table(_table(report))]
+    paragraphs.append(f"In the table: {' / '.join(report.sides)}.")
     if report.equal:
         shown = [
             f"{key} {'auto' if value is None else value}" for key, value in report.equal.items()
@@ -308,6 +313,12 @@ def as_markdown(report: Report) -> str:
     return "\n\n".join([*filter(None, paragraphs), EXPLANATION, ""])
 
 
+def _gap(loss_gap: float | None) -> str:
+    if loss_gap is None:
+        return "-"
+    return f"{loss_gap:.4f}" if abs(loss_gap) >= 1e-4 else "< 0.0001"
+
+
 def _table(report: Report) -> list[dict[str, str]]:
     """Cells by the titles of their columns."""
 
@@ -318,14 +329,12 @@ def _table(report: Report) -> list[dict[str, str]]:
     return [
         {
             "": label,
-            f"images/s: {' / '.join(report.sides)}": both(row, "images_per_s", 1),
+            "images/s": both(row, "images_per_s", 1),
             "ratio [95 %]": pair.ratio,
             "n": str(row["n"]),
             "verdict": f"**{pair.words}**",
             "top-1 %": both(row, "top1", 2),
-            "loss gap": "-" if pair.loss_gap is None else f"{pair.loss_gap:.4f}",
-            "peak memory GiB": both(row, "peak_memory_gib", 2),
-            "bottleneck": row["bottleneck"],
+            "loss gap": _gap(pair.loss_gap),
         }
         for label, pair, row in report.named
     ]

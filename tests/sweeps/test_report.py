@@ -1,6 +1,7 @@
 """The files of a comparison, and its verdict in words."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -87,6 +88,13 @@ def test_the_markdown_page(report):
     assert [cells[3] for cells in table] == ["2", "1", "1"], "runs per side"
     assert ["untrusted" in cells[2] for cells in table] == [False, False, True]
     assert [cells[5] for cells in table] == ["90.00 / 91.00"] * 3
+    assert [cells[6] for cells in table] == ["< 0.0001"] * 3
+
+
+def test_a_command_is_code_on_the_page(tmp_path):
+    runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true")]
+    text = as_markdown(Report(compare_runs(runs)))
+    assert re.search(r"To decide it, .*: `.*(cl-train|train\.py) [^`]*`$", text, re.MULTILINE)
 
 
 def test_the_chart_shows_each_verdict_in_its_colour(written, tmp_path):
@@ -116,8 +124,12 @@ def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
         write_dashboard(report, folder)
     assert {path.name for path in folder.iterdir()} == {"contiguous", "channels_last"}
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
-        assert len(list((folder / side).iterdir())) == 1
+        assert len(list((folder / side).iterdir())) == 2, "its curves, and its row of HParams"
         events = EventAccumulator(str(folder / side)).Reload()
+        assert "_hparams_/session_start_info" in events.summary_metadata
+        assert events.Scalars("whole_run/resnet18/images_per_s")[0].value == pytest.approx(
+            1.05 * speed, rel=0.01
+        )
         tags = ("spread/resnet18/low", "images_per_s/resnet18", "spread/resnet18/high")
         curves = [events.Scalars(tag) for tag in tags]
         steps = [[point.step for point in curve] for curve in curves]
