@@ -8,8 +8,8 @@ predictions.
 
 Weights saved by cl_train carry what is needed: model, classes, preprocessing, layout. A line has
 the file of an image, its label if the folder that it is in is named like a class, and the five most
-probable classes. Exit codes: 0 written; 1 an image cannot be read, or outputs are not finite; 2
-wrong usage or unreadable weights.
+probable classes. Damaged images are left out and named. Exit codes: 0 written; 1 no image can be
+read, or outputs are not finite; 2 wrong usage or unreadable weights.
 """
 
 import sys
@@ -53,7 +53,7 @@ class PredictSettings(OnDevice):
     evaluate_flip: bool = setting(False, "average the logits of each image and of its mirror image")
     workers: int | None = setting(None, "processes; null = cores", Range(0), key="data.workers")
     on_bad_image: str = setting(
-        "error", "skip = leave damaged out", choices=("error", "skip"), key="data.on_bad_image"
+        "skip", "skip = leave damaged out", choices=("error", "skip"), key="data.on_bad_image"
     )
 
 

@@ -55,6 +55,8 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
         yield "data=dataset needs data.dataset=package.module:function"
     if data.name == "dataset" and data.size_schedule:
         yield "data.size_schedule does not work with data=dataset, whose images have one size"
+    if not re.fullmatch(r"\d+|(100|\d{1,2}(\.\d+)?)%", str(data.max_bad_images)):
+        yield f"data.max_bad_images={data.max_bad_images}: expected a whole number, or such as 10%"
     if len(data.mean) != 3 or len(data.std) != 3 or min(data.std) <= 0:
         yield "data.mean and data.std need three numbers each, those of data.std above 0"
     extensions = {extension.lower() for extension in data.extensions}

@@ -79,8 +79,8 @@ class DataConfig:
     on_bad_image: str = neutral_setting(
         "error", "when an image cannot be decoded", choices=("error", "skip")
     )
-    max_bad_images: int = neutral_setting(
-        100, "on_bad_image=skip: stop after more than this many", Range(0)
+    max_bad_images: str = neutral_setting(
+        "100", "on_bad_image=skip: stop after more than this many, or this share, such as 10%"
     )
     mean: list[float] = setting(
         [0.485, 0.456, 0.406], "subtracted from each channel, on the 0-1 scale"

@@ -61,7 +61,10 @@ class ImageData:
         self.notes = source.notes
         self.classes, self.num_classes = source.classes, len(source.classes)
         self.fingerprint = source.fingerprint
-        self.bad_images = BadImages(skip=cfg.on_bad_image == "skip", limit=cfg.max_bad_images)
+        files = len(source.val) + (len(source.train) if settings.training else 0)
+        most = str(cfg.max_bad_images)
+        limit = int(float(most[:-1]) / 100 * files) if most.endswith("%") else int(most)
+        self.bad_images = BadImages(cfg.on_bad_image == "skip", limit, most)
         self._label_of: torch.Tensor | None = None
         self.class_counts = class_counts(source.train, self.num_classes)
         self._mix = label_mix(augment, self.num_classes, settings.seed, settings.dist)
@@ -284,6 +287,6 @@ def images_of_folder(
         source = list_images(root, classes, cfg.extensions)
     else:
         source = list_csv_images(root, cfg, classes)
-    cfg = replace(cfg, max_bad_images=len(source.val))
+    cfg = replace(cfg, max_bad_images="100%")
     settings = DataSettings(cfg, AugmentConfig(), batch_size, seed=0, dist=dist, training=False)
     return ImageData(source, settings)

@@ -142,7 +142,7 @@ def _folder_data(
             f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole"
             " number"
         )
-    settings = {"name": "folder", "max_bad_images": 2**31, **settings}
+    settings = {"name": "folder", "max_bad_images": "100%", **settings}
     cfg = checked_config({"batch_size": batch_size, "seed": seed, "data": settings})
     augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
     is_training = split == "train"

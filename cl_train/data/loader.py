@@ -86,6 +86,7 @@ class BadImages:
 
     skip: bool
     limit: int
+    setting: str = ""  # that the limit follows
     reasons: dict[str, str] = field(default_factory=dict)
     skipped: int = 0
 
@@ -99,12 +100,13 @@ class BadImages:
         if not self.skip:
             raise BadImageError(
                 f"'{name}' cannot be used: {reason}. Repair or remove it, or use"
-                " data.on_bad_image=skip"
+                " data.on_bad_image=skip; cl-train prepare_imagenet verify names all"
             )
         if len(self.reasons) > self.limit:
             raise BadImageError(
                 f"{len(self.reasons)} images cannot be used, more than"
-                f" data.max_bad_images={self.limit}; the last one: '{name}': {reason}"
+                f" data.max_bad_images={self.setting or self.limit}; the last one: '{name}':"
+                f" {reason}"
             )
 
 

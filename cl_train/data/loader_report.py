@@ -5,6 +5,10 @@ from collections.abc import Mapping
 from cl_train.data.transforms import WorkerTimes
 
 
+def bad_share(reasons: Mapping[str, str], files: int) -> str:
+    return f"{len(reasons):,} of {files:,} images are bad ({100 * len(reasons) / files:.1f} %)"
+
+
 def first_reasons(reasons: Mapping[str, str]) -> str:
     """Returns the first names of `BadImages.reasons` with their reasons, in one line."""
     first = [f"{name} ({reason})" for name, reason in [*reasons.items()][:3]]

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 60.0
 _OWN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _RESULTS = (*_OWN_FILES[:3], "checkpoints/step-*.pt", "checkpoints/best.pt")
-_LOGS = ("train.log", "events.out.tfevents.*")  # alone they are of a run that was refused
+_LOGS = ("train.log", "bad_images.csv", "events.out.tfevents.*")  # alone: of a refused run
 
 
 # What a run or a sweep leaves may come from a stranger, with links to files of the user's: no file

@@ -22,6 +22,7 @@ from cl_train.system.files import parsed_json, read_json
 from cl_train.system.processes import LOST_PCT
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
+BAD_IMAGES = "bad_images.csv"
 FAULTY_SHARE = 0.1  # of windows, updates or images: the speed is no longer that of training
 # Facts that a resume may change; a comparison refuses runs in which they changed.
 MAY_CHANGE = ("memory_format", "precision", "world_size", "device_name")

@@ -10,13 +10,13 @@ from typing import Any
 
 from cl_train.config.schema import Config
 from cl_train.config.validation import user_function
-from cl_train.data.loader_report import first_reasons
+from cl_train.data.loader_report import bad_share, first_reasons
 from cl_train.errors import TrainingFault
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import gather_objects, max_over_ranks, on_main
 from cl_train.system.files import continues
 from cl_train.system.machine import gpu_state
-from cl_train.system.run_folder import RunResult
+from cl_train.system.run_folder import BAD_IMAGES, RunResult
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
 from cl_train.training.console import closing_lines, duration, profile, progress_bar
@@ -149,6 +149,10 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
             if cfg.best_by is not None:
                 best = f"{cfg.best_by} {abs(progress.best_score):.4g}"
             log.info("epoch %d: %s of training, best %s", progress.epoch, took, best)
+    if (reasons := run.note_bad_images()) and progress.epoch == 0 and run.dist.is_main:
+        share = bad_share(reasons, run.data.train_images + run.data.val_images)
+        cost = "each is read in vain, and in training the next image takes its place"
+        log.warning("%s: %s; %s names them", share, cost, BAD_IMAGES)
     plan.close_epoch(progress)
 
 
@@ -198,10 +202,8 @@ def finish(run: ActiveRun) -> RunResult:
     for evaluation in records.of_kind("val")[-1:]:
         check_evaluation(evaluation["loss"])
     bad, lost_pct = run.data.bad_images, run.machine_load.lost_pct()
-    of_ranks = gather_objects((bad.skipped, bad.reasons, lost_pct), dist)
-    skipped, each_reasons, each_lost_pct = zip(*of_ranks, strict=True)
-    reasons = {name: reason for of_rank in each_reasons for name, reason in of_rank.items()}
-    if reasons and dist.is_main:
+    skipped, each_lost_pct = zip(*gather_objects((bad.skipped, lost_pct), dist), strict=True)
+    if (reasons := run.note_bad_images()) and dist.is_main:
         log.warning("bad images: %d; %s", len(reasons), first_reasons(reasons))
     write = partial(
         records.finish,

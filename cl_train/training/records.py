@@ -2,10 +2,12 @@
 memory until they can be written.
 """
 
+import csv
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -15,9 +17,17 @@ import torch
 import yaml
 
 from cl_train.config.schema import Config
-from cl_train.system.files import AppendFile, read_json, retry, write_json, write_text
+from cl_train.system.files import (
+    AppendFile,
+    read_json,
+    replacing,
+    retry,
+    write_json,
+    write_text,
+)
 from cl_train.system.machine import peak_memory_gib
 from cl_train.system.run_folder import (
+    BAD_IMAGES,
     CONFIG,
     METRICS,
     SUMMARY,
@@ -32,6 +42,7 @@ from cl_train.system.run_folder import (
     read_records,
     windows_of,
 )
+from cl_train.system.tables import write_csv
 from cl_train.training.evaluation import score_of
 from cl_train.training.plan import Progress
 from cl_train.training.trackers import SHOWN, Trackers
@@ -89,6 +100,20 @@ class Records:
         """Append the evaluation of this step, `val` or `val_average`."""
         place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
         self.append(finite_or_null({**place, **values, "time": time.time()}))
+
+    def write_bad_images(self, reasons: Mapping[str, str]) -> None:
+        """Name each bad image once in `bad_images.csv`, with those that earlier processes found."""
+        if self._folder is None or not reasons:
+            return
+        path, earlier = self._folder / BAD_IMAGES, dict[str, str]()
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(True)
+            read = csv.DictReader(lines)
+            earlier = {row["file"]: row["reason"] for row in read if {"file", "reason"} <= {*row}}
+        everything = earlier | dict(reasons)
+        rows = [{"file": name, "reason": everything[name]} for name in sorted(everything)]
+        with suppress(OSError), replacing(path) as temporary:  # a full disk
+            write_csv(temporary, rows)
 
     def seconds(self) -> float:
         """Since this process began its work."""

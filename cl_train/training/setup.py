@@ -199,6 +199,7 @@ def record_failure(
     if run.dist.world_size == 1:  # the other ranks may not take part
         with suppress(RuntimeError):
             run.log_pending()
+    run.records.write_bad_images(run.data.bad_images.reasons)
     with suppress(OSError):
         run.records.finish("failed", why=str(error).partition("\n")[0])
     if isinstance(error, Exception):  # a second Ctrl-C does not wait

@@ -74,7 +74,7 @@ def test_a_flat_folder_has_no_labels(run, image_folder, tmp_path, capsys):
         shutil.copy(path, tmp_path / "flat" / f"{index:02d}.jpg")
     (tmp_path / "flat/03.jpg").write_bytes(b"damaged")
     labelled = predicted(run.folder, image_folder, tmp_path / "a.csv")
-    rows = predicted(run.folder, tmp_path / "flat", tmp_path / "b.csv", "data.on_bad_image=skip")
+    rows = predicted(run.folder, tmp_path / "flat", tmp_path / "b.csv")
     printed = capsys.readouterr().out
     assert "20 images; 1 left out: " in printed and "03.jpg (" in printed
     del labelled[3]
@@ -153,6 +153,6 @@ def test_what_cannot_be_predicted(run, image_folder, tmp_path, capsys):
             main(change)
     bad = {"data.root": tmp_path / "bad"}
     nan = {"weights": tmp_path / "nan.pth", "data.image_size": 32}
-    for failing in (nan, bad, bad | {"data.on_bad_image": "skip"}):
+    for failing in (nan, bad, bad | {"data.on_bad_image": "error"}):
         assert main(failing) == 1 and "failed: " in capsys.readouterr().err
     assert not (tmp_path / "out.csv").exists()

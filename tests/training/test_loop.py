@@ -1,5 +1,6 @@
 """The real loop, shrunk: real JPEGs in, records and a trained model out."""
 
+import csv
 import json
 import math
 import os
@@ -7,13 +8,14 @@ import re
 from dataclasses import asdict
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 from cl_train.config.validation import checked_config
-from cl_train.errors import ConfigError, TrainingFault
+from cl_train.errors import BadImageError, ConfigError, TrainingFault
 from cl_train.sweeps.verdict import compare_pair
 from cl_train.system.distributed import Dist
 from cl_train.system.run_folder import read_run
@@ -303,6 +305,29 @@ def test_bad_images_are_left_out(train, tmp_path):
         path.write_bytes(b"\xff\xd8\xff broken")
     with pytest.raises(TrainingFault, match="none of the 21 validation images"):
         train(*words, "batch_size=4", "max_steps=2")
+
+
+def test_bad_images_are_counted_in_percent_and_named_once(train, tmp_path):
+    images, folder = tmp_path / "images", tmp_path / "named"
+    write_images(images, {"train": 32, "val": 7})
+    for number in range(0, 32, 4):
+        (images / f"train/red/{number:03d}.JPEG").write_bytes(b"\xff\xd8 no picture")
+    (images / "val/red/000.JPEG").write_bytes(b"")
+    words = ("data.on_bad_image=skip", "batch_size=8", "epochs=3", f"data.root={images}")
+    at_most = (*words, "data.max_bad_images=7.7%")  # 9 of 117
+    train(*at_most, "max_steps=13", folder=folder)
+    done = train(*at_most, "resume=auto", folder=folder)
+    assert done.log.count("9 of 117 images are bad (7.7 %)") == 1
+    with (folder / "bad_images.csv").open(newline="") as file:
+        reasons = {Path(row["file"]).name: row["reason"] for row in csv.DictReader(file)}
+    assert len(reasons) == 8 and reasons["000.JPEG"] == "the file is empty"
+    lines = (folder / "bad_images.csv").read_text().splitlines()
+    assert len(lines) == len(set(lines)) == 10
+    with pytest.raises(BadImageError, match=r"8 images .* data.max_bad_images=6%"):
+        train(*words, "data.max_bad_images=6%", folder=tmp_path / "ended")
+    assert len((tmp_path / "ended/bad_images.csv").read_text().splitlines()) == 9
+    with pytest.raises(ConfigError, match=r"data.max_bad_images=110%: expected"):
+        train(*words, "data.max_bad_images=110%")
 
 
 # --- growing images -------------------------------------------------------------------------------
