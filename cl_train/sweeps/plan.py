@@ -87,7 +87,7 @@ class Sweep:
         del plan["folder"]
         write_json(self.folder / "sweep.json", {"schema_version": 2, **plan})
 
-    def resume_command(self, *words: str) -> str:
+    def resume_command(self, *words: str, device_name: str = "") -> str:
         """The command that continues the sweep; code that its jobs name must be repeated in it."""
         named: dict[str, dict[str, None]] = {}  # values by key, in order
         for job in self.jobs:
@@ -97,7 +97,7 @@ class Sweep:
                 named.setdefault(key, {})[value] = None
         code = [f"{key}={','.join(values)}" for key, values in named.items()]
         words = (f"resume_sweep={self.folder}", *words, *code)
-        return with_threads(f"{train_program()} -m {shlex.join(words)}")
+        return with_threads(f"{train_program()} -m {shlex.join(words)}", device_name)
 
     def groups(self, jobs: Sequence[Job] | None = None) -> list[list[Job]]:
         """The jobs, or some of them, by group."""

@@ -181,6 +181,8 @@ def read_report(folder: Path, by: str | None = None) -> Report:
 def _to_decide(pair: Pair, report: Report) -> str | None:
     """The command that probably decides the pair, and its time; None if it is decided."""
     sweep, count = report.sweep, pair.repeats_to_decide
+    is_recorded = report.by != "environment"  # which may be the number of threads
+    device_name = str(pair.runs[0].fact("device_name")) if is_recorded else ""
     words = [f"repeats={count or 'auto'}"]
     # repeats=N adds them to the decided pairs too.
     all_undecided = all(other.verdict == "inconclusive" for other in report.pairs)
@@ -188,7 +190,8 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
         needed = count or len(pair.runs)  # twice those of a side
         words = ["repeats=auto", f"max_repeats={max(needed, sweep.options.max_repeats)}"]
     if sweep and pair.is_disturbed:
-        again = f"{_duration(pair.runs, 4)} for 2 more repeats: {sweep.resume_command(*words)}"
+        command = sweep.resume_command(*words, device_name=device_name)
+        again = f"{_duration(pair.runs, 4)} for 2 more repeats: {command}"
         here = f"; on this one: {_benchmark(pair)}" if report.by == "channels_last" else ""
         return f"on a quieter machine, {again}{here}"
 
@@ -200,11 +203,12 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
         more = 2 * count - (len(pair.runs) if sweep else 0)
         what = f"{_duration(pair.runs, more)} for about {count} repeats"
     if sweep:
-        return f"{what}: {sweep.resume_command(*words)}"
+        return f"{what}: {sweep.resume_command(*words, device_name=device_name)}"
     if report.by != "channels_last":
         words.append(f"compare_by={report.by}")
     words = [f"config={pair.runs[0].folder}", f"{report.by}={','.join(values)}", *words]
-    return f"{what}: {with_threads(f'{train_program()} -m {shlex.join(words)}')}"
+    command = f"{train_program()} -m {shlex.join(words)}"
+    return f"{what}: {with_threads(command, device_name)}"
 
 
 def _benchmark(pair: Pair) -> str:

@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -84,9 +85,12 @@ def usable_cores() -> list[int]:
     return sorted(cores, key=_position_of_core)
 
 
-def with_threads(command: str) -> str:
-    """`command` with OMP_NUM_THREADS, if it is set: another number makes runs not comparable."""
-    threads = os.environ.get("OMP_NUM_THREADS")
+def with_threads(command: str, device_name: str = "") -> str:
+    """`command` with the threads of a record's `device_name`, else with OMP_NUM_THREADS, if it is
+    set: another number makes runs not comparable.
+    """
+    recorded = re.search(r"\((\d+) threads?\)", device_name)
+    threads = recorded[1] if recorded else os.environ.get("OMP_NUM_THREADS")
     return f"OMP_NUM_THREADS={threads} {command}" if threads else command
 
 

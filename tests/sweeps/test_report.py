@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -91,9 +92,16 @@ def test_the_markdown_page(report):
     assert [cells[6] for cells in table] == ["< 0.0001"] * 3
 
 
-def test_a_command_is_code_on_the_page(tmp_path):
+def test_a_command_is_code_on_the_page_with_the_threads_of_the_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true")]
     text = as_markdown(Report(compare_runs(runs)))
+    assert ": `OMP_NUM_THREADS=1 " in text, "the record does not say"
+    runs = [
+        replace(run, summary=run.summary | {"device_name": "AMD EPYC (2 threads)"}) for run in runs
+    ]
+    text = as_markdown(Report(compare_runs(runs)))
+    assert ": `OMP_NUM_THREADS=2 " in text
     assert re.search(r"To decide it, .*: `.*(cl-train|train\.py) [^`]*`$", text, re.MULTILINE)
 
 
