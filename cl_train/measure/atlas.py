@@ -7,30 +7,31 @@ end the atlas, and the database changes flags of torch for good.
 
 import importlib.util
 import inspect
-import json
 import math
+import multiprocessing
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cl_train.errors import ConfigError
-from cl_train.measure.kernels import compare_results
+from cl_train.measure.kernels import OF_MEMORY, as_real, compare_results
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
 from cl_train.system.processes import end_with_parent
 from cl_train.system.tables import markdown_table
+from cl_train.system.tensors import tensors_in
 
 Row = dict[str, Any]  # of an operator
 Record = dict[str, Any]  # of all of them
-# Their results depend on strides by definition, or are what lay in memory.
-_OF_MEMORY = ("as_strided", "empty", "resize_")
 
 
 def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> Record:
@@ -43,7 +44,7 @@ def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> 
         raise ConfigError(f"operators=true: {what}; pip install 'cl-train[atlas]'")
     started_at = time.perf_counter()
     facts = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype)[6:]}
-    rows = [row for row in _rows(str(device), facts["dtype"], patterns) if row["draws"]]
+    rows = [row for row in _rows(device, dtype, patterns) if row["draws"]]
     if not rows:
         raise ConfigError(f"select={','.join(patterns)}: no operator on images; docs/operators.md")
     wrong = [row for row in rows if row["faults"]]
@@ -63,23 +64,29 @@ def _shown_by(text: str, what: str) -> str:
     return shown[-1] if shown else f"ended with {ran.returncode}"
 
 
-def _rows(device: str, dtype: str, patterns: Sequence[str], start: int = 0) -> Iterator[Row]:
+def _rows(
+    device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int = 0
+) -> Iterator[Row]:
     """Of a child; where an operator crashes, of another one from the next operator on."""
-    words = ["-W", "ignore", "-m", __name__, device, dtype, str(start), *patterns]
-    started: Row = {}
-    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            said = json.loads(line) if line.startswith('{"') else {}
-            started = said.get("started", started)
-            if "row" in said:
-                yield said["row"]
-    if child.returncode and not started:
-        raise subprocess.CalledProcessError(child.returncode, words)
-    if child.returncode:
+    # A fork knows what the caller has replaced in torch, but CUDA does not survive it.
+    context: Any = multiprocessing.get_context("spawn" if device.type == "cuda" else "fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_examine_all, args=(sender, device, dtype, patterns, start))
+    child.start()
+    sender.close()
+    row: Row = {}
+    with suppress(EOFError):
+        while True:
+            row = receiver.recv()
+            if "draws" in row:
+                yield row
+    child.join()
+    if child.exitcode and not row:
+        raise RuntimeError(f"torch's operator database ended with {child.exitcode}")
+    if child.exitcode:
         counts = {"draws": 1, "faults": 1, "output": {}, "gradient": {}}
-        yield {**started, **counts, "worst": {"what": f"ended with {child.returncode}"}}
-        yield from _rows(device, dtype, patterns, started["number"] + 1)
+        yield {**row, **counts, "worst": {**row, "what": f"ended with {child.exitcode}"}}
+        yield from _rows(device, dtype, patterns, row["number"] + 1)
 
 
 # --- a program of torch alone, which is also what the child runs ----------------------------------
@@ -145,43 +152,41 @@ def program(facts: Record, row: Row) -> str:
 # --- in the child ---------------------------------------------------------------------------------
 
 
-def _examine_all(device: str, dtype_name: str, start: str, *patterns: str) -> None:
-    """Print a row for each operator, and before each draw which one it is."""
+def _examine_all(
+    rows: Connection, device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int
+) -> None:
+    """Send a row for each operator, and before each draw which one it is."""
+    end_with_parent()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the threads of the parent are not forked
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_utils import set_rng_seed
 
-    dtype, kind = getattr(torch, dtype_name), torch.device(device).type
-    operators = [op for op in op_db if not any(word in op.name for word in _OF_MEMORY)]
-    for number, op in enumerate(operators[int(start) :], int(start)):
+    operators = [op for op in op_db if all(word not in op.name for word in (*OF_MEMORY, "resize_"))]
+    for number, op in enumerate(operators[start:], start):
         is_selected = any(fnmatchcase(op.full_name, pattern) for pattern in patterns)
-        if not is_selected or dtype not in op.supported_dtypes(kind):
+        if not is_selected or dtype not in op.supported_dtypes(device.type):
             continue
-        has_gradients = op.supports_autograd and dtype in op.supported_backward_dtypes(kind)
-        set_rng_seed(0)
-        samples = op.sample_inputs(device, dtype, requires_grad=has_gradients)
+        has_gradients = op.supports_autograd and dtype in op.supported_backward_dtypes(device.type)
         facts = {"operator": op.full_name, "number": number, "has_gradients": has_gradients}
+        set_rng_seed(0)
         # All samples first: the draws use random numbers, too.
-        print(json.dumps({"row": _examine(op, list(samples), dtype, facts)}), flush=True)
-
-
-def _examine(op: Any, samples: Sequence[Any], dtype: torch.dtype, facts: dict[str, Any]) -> Row:
-    layouts: dict[str, Counter[str]] = {"output": Counter(), "gradient": Counter()}
-    draws, faults = 0, []
-    for draw, sample in enumerate(samples):
-        call = (sample.input, *sample.args), sample.kwargs
-        tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-        if not any(classify(tensor) in ("contiguous", "channels_last") for tensor in tensors):
-            continue
-        print(json.dumps({"started": {**facts, "draw": draw}}), flush=True)
-        fault = _fault(op, call, dtype, layouts)
-        draws += fault is not None
-        if fault and fault[0] > 1:
-            faults.append((*fault, draw))
-    row = {**facts, "draws": draws, "faults": len(faults), **layouts}
-    if faults:
-        _, what, draw = max(faults)
-        row["worst"] = {"draw": draw, "what": what}
-    return row
+        samples = list(op.sample_inputs(str(device), dtype, requires_grad=has_gradients))
+        layouts: dict[str, Counter[str]] = {"output": Counter(), "gradient": Counter()}
+        draws, faults = 0, []
+        for draw, sample in enumerate(samples):
+            call = (sample.input, *sample.args), sample.kwargs
+            if any(classify(one) in ("contiguous", "channels_last") for one in tensors_in(call)):
+                rows.send({**facts, "draw": draw})
+                fault = _fault(op, call, dtype, layouts)
+                draws += fault is not None
+                if fault and fault[0] > 1:
+                    faults.append((*fault, draw))
+        row = {**facts, "draws": draws, "faults": len(faults), **layouts}
+        if faults:
+            _, what, draw = max(faults)
+            row["worst"] = {"draw": draw, "what": what}
+        rows.send(row)
 
 
 def _fault(
@@ -189,10 +194,10 @@ def _fault(
 ) -> tuple[float, str] | None:
     """The largest error in multiples of its limit, in words; None: contiguous fails, too."""
 
-    def contiguous(call: Any, seed: int = 0) -> list[torch.Tensor]:
-        return _flat(results(op, call, False, seed))
+    def contiguous(call: Any, seed: int = 0) -> dict[str, torch.Tensor]:
+        return {name: as_real(one) for name, one in results(op, call, False, seed).items()}
 
-    def in_fp32(call: Any) -> list[torch.Tensor]:
+    def in_fp32(call: Any) -> dict[str, torch.Tensor]:
         return contiguous(tree_map(lambda v: torch.float32 if v is dtype else v, call))
 
     with suppress(Exception):  # of contiguous inputs
@@ -204,26 +209,22 @@ def _fault(
         for name, tensor in found.items():
             if tensor.dim() in CHANNELS_LAST_BY_DIM:
                 layouts[name.split()[0]][classify(tensor)] += 1
+        found = {name: as_real(one) for name, one in found.items()}
         errors = compare_results(
-            lambda values: _flat(found) if values is call else contiguous(values), in_fp32, call
+            lambda values: found if values is call else contiguous(values), in_fp32, call
         )
-        error, relative = worst = max(errors, default=(0.0, 0.0))
+        (error, relative), worst = max(
+            ((error, name) for name, error in errors.items()), default=((0.0, 0.0), "")
+        )
         if error > 1:
-            name = list(found)[errors.index(worst)]
             # A random operator gives something else with other numbers, too.
             others = compare_results(
                 lambda values: contiguous(values, seed=int(values is call)), in_fp32, call
             )
-            if max(others)[0] <= 1:
-                return error, f"{name}: relative error {relative:.2g}, {error:.2g} of the limit"
+            if max(others.values())[0] <= 1:
+                return error, f"{worst}: relative error {relative:.2g}, {error:.2g} of the limit"
         return 0.0, ""
     return None
-
-
-def _flat(found: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Of real numbers."""
-    tensors = [tensor.resolve_conj() for tensor in found.values()]
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -266,8 +267,3 @@ def _table(names: Sequence[str], rows: dict[Any, list[str]], count: int) -> str:
             for row, places in sorted(rows.items())
         ]
     )
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    _examine_all(*sys.argv[1:])

@@ -1,12 +1,13 @@
-"""Code that runs other operators in channels_last, and whether it computes the same.
+"""Modules by themselves: each is run again in both layouts, on copies of what it read in a step.
 
 A model may ask for the layout, `if x.is_contiguous()`, in one precision, at one size or for an odd
 batch only. Then its step in channels_last runs other operators, or reads memory by strides, and the
-modules that do so are run again by themselves, on copies of what they read in the step: forward and
-backward, in both layouts.
+modules that do so are compared, forward and backward.
 """
 
-from contextlib import ExitStack, nullcontext
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,20 +18,25 @@ from torch import nn
 from cl_train.measure.kernels import (
     Errors,
     KernelCheck,
-    compare_with_exact,
+    WrongCall,
+    compared,
     copied,
+    limit_by_exact,
+    norm_of,
     same_strides,
 )
-from cl_train.measure.parity_step import ContiguousResults, EqualRandomness, ParityStep
+from cl_train.measure.parity_step import ParityStep, Results, Roots, leaf
+from cl_train.memory_format.audit_report import Origin
 from cl_train.memory_format.convert import CONTIGUOUS, convert
-from cl_train.memory_format.model_call import output_tensors
 from cl_train.models.sources import copy_model
-from cl_train.step.backup import random_state_restored
-from cl_train.step.precision import Precision, autocast
+from cl_train.step.precision import Precision
 from cl_train.step.train_step import compiled
 from cl_train.system.tensors import map_tensors, tensors_in
 
-MOST_MODULES = 64  # that are run again
+# Of the distance of whole steps by the dtype of their code: fp32 if a model cannot run in float64.
+CODE_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
+# Of the typical element of a step's gradients: below it a gradient is rounding, zero in theory.
+FLOAT64_ELEMENT = 1e-3
 
 
 @dataclass
@@ -38,9 +44,28 @@ class Visit:
     """What a module read in a step, and the gradients of what it returned."""
 
     is_training: bool
-    args: Any
-    kwargs: Any
+    call: Any  # args, kwargs
     gradients: list[torch.Tensor | None] = field(default_factory=list)
+
+
+@dataclass
+class _VisitAgain(ParityStep):
+    gradients: Sequence[torch.Tensor | None] = ()
+
+    def call(self, batch: Any) -> Any:
+        args, kwargs = batch
+        return self.model(*args, **kwargs)
+
+    def results(self, output: Any, is_training: bool) -> list[torch.Tensor]:
+        return _numbers(output)
+
+    def roots(self, output: Any, results: list[torch.Tensor]) -> Roots:
+        pairs = zip(results, self.gradients, strict=False)
+        given = [(one, gradient) for one, gradient in pairs if gradient is not None]
+        if self.dtype is None:
+            return [(one, gradient.to(one.dtype)) for one, gradient in given]
+        # A hook of the module itself may have made the gradient another one: not of these strides.
+        return [(one, torch.empty_like(one).copy_(gradient)) for one, gradient in given]
 
 
 def modules_of_other_code(plain: KernelCheck, converted: KernelCheck) -> list[str]:
@@ -49,20 +74,53 @@ def modules_of_other_code(plain: KernelCheck, converted: KernelCheck) -> list[st
     return list(dict.fromkeys(module for module, _, _ in differing))
 
 
-def visits_of(step: ParityStep, names: list[str]) -> dict[str, list[Visit]]:
+def wrong_modules(
+    step: ParityStep, names: Iterable[str], *, compile: bool = False
+) -> list[WrongCall]:
+    """Of the modules of a step in channels_last those whose results differ, innermost ones alone.
+
+    compile: of the compiled modules, without dropout.
+    """
+    modules, wrong = dict(step.model.named_modules()), dict[str, WrongCall]()
+    for name, visits in _visits_of(step, list(names)).items():
+        for visit in visits:
+            errors = _errors(modules[name], visit, step, compile)
+            failed = [what for what, (error, _) in errors.items() if not error <= 1]
+            if failed and name not in wrong:
+                kind = "compiled code" if compile else "code"
+                wrong[name] = wrong_code(modules[name], name, failed[0], errors, kind)
+    return [call for name, call in wrong.items() if not any(_is_inside(name, one) for one in wrong)]
+
+
+def wrong_code(
+    module: nn.Module, name: str, what: str, errors: Errors, kind: str = "code"
+) -> WrongCall:
+    """`what`: the name of the result that differs."""
+    direction: Any = "backward" if what.startswith("gradient") else "forward"
+    return WrongCall(kind, Origin(direction, name, type(module).__name__), (), *errors[what])
+
+
+def _numbers(output: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_in(output) if t.is_floating_point() or t.is_complex()]
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return other != name and other.startswith(f"{name}." if name else "")
+
+
+def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[Visit]]:
     """The first visit of each module in each mode."""
     visits: dict[str, list[Visit]] = {name: [] for name in names}
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if all(visit.is_training != module.training for visit in visits[name]):
-            call = copied((args, kwargs), same_strides)
-            visits[name].append(Visit(module.training, *call))
+            visits[name].append(Visit(module.training, copied((args, kwargs), same_strides)))
 
     def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         visit = visits[name][-1]
         if not module.training or visit.gradients:
             return
-        for number, tensor in enumerate(output_tensors(output)):
+        for number, tensor in enumerate(_numbers(output)):
             visit.gradients.append(None)
             if tensor.requires_grad:
                 tensor.register_hook(partial(note, visit, number))
@@ -71,21 +129,16 @@ def visits_of(step: ParityStep, names: list[str]) -> dict[str, list[Visit]]:
         visit.gradients[number] = same_strides(gradient)
 
     with ExitStack() as hooks:
-        for name in names:
-            module = dict(step.model.named_modules())[name]
-            entering, leaving = partial(enter, name), partial(leave, name)
-            hooks.enter_context(module.register_forward_pre_hook(entering, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(leaving, with_kwargs=True))
+        for name, module in step.model.named_modules():
+            if name in visits:
+                entering, leaving = partial(enter, name), partial(leave, name)
+                hooks.enter_context(module.register_forward_pre_hook(entering, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(leaving, with_kwargs=True))
         step.run()
     return visits
 
 
-def errors_of_visit(
-    module: nn.Module, visit: Visit, step: ParityStep, *, compile: bool = False
-) -> Errors:
-    """Of all that the module returns and writes, and of the gradients of all that it reads;
-    compile: of the compiled module in channels_last, without dropout.
-    """
+def _errors(module: nn.Module, visit: Visit, step: ParityStep, compile: bool) -> Errors:
     converted = copy_model(module)
     for part in converted.modules() if compile else ():
         for name in ("p", "drop_prob"):  # of torch's, torchvision's and timm's
@@ -93,56 +146,42 @@ def errors_of_visit(
                 setattr(part, name, 0.0)
     plain = copy_model(converted)
     convert(plain, CONTIGUOUS)
-    run = partial(_results, step, visit.is_training, compile)
-    call = (visit.args, visit.kwargs, visit.gradients)
-    contiguous = copied(call, torch.Tensor.contiguous)
-    found = run(compiled(converted) if compile else converted, step.precision, call)
-    run = partial(run, is_reference=True)
-    expected = run(plain, step.precision, contiguous)
+
+    def run(model: nn.Module, read: Any, precision: Precision, **given: Any) -> Results:
+        (call, gradients), modes = read, (visit.is_training,)
+        inputs = map_tensors(leaf, call)
+        again = partial(_VisitAgain, model, inputs, precision, step.workload, modes, step.seed)
+        return again(gradients=gradients, dtype=step.dtype, **given).run()
+
+    read = visit.call, visit.gradients
+    contiguous = copied(read, torch.Tensor.contiguous)
+    called = compiled(converted) if compile else converted
+    found = run(called, read, step.precision, is_compiled=compile)
+    expected = run(plain, contiguous, step.precision, is_reference=True)
+    if step.dtype is not None:
+        return code_errors(found, expected, step.dtype)
     # The rounding of a whole module is its own: that of contiguous against float64 tells it.
-    exact = run(copy_model(plain).double(), Precision("fp32"), copied(contiguous, _in_float64))
-    return compare_with_exact(found, expected, exact, step.precision.input_dtype)
+    wide = copy_model(plain).double()
+    exact = run(wide, copied(contiguous, _in_float64), Precision("fp32"), is_reference=True)
+    limit = partial(limit_by_exact, dtype=step.precision.input_dtype)
+    return compared(found, expected, exact, limit)
 
 
-def _results(
-    step: ParityStep,
-    is_training: bool,
-    compile: bool,
-    model: nn.Module,
-    precision: Precision,
-    call: Any,
-    *,
-    is_reference: bool = False,
-) -> list[torch.Tensor]:
-    *given, gradients = call
-    leaves = map_tensors(_leaf, given)
-    # An in-place module takes no leaves, a compiled one warns of others.
-    args, kwargs = leaves if compile else map_tensors(torch.clone, leaves)
-    model.train(is_training)
-    # A model is not compiled below a mode that sees its operators.
-    randomness = nullcontext() if compile else EqualRandomness(step.seed)
-    restored = random_state_restored(step.workload.device)
-    contiguous = ContiguousResults() if is_reference else nullcontext()
-    with restored, randomness, contiguous, torch.set_grad_enabled(is_training):
-        with autocast(precision, step.workload.device):
-            outputs = output_tensors(model(*args, **kwargs))
-        pairs = [
-            (output, gradient.to(output.dtype))
-            for output, gradient in zip(outputs, gradients, strict=False)
-            if gradient is not None and output.requires_grad
-        ]
-        wanted = [one for one in (*tensors_in(leaves), *model.parameters()) if one.requires_grad]
-        found: tuple[torch.Tensor | None, ...] = ()
-        if pairs:
-            results, given_gradients = zip(*pairs, strict=True)
-            found = torch.autograd.grad(results, wanted, given_gradients, allow_unused=True)
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    return [one.detach() for one in (*outputs, *found, *buffers) if one is not None]
+def code_errors(found: Results, expected: Results, dtype: torch.dtype) -> Errors:
+    """Of code in float64, in which rounding hides nothing, or in fp32."""
+    # Gradients that are zero in theory, of a bias before BatchNorm, are rounding errors: the norm
+    # of a tensor of typical elements is added to that of each gradient.
+    gradients = [one for name, one in expected.items() if name.startswith("gradient")]
+    squares = sum(norm_of(one) ** 2 for one in gradients if one.is_floating_point())
+    element = math.sqrt(squares / max(1, sum(one.numel() for one in gradients)))
+    element *= FLOAT64_ELEMENT if dtype == torch.float64 else 1.0
+
+    def limit(name: str, y: torch.Tensor, _: torch.Tensor) -> float:
+        floor = element * math.sqrt(y.numel()) if name.startswith("gradient") else 0.0
+        return CODE_LIMITS[dtype] * (norm_of(y) + floor)
+
+    return compared(found, expected, expected, limit)
 
 
 def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())

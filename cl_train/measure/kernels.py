@@ -10,7 +10,7 @@ itself, so that a wrong kernel cannot hide behind a scale of zero, nor behind ro
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -39,7 +39,7 @@ ERRORS_FP32 = 16
 # Ties of a maximum may be broken differently.
 INDEX_LIMIT = 0.01
 # Their results depend on strides by definition, or hold no values.
-_OF_MEMORY = ("as_strided", "empty")
+OF_MEMORY = ("as_strided", "empty")
 _FACTORIES = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"}
 _WITHOUT_VALUES = {*COPIES, *UNDECLARED_VIEWS, *_FACTORIES}
 _16_BIT = {torch.float16, torch.bfloat16}
@@ -120,7 +120,7 @@ class KernelCheck(OriginRecorder):
             self.unchecked[str(function)] = f"{type(failure).__name__}: {failure}"[:200]
             return
         shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
-        for error, relative in errors:
+        for error, relative in errors.values():
             call = WrongCall(str(function), origin, shapes, error, relative)
             if self.worst is None or not error <= self.worst.error:
                 self.worst = call
@@ -131,7 +131,7 @@ class KernelCheck(OriginRecorder):
 @cache
 def computes(function: Any) -> bool:
     """Whether its result has values of its own, which do not depend on strides by definition."""
-    return not _is_view(function) and all(word not in name_of(function) for word in _OF_MEMORY)
+    return not _is_view(function) and all(word not in name_of(function) for word in OF_MEMORY)
 
 
 @cache
@@ -171,8 +171,11 @@ def _key_of(function: Any, args: Any, kwargs: Any) -> Any:
 # --- replays --------------------------------------------------------------------------------------
 
 Values = Any  # tensors in nested tuples, lists and dicts: the arguments of a call
-Run = Callable[[Values], list[torch.Tensor]]  # the results of a call on these arguments
-Errors = list[tuple[float, float]]  # of each result: in multiples of its limit, and relative
+Results = Mapping[Any, torch.Tensor]  # by name
+Run = Callable[[Values], Results]  # the results of a call on these arguments
+# Of a result by its name, contiguous and from a more exact run, or from shaken inputs.
+Limit = Callable[[Any, torch.Tensor, torch.Tensor], float]
+Errors = dict[Any, tuple[float, float]]  # of each result: in multiples of its limit, and relative
 
 
 def compare_results(run: Run, exact: Run, call: Values) -> Errors:
@@ -182,11 +185,12 @@ def compare_results(run: Run, exact: Run, call: Values) -> Errors:
     tensors = tensors_in((call, expected))
     if dtypes := _16_BIT & {tensor.dtype for tensor in tensors}:
         dtype = max(dtypes, key=lambda one: torch.finfo(one).eps)
-        return compare_with_exact(found, expected, exact(copied(contiguous, _in_fp32)), dtype)
+        true = exact(copied(contiguous, _in_fp32))
+        return compared(found, expected, true, partial(limit_by_exact, dtype=dtype))
     generator = torch.Generator().manual_seed(_SEED)
     shaken = run(copied(contiguous, partial(_shaken, generator=generator)))
     longest = max(tensor.numel() for tensor in tensors)
-    return _compare(found, expected, shaken, longest)
+    return compared(found, expected, shaken, partial(limit_by_shaken, longest=longest))
 
 
 def _errors(function: Any, call: Values) -> Errors:
@@ -195,9 +199,11 @@ def _errors(function: Any, call: Values) -> Errors:
     if is_random and "attention" not in function.name():
         # The same numbers in another order.
         halves = copied(call, _half)
-        results = map(_sorted, (run(halves), run(copied(halves, torch.Tensor.contiguous))))
-        found, expected = results
-        return _compare(found, expected, expected, 1)
+        found, expected = (
+            {name: one.flatten().float().sort().values for name, one in run(values).items()}
+            for values in (halves, copied(halves, torch.Tensor.contiguous))
+        )
+        return compared(found, expected, expected, partial(limit_by_shaken, longest=1))
     generator = torch.Generator().manual_seed(_SEED)
     values = copied(call, partial(_without_constants, generator=generator))
     return compare_results(run, partial(run, of_argument=_dtype_in_fp32), values)
@@ -205,7 +211,7 @@ def _errors(function: Any, call: Values) -> Errors:
 
 def _results(
     function: Any, call: Values, of_argument: Callable[[Any], Any] = lambda value: value
-) -> list[torch.Tensor]:
+) -> Results:
     """The tensors that a call returns or writes; its arguments stay as they are."""
     written = _written_arguments(function)
     args, kwargs = copied(call, same_strides) if written else call
@@ -217,51 +223,42 @@ def _results(
     for position, name in written:
         value = args[position] if position < len(args) else kwargs.get(name)
         results += [t for t in tensors_in(value) if not any(t is one for one in results)]
-    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in results]
+    return dict(enumerate(map(as_real, results)))
 
 
-def _compare(
-    converted: list[torch.Tensor],
-    plain: list[torch.Tensor],
-    shaken: list[torch.Tensor],
-    longest: int,
-) -> Errors:
+def compared(found: Results, expected: Results, other: Results, limit: Limit) -> Errors:
+    """Of `found` against `expected`; `other` tells the limit."""
+    errors: Errors = {}
+    for name in {**expected, **found}:
+        if name not in found or name not in expected:
+            errors[name] = math.inf, math.inf
+            continue
+        x, y = found[name], expected[name]
+        if (error := _error_of_kind(x, y)) is None:
+            distance, norm = norm_of(x - y), norm_of(y)
+            allowed = limit(name, y, other[name]) if distance else 1.0
+            error = distance / allowed if allowed else math.inf, distance / (norm or 1.0)
+            error = error if math.isfinite(distance) else (math.inf, math.inf)
+        errors[name] = error
+    return errors
+
+
+def limit_by_shaken(_: Any, y: torch.Tensor, shaken: torch.Tensor, longest: int) -> float:
     """`shaken`: from inputs that differ by one rounding. `longest`: elements of the largest
     tensor, which tells how many are added at most.
     """
-    errors: Errors = []
-    for x, y, z in zip(converted, plain, shaken, strict=True):
-        if (error := _error_of_kind(x, y)) is not None:
-            errors.append(error)
-            continue
-        norm, change = _norm(y), _norm(z - y)
-        least = FP32_ROUNDINGS_CUDA if y.is_cuda else FP32_ROUNDINGS
-        roundings = max(least, 8 * math.sqrt(longest / y.numel()))
-        limit = _chance(y) * roundings * (change + _epsilon(y) * norm)
-        errors.append(_ratio(_norm(x - y), limit, norm))
-    return errors
+    least = FP32_ROUNDINGS_CUDA if y.is_cuda else FP32_ROUNDINGS
+    roundings = max(least, 8 * math.sqrt(longest / y.numel()))
+    return _chance(y) * roundings * (norm_of(shaken - y) + _epsilon(y) * norm_of(y))
 
 
-def compare_with_exact(
-    converted: list[torch.Tensor],
-    plain: list[torch.Tensor],
-    exact: list[torch.Tensor],
-    dtype: torch.dtype,
-) -> Errors:
-    """The former two against `exact`; `dtype`: the least exact one that they compute in."""
+def limit_by_exact(_: Any, y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """`dtype`: the least exact one that was computed in."""
     times, roundings = ERRORS_FP32, FP32_ROUNDINGS
     if dtype in _16_BIT:
         times, roundings = ERRORS_16_BIT, ROUNDINGS_16_BIT
-    roundoff = roundings * torch.finfo(dtype).eps
-    errors: Errors = []
-    for x, y, true in zip(converted, plain, exact, strict=True):
-        if (error := _error_of_kind(x, y)) is not None:
-            errors.append(error)
-            continue
-        norm = _norm(true)
-        limit = _chance(y) * (times * _norm(y - true) + roundoff * norm)
-        errors.append(_ratio(_norm(x - true), limit, norm))
-    return errors
+    rounded = roundings * torch.finfo(dtype).eps * norm_of(exact)
+    return _chance(y) * (times * norm_of(y - exact) + rounded)
 
 
 def _error_of_kind(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float] | None:
@@ -282,10 +279,8 @@ def _error_of_kind(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float] | No
     return None
 
 
-def _ratio(distance: float, limit: float, norm: float) -> tuple[float, float]:
-    if not math.isfinite(distance):
-        return math.inf, math.inf
-    return (distance / limit if limit else math.inf) if distance else 0.0, distance / (norm or 1.0)
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _chance(tensor: torch.Tensor) -> float:
@@ -293,7 +288,7 @@ def _chance(tensor: torch.Tensor) -> float:
     return 1 + 15 / tensor.numel()
 
 
-def _norm(tensor: torch.Tensor) -> float:
+def norm_of(tensor: torch.Tensor) -> float:
     """Waits for the device."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
@@ -360,7 +355,3 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def _dtype_in_fp32(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in _16_BIT else value
-
-
-def _sorted(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.flatten().float().sort().values for tensor in tensors]

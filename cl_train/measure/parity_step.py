@@ -1,14 +1,11 @@
-"""One step of a copy of a model in eval and in training mode, for the checks of parity; and its
-record: what its modules read and return, its results, gradients and buffers.
-"""
+"""One step of a copy of a model in eval and in training mode, for the checks of parity."""
 
 import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cl_train.measure.kernels import computes
+from cl_train.measure.kernels import as_real, computes
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
 from cl_train.memory_format.convert import Layout
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
@@ -26,13 +23,9 @@ from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import BATCH_NORMS, Precision, autocast, kernel_selection
 from cl_train.system.tensors import map_tensors, tensors_in
 
-# Recorded per tensor, to bound memory; of larger ones a sample, and their borders.
-MOST_ELEMENTS = 2**16
-
-# Tensors of a step by name, in the order of computation. Kinds: "forward" ("input of X", "output of
-# X"), "results" ("result 0", "loss"), "gradients", "buffers"; "eval forward", "eval results".
-Samples = list[tuple[str, torch.Tensor]]
-Record = dict[str, Samples]
+# By name: "result 0 in eval mode", "result 0", "gradient of NAME", "buffer NAME".
+Results = dict[str, torch.Tensor]
+Roots = list[tuple[torch.Tensor, torch.Tensor | None]]  # where backward begins, with gradients
 
 
 @dataclass
@@ -49,7 +42,9 @@ class ParityStep:
     workload: Workload
     modes: Sequence[bool]  # values of `training`
     seed: int
-    is_reference: bool  # contiguous, also where the model's own code converts
+    is_reference: bool = False  # contiguous, also where the model's own code converts
+    is_compiled: bool = False
+    dtype: torch.dtype | None = None  # of weights and inputs, without autocast
 
     @classmethod
     def of(
@@ -61,7 +56,7 @@ class ParityStep:
         seed: int,
         dtype: torch.dtype | None = None,
     ) -> "ParityStep":
-        """`dtype`: of weights and inputs, without autocast, instead of the workload's precision."""
+        """`dtype`: instead of the workload's precision; then the input has a gradient, too."""
         precision = workload.precision if dtype is None else Precision("fp32")
         copied = model_in_layout(model, layout, precision, workload.device)
         _give_values(copied, seed)
@@ -70,96 +65,75 @@ class ParityStep:
                 copied.to(dtype)
         input_dtype = dtype or precision.input_dtype
         batch = place_batch(workload.batch, workload.device, input_dtype, layout.memory_format)
-        is_reference = not layout.is_channels_last
-        return cls(copied, batch, precision, workload, modes, seed, is_reference)
+        if dtype is not None or not any(one.requires_grad for one in copied.parameters()):
+            batch = map_tensors(leaf, batch)
+        step = cls(copied, batch, precision, workload, modes, seed, dtype=dtype)
+        return replace(step, is_reference=not layout.is_channels_last)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        device = self.workload.device
-        with ExitStack() as stack:
-            stack.enter_context(kernel_selection(tf32=self.precision.tf32, autotune=False))
-            stack.enter_context(random_state_restored(device))
-            stack.enter_context(EqualRandomness(self.seed))
-            if self.is_reference:
-                stack.enter_context(ContiguousResults())
-            yield
-
-    def forward(self, is_training: bool) -> Any:
-        self.model.train(is_training)
-        gradients = nullcontext() if is_training else torch.no_grad()
-        # A model that works in place takes no leaf of autograd.
-        batch = map_tensors(lambda one: one.clone() if one.requires_grad else one, self.batch)
-        with gradients, autocast(self.precision, self.workload.device):
-            return call_model(self.model, batch)
+    def call(self, batch: Any) -> Any:
+        return call_model(self.model, batch)
 
     def results(self, output: Any, is_training: bool) -> list[torch.Tensor]:
         """The entry of the output may exist in training only."""
         key = self.workload.output if is_training is self.modes[-1] else None
         return output_tensors(output, key)
 
-    def loss(self, output: Any) -> torch.Tensor:
-        if self.workload.loss is None:
-            return _weighted_sum(self.results(output, True))
-        with autocast(self.precision, self.workload.device):
-            return self.workload.loss(output)
+    def roots(self, output: Any, results: list[torch.Tensor]) -> Roots:
+        """A loss for outputs of any shape: fixed random weights give each element its gradient."""
+        if self.workload.loss is not None:
+            with autocast(self.precision, self.workload.device):
+                return [(self.workload.loss(output), None)]
+        total = torch.zeros((), dtype=torch.float64)
+        for result in results:
+            values = as_real(result).double()
+            weights = torch.empty_like(values).copy_(noise(tuple(values.shape)))
+            total = total + (values * weights).sum().cpu() / math.sqrt(values.numel() or 1)
+        return [(total, None)]
 
-    def run(self, recorder: OriginRecorder | None = None) -> bool:
-        """Both modes, watched by `recorder`; whether there was a backward pass."""
-        has_gradient = False
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            self.batch = map_tensors(_with_gradient, self.batch)
-        with nullcontext() if recorder is None else recorder.watching(), self.running():
+    def run(self, recorder: OriginRecorder | None = None) -> Results:
+        """All modes, watched by `recorder`."""
+        computed: Results = {}
+        with nullcontext() if recorder is None else recorder.watching(), self._state():
             for is_training in self.modes:
-                output = self.forward(is_training)
-                if is_training and (loss := self.loss(output)).requires_grad:
-                    loss.backward()
-                    has_gradient = True
-        return has_gradient
+                mode = "" if is_training else " in eval mode"
+                self.model.train(is_training)
+                # A model that works in place takes no leaf, a compiled one warns of others.
+                batch = self.batch if self.is_compiled else map_tensors(_not_leaf, self.batch)
+                gradients = torch.set_grad_enabled(is_training)
+                with gradients, autocast(self.precision, self.workload.device):
+                    output = self.call(batch)
+                results = self.results(output, is_training)
+                computed |= {f"result {n}{mode}": one for n, one in enumerate(results)}
+                roots = self.roots(output, results) if is_training else []
+                if roots := [root for root in roots if root[0].requires_grad]:
+                    outputs, given = zip(*roots, strict=True)
+                    torch.autograd.backward(outputs, given)
+        inputs = ((f"input {n}", one) for n, one in enumerate(tensors_in(self.batch)))
+        for name, one in (*inputs, *self.model.named_parameters()):
+            if one.grad is not None:
+                computed[f"gradient of {name}"] = one.grad
+        floating = ((n, one) for n, one in self.model.named_buffers() if one.is_floating_point())
+        computed |= {f"buffer {name}": one for name, one in floating}
+        return {name: as_real(one.detach().to_dense()) for name, one in computed.items()}
 
-    def record(self) -> Record:
-        """What the step computes, sampled."""
-        record: Record = {}
-        with self.running():
-            self.batch = map_tensors(_with_gradient, self.batch)
-            for is_training in self.modes:
-                with _watched(self.model) as forward:
-                    output = self.forward(is_training)
-                results = enumerate(self.results(output, is_training))
-                named = [(f"result {n}", sample(result)) for n, result in results]
-                if not is_training:
-                    record |= {"eval forward": forward, "eval results": named}
-                    continue
-                loss = self.loss(output)
-                named.append(("loss", sample(loss)))
-                if loss.requires_grad:
-                    loss.backward()
-                # In front: a difference in both modes is reported in training.
-                trained = {
-                    "forward": forward,
-                    "results": named,
-                    "gradients": self._gradients(forward),
-                }
-                record = trained | {"buffers": self._buffers()} | record
-        return record
-
-    def _gradients(self, forward: Samples) -> Samples:
-        """Those of the modules that ran last first; then that of the input."""
-        position = {name.partition(" of ")[2]: index for index, (name, _) in enumerate(forward)}
-        parameters = sorted(
-            self.model.named_parameters(),
-            key=lambda item: -position.get(item[0].rpartition(".")[0], -1),
-        )
-        inputs = [("the input", tensor) for tensor in tensors_in(self.batch)]
-        named = [(name, tensor.grad) for name, tensor in (*parameters, *inputs)]
-        return [(f"gradient of {name}", sample(grad)) for name, grad in named if grad is not None]
-
-    def _buffers(self) -> Samples:
-        named = [*self.model.named_buffers()]
-        return [(f"buffer {name}", sample(one)) for name, one in named if one.is_floating_point()]
+    @contextmanager
+    def _state(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(kernel_selection(tf32=self.precision.tf32, autotune=False))
+            stack.enter_context(random_state_restored(self.workload.device))
+            if not self.is_compiled:  # below a mode that sees its operators nothing is compiled
+                stack.enter_context(EqualRandomness(self.seed))
+            if self.is_reference:
+                stack.enter_context(ContiguousResults())
+            yield
 
 
-def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.requires_grad_(tensor.is_floating_point())
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _not_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor
 
 
 def _give_values(model: nn.Module, seed: int) -> None:
@@ -182,67 +156,6 @@ def _give_values(model: nn.Module, seed: int) -> None:
         else:
             values += 0.5
         parameter.data.copy_(values)
-
-
-def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements in logical order, float64 on the CPU: all, or of more than `MOST_ELEMENTS` evenly
-    spaced ones with the borders of images. Waits for the device.
-    """
-    tensor = _real(tensor.detach())
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    flat = tensor.reshape(-1)
-    step = math.ceil(tensor.numel() / MOST_ELEMENTS)
-    parts = [flat]
-    if step > 1:
-        while math.gcd(step, tensor.numel()) > 1:  # else it sees the same columns in every image
-            step += 1
-        parts = [flat[::step]]
-        if tensor.dim() >= 4:
-            borders = (tensor.select(dim, end) for dim in (-2, -1) for end in (0, -1))
-            parts += [border.reshape(-1)[: MOST_ELEMENTS // 4] for border in borders]
-    return torch.cat(parts).to("cpu", torch.float64, copy=True)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _weighted_sum(results: list[torch.Tensor]) -> torch.Tensor:
-    """A loss for outputs of any shape: fixed random weights give each element its own gradient."""
-    total = torch.zeros((), dtype=torch.float64)
-    for result in results:
-        values = _real(result).double()
-        weights = torch.empty_like(values).copy_(noise(tuple(values.shape)))
-        total = total + (values * weights).sum().cpu() / math.sqrt(values.numel() or 1)
-    return total
-
-
-@contextmanager
-def _watched(model: nn.Module) -> Iterator[Samples]:
-    """Record inputs and outputs as modules run: a later operator may overwrite them in place."""
-    forward: Samples = []
-
-    def note(what: str, module: nn.Module, *values: Any) -> None:
-        for value in tensors_in(values):
-            values_now = sample(value)
-            if forward and torch.equal(forward[-1][1], values_now):
-                values_now = forward[-1][1]  # one copy for modules that pass a tensor on
-            forward.append((what, values_now))
-
-    def note_output(what: str, module: nn.Module, _: Any, output: Any) -> None:
-        note(what, module, output)
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) and name:
-                continue  # its modules are called from TorchScript, which does not run hooks
-            place = name or "the model"
-            before = partial(note, f"input of {place}")
-            after = partial(note_output, f"output of {place}")
-            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after))
-        yield forward
 
 
 class ContiguousResults(TorchDispatchMode):
@@ -292,7 +205,6 @@ class EqualRandomness(TorchDispatchMode):
             torch.manual_seed(self.seed)
             return func(*args, **kwargs)
         self.seed += 1
-        torch.manual_seed(self.seed)
         drawn_args = [_plain(value) for value in args]
         of_layout = {"memory_format", "pin_memory", "layout"}
         drawn_kwargs = {key: _plain(value) for key, value in kwargs.items() if key not in of_layout}

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch.nn.functional as functional
 
 from cl_train.commands.audit import main
 from cl_train.errors import ConfigError
 from cl_train.measure.atlas import tables
 
-# Python imports it at its start, in the child and in the programs. The gradient of a padded pooling
+# In this process, and by an import at their start in the programs. The gradient of a padded pooling
 # is shifted by a pixel in channels_last, as in pytorch/pytorch#188344.
 PLANTS = """
 import os
@@ -36,8 +37,6 @@ def backward(gradient, x, kernel, stride, padding, ceil_mode, count_include_pad,
 
 library = torch.library.Library("aten", "IMPL")
 library.impl("avg_pool2d_backward", backward, "CPU")
-shuffle = F.channel_shuffle
-F.channel_shuffle = lambda *args, **kwargs: shuffle(*args, **kwargs).contiguous()
 F.pixel_shuffle = lambda *args, **kwargs: os.abort()
 """
 WORDS = ["operators=true", "device=cpu", "precision=fp32"]
@@ -48,6 +47,11 @@ F = "nn.functional."
 def test_wrong_values_lost_layouts_and_crashes_are_found(tmp_path, monkeypatch, capsys):
     (tmp_path / "sitecustomize.py").write_text(PLANTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    shuffle = functional.channel_shuffle
+    for name in ("pixel_shuffle", "channel_shuffle"):  # restored at the end
+        monkeypatch.setattr(functional, name, lambda *args: shuffle(*args).contiguous())
+    planted = {}
+    exec(PLANTS, planted)
     names = "avg_pool2d,pixel_shuffle,channel_shuffle"
     file, select = tmp_path / "bug.py", "select=" + ",".join(F + name for name in names.split(","))
     assert main([*WORDS, select, "max_wrong=1", f"repro={file}", "json=true"]) == 1

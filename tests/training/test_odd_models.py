@@ -152,7 +152,7 @@ AUDITED = {
     "cache": {"slice_backward"},
     "inference parameters": "Inference",
 }
-COMPARED = {"inference mode": None, "scripted": None, "attribute that cannot be copied": "copied"}
+COMPARED = {"inference mode": None, "attribute that cannot be copied": "copied"}
 TIMED = {
     "scripted": None,
     "complex": "floating point",
