@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cl_train.measure.kernels import as_real, computes
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
 from cl_train.memory_format.convert import Layout
-from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
+from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify, uncompiled
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.memory_format.operator_recorder import OriginRecorder, schema_of
 from cl_train.step.backup import random_state_restored
@@ -108,11 +108,12 @@ class ParityStep:
                 if roots := [root for root in roots if root[0].requires_grad]:
                     outputs, given = zip(*roots, strict=True)
                     torch.autograd.backward(outputs, given)
+        model = uncompiled(self.model)
         inputs = ((f"input {n}", one) for n, one in enumerate(tensors_in(self.batch)))
-        for name, one in (*inputs, *self.model.named_parameters()):
+        for name, one in (*inputs, *model.named_parameters()):
             if one.grad is not None:
                 computed[f"gradient of {name}"] = one.grad
-        floating = ((n, one) for n, one in self.model.named_buffers() if one.is_floating_point())
+        floating = ((n, one) for n, one in model.named_buffers() if one.is_floating_point())
         computed |= {f"buffer {name}": one for name, one in floating}
         return {name: as_real(one.detach().to_dense()) for name, one in computed.items()}
 
