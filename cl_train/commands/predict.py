@@ -52,6 +52,9 @@ class PredictSettings(OnDevice):
     channels_last: bool | None = setting(None, "memory format; null = the recorded one")
     evaluate_flip: bool = setting(False, "average the logits of each image and of its mirror image")
     workers: int | None = setting(None, "processes; null = cores", Range(0), key="data.workers")
+    exif: str = setting(
+        "apply", "orientation in EXIF", choices=("apply", "ignore"), key="data.exif"
+    )
     on_bad_image: str = setting(
         "skip", "skip = leave damaged out", choices=("error", "skip"), key="data.on_bad_image"
     )
@@ -124,6 +127,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
         summary[0] += f", {share_pct:.3f} % of {len(correct)} with a label are correct"
     if bad:
         summary.append(f"{len(bad)} left out: {first_reasons(bad)}")
+    if card.preprocessing and card.preprocessing.exif != settings.exif:
+        summary.append(f"the run had data.exif={card.preprocessing.exif}")
     if 0 < len(card.classes) < outputs_count:
         summary.append(f"the weights name {len(card.classes)} classes of {outputs_count} outputs")
     return "; ".join([*summary, *data.notes])
@@ -146,7 +151,7 @@ def _data_settings(settings: PredictSettings, card: Any) -> DataConfig:
         workers=settings.workers,
         on_bad_image=settings.on_bad_image,
         extensions=settings.extensions or list(card.extensions or EXTENSIONS),
-        **preprocessing.settings(),
+        **preprocessing.settings() | {"exif": settings.exif},
     )
 
 

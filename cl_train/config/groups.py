@@ -72,6 +72,11 @@ class DataConfig:
     decoder: str = setting(
         "simplejpeg", "decoder of ordinary JPEGs", choices=("simplejpeg", "pillow")
     )
+    exif: str = setting(
+        "apply",
+        "orientation in EXIF; imagenet, imagenette, shards ignore it, as published accuracies do",
+        choices=("apply", "ignore"),
+    )
     prefetch: int = setting(3, "batches prepared in advance by all workers together", Range(1, 64))
     worker_timeout_s: float = setting(
         60.0, "stop if no worker finishes an image for this many seconds", Range(above=0)

@@ -90,7 +90,7 @@ class ImageData:
         if isinstance(images, IterableDataset):
             return StreamLoader(images, form, settings, self.bad_images)
         if isinstance(images, Split):
-            reader: Reader = ImageReader(images, cfg, transform)
+            reader: Reader = ImageReader(images, transform)
         else:
             reader = DatasetReader(images, form, cfg.worker_timeout_s)
         shards = None

@@ -2,8 +2,7 @@
 
 simplejpeg (libjpeg-turbo) decodes ordinary JPEGs. Files that it refuses or warns about (CMYK and
 YCCK, PNGs named .JPEG, stray bytes between markers) are decoded by Pillow, which therefore
-determines which images are bad. EXIF orientation is ignored, as in torchvision, TensorFlow and the
-published accuracies.
+determines which images are bad.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import os
 import stat
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,9 +23,12 @@ from PIL import Image
 Pixels = npt.NDArray[np.uint8]
 Result = TypeVar("Result")
 
+_APP1, _SCAN = b"\xe1", b"\xda"  # markers of a JPEG
 JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
+ORIENTATION = 0x0112  # EXIF: 1 is upright, 2 to 8 are turned or mirrored
+_LEAST_WHITE = 4096  # 16-bit values that are all below are of 12 bits: the image would be black
 _DEFAULT_FORMATS = ("JPEG", "PNG")  # that Pillow may parse: fewer parsers, fewer vulnerabilities
 
 
@@ -61,12 +64,17 @@ class EncodedImage:
     """
 
     def __init__(
-        self, data: bytes, decoder: str = "simplejpeg", formats: tuple[str, ...] = _DEFAULT_FORMATS
+        self,
+        data: bytes,
+        decoder: str = "simplejpeg",
+        formats: tuple[str, ...] = _DEFAULT_FORMATS,
+        *,
+        upright: bool = False,
     ) -> None:
         """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names of those accepted.
-        Raises BadImage.
+        `upright`: `decode` turns the pixels as EXIF says. Raises BadImage.
         """
-        self._data, self._formats = data, formats
+        self._data, self._formats, self._upright = data, formats, upright
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
         if not self.needs_pillow:
             try:
@@ -83,7 +91,7 @@ class EncodedImage:
             )
 
     def decode(self, scratch: Pixels | None = None) -> Pixels:
-        """The pixels, uint8 [height, width, 3], perhaps in the flat buffer `scratch`.
+        """The pixels, uint8 [height, width, 3], of any strides, perhaps in the buffer `scratch`.
 
         Raises BadImage.
         """
@@ -94,9 +102,17 @@ class EncodedImage:
             with contextlib.suppress(Exception):
                 decode = simplejpeg.decode_jpeg
                 pixels: Pixels = decode(self._data, "RGB", buffer=buffer, strict=True)
-                return pixels
+                return turned(pixels, self.orientation()) if self._upright else pixels
             self.needs_pillow = True
-        return self._with_pillow(_rgb)
+        return self._with_pillow(partial(rgb, upright=self._upright))
+
+    def orientation(self) -> int:
+        """Of EXIF, 1 to 8. A JPEG without an APP1 segment, which holds it, costs 2 us."""
+        if self._data.startswith(JPEG_MAGIC) and not _has_app1(self._data):
+            return 1
+        with contextlib.suppress(BadImage):
+            return self._with_pillow(_orientation)
+        return 1
 
     def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
         """Calls `use` on Pillow's image and ignores its warnings, such as of corrupt EXIF data."""
@@ -111,8 +127,45 @@ class EncodedImage:
             raise BadImage(reason) from None
 
 
-def _rgb(image: Image.Image) -> Pixels:
+def _has_app1(data: bytes) -> bool:
+    start = 2
+    while data[start : start + 1] == b"\xff" and data[start + 1 : start + 2] != _SCAN:
+        if data[start + 1 : start + 2] == _APP1:
+            return True
+        start += 2 + int.from_bytes(data[start + 2 : start + 4])
+    return False
+
+
+def turned(pixels: Pixels, orientation: int) -> Pixels:
+    """A view of `pixels` that is upright."""
+    rows = -1 if orientation in (3, 4, 6, 7) else 1
+    columns = -1 if orientation in (2, 3, 7, 8) else 1
+    view = pixels[::rows, ::columns]
+    return view.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else view
+
+
+def rgb(image: Image.Image, *, upright: bool) -> Pixels:
+    """The pixels of the first frame, uint8 [H, W, 3], on white where it is transparent.
+
+    Raises BadImage: their white level is not known.
+    """
+    image.load()  # turns a TIFF, and says so
+    if image.mode in ("I", "F"):
+        raise BadImage(f"32 bits per pixel (mode {image.mode}) without a white level: use 8 or 16")
     if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip at 255, not scale
-        grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
-    return np.array(image.convert("RGB"))
+        grey = np.asarray(image)
+        if grey.max() < _LEAST_WHITE:
+            raise BadImage(f"16 bits per pixel, and none above {grey.max()}: scale them to 65535")
+        pixels = np.repeat((grey >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+    elif image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        pixels = np.array(Image.alpha_composite(white, image.convert("RGBA")).convert("RGB"))
+    else:
+        pixels = np.array(image.convert("RGB"))
+    return turned(pixels, _orientation(image)) if upright else pixels
+
+
+def _orientation(image: Image.Image) -> int:
+    with contextlib.suppress(Exception):  # of EXIF that cannot be read
+        return int(image.getexif().get(ORIENTATION, 1))
+    return 1

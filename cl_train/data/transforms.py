@@ -80,11 +80,8 @@ class ImageReader:
 
     dtype = torch.uint8
 
-    def __init__(self, split: Split, cfg: DataConfig, transform: "ImageTransform") -> None:
-        formats = dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in cfg.extensions)
-        self._decoder = cfg.decoder, tuple(formats)
+    def __init__(self, split: Split, transform: "ImageTransform") -> None:
         self._split, self._transform = split, transform
-        self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self._split)
@@ -98,11 +95,9 @@ class ImageReader:
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
-        pixels = EncodedImage(data, *self._decoder).decode(self._scratch)
-        decoded = perf_counter()
-        self._transform(row, pixels, epoch, random_index)
-        resize_s = perf_counter() - decoded
-        times = WorkerTimes(read - begin, decoded - read, resize_s, images=1)
+        decode_s = self._transform.decode(row, data, epoch, random_index)
+        resize_s = perf_counter() - read - decode_s
+        times = WorkerTimes(read - begin, decode_s, resize_s, images=1)
         return int(self._split.labels[index]), times
 
 
@@ -115,6 +110,21 @@ class ImageTransform:
         self._cfg, self._augment, self.seed, self.training = cfg, augment, seed, training
         self._operations = image_augment(augment, cfg) if training else None
         self._random_numbers = RandomNumbers()
+        formats = dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in cfg.extensions)
+        self._decoder, self.upright = (cfg.decoder, tuple(formats)), cfg.exif == "apply"
+        self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
+
+    def decode(self, row: Tensor, data: bytes, epoch: int, random_index: int) -> float:
+        """Writes the transformed image of an encoded file; returns the seconds of decoding.
+
+        Raises BadImage.
+        """
+        begin = perf_counter()
+        image = EncodedImage(data, *self._decoder, upright=self.upright)
+        pixels = image.decode(self._scratch)
+        decode_s = perf_counter() - begin
+        self(row, pixels, epoch, random_index)
+        return decode_s
 
     def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """Writes the transformed `pixels` into `row`; training draws the random numbers of sample
@@ -151,6 +161,8 @@ class ImageTransform:
 
 def resized(pixels: Pixels, size: Sequence[int], interpolation: str = "bilinear") -> Tensor:
     """`pixels` (uint8 [H, W, 3]) at `size`, with antialiasing: uint8 [3, h, w] in channels_last."""
+    if pixels.strides[0] < 0 or pixels.strides[1] != 3:  # turned
+        pixels = np.ascontiguousarray(pixels)
     # In this order torch sees that it is channels_last: else the kernel takes 1.7 times as long.
     image = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
     return functional.interpolate(image, size, mode=interpolation, antialias=True)[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import user_function
-from cl_train.data.decode import BadImage, Pixels
+from cl_train.data.decode import BadImage, Pixels, rgb
 from cl_train.data.images import ImageSource
 from cl_train.data.transforms import ImageTransform, WorkerTimes, seeded_everywhere
 from cl_train.data.workers import Progress, Workers
@@ -63,10 +63,11 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
 class SampleForm:
     """Checks samples (image, label, ...) of the user and writes their images into rows.
 
-    A PIL image, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W] of another size than the
-    required one gets the transforms of the settings. Other tensors [3, size, size] are not
-    transformed: uint8 is normalised on the device, floating point is assumed to be normalised. A
-    label is the number of a class. The first sample decides the `dtype` of the images.
+    An encoded file (bytes), a PIL image, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W] of
+    another size than the required one gets the transforms of the settings. Other tensors
+    [3, size, size] are not transformed: uint8 is normalised on the device, floating point is
+    assumed to be normalised. A label is the number of a class. The first sample decides the `dtype`
+    of the images.
     """
 
     def __init__(self, classes: int, size: int, transform: ImageTransform) -> None:
@@ -85,9 +86,12 @@ class SampleForm:
 
     def write(self, row: Tensor, sample: Any, epoch: int = 0, random_index: int = 0) -> int:
         """Writes the image into `row`; returns the label. Raises TypeError, ValueError."""
-        given_image, given_label = _image_and_label(sample)
-        image = _checked_image(given_image, row)
+        given, given_label = _image_and_label(sample)
         label = _checked_label(given_label, self.classes)
+        if isinstance(given, bytes) and not row.is_floating_point():
+            self.transform.decode(row, given, epoch, random_index)
+            return label
+        image = _checked_image(given, row, upright=self.transform.upright)
         if not isinstance(image, Tensor):
             self.transform(row, image, epoch, random_index)
             return label
@@ -160,7 +164,7 @@ def _image_and_label(sample: Any) -> tuple[Any, Any]:
     return sample[0], sample[1]
 
 
-def _checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
+def _checked_image(image: Any, row: Tensor, *, upright: bool) -> Pixels | Tensor:
     """uint8 [H, W, 3] of an image that needs transforms, or a tensor to copy into `row`.
 
     Raises TypeError: neither.
@@ -172,12 +176,12 @@ def _checked_image(image: Any, row: Tensor) -> Pixels | Tensor:
             return image.detach()
         if image.ndim == 3 and image.dtype == torch.uint8:
             pixels = image.permute(1, 2, 0).numpy()
-    elif isinstance(image, Image.Image) and image.mode[0] not in "IF":  # of more than 8 bits
-        pixels = np.array(image.convert("RGB"))
+    elif isinstance(image, Image.Image):
+        pixels = rgb(image, upright=upright)
     is_picture = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.size > 0
     if is_picture and pixels.shape[2:] == (3,) and not row.is_floating_point():
         return np.require(pixels, requirements=["C", "W"])
-    expected = "a PIL image of 8 bits per channel, a uint8 array [H, W, 3] or tensor [3, H, W]"
+    expected = "encoded (bytes), a PIL image, a uint8 array [H, W, 3] or tensor [3, H, W]"
     if row.is_floating_point():
         expected = f"{_described(row)}, as the first sample"
     raise TypeError(f"the image must be {expected}, not {_described(image)}")

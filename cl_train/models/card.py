@@ -5,13 +5,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
 from cl_train.config.schema import IMAGE_FORMATS, AugmentConfig, DataConfig
 from cl_train.config.validation import from_mapping
-from cl_train.data.decode import Pixels
+from cl_train.data.decode import Pixels, rgb
 from cl_train.data.device import DeviceFormat, Normalise
 from cl_train.data.transforms import ImageTransform, default_val_resize
 from cl_train.errors import ConfigError
@@ -20,7 +19,7 @@ _TEXTS = ("memory_format", "model", "precision")
 _LISTS = ("classes", "extensions")
 # The settings of `data` that are called otherwise there.
 _SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}
-_PREPROCESSING = (*_SETTINGS, "mean", "std")
+_PREPROCESSING = (*_SETTINGS, "mean", "std", "exif")
 KEYS = (*_TEXTS, *_LISTS, *_PREPROCESSING)
 
 
@@ -30,7 +29,7 @@ class Preprocessing:
     normalise.
 
     resize, crop: pixels. interpolation: bilinear or bicubic, antialiased. mean, std: per channel,
-    on the 0-1 scale.
+    on the 0-1 scale. exif: whether the orientation of EXIF is applied or ignored.
     """
 
     resize: int
@@ -38,13 +37,15 @@ class Preprocessing:
     interpolation: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    exif: str = "apply"  # files of before have none
 
     @classmethod
     def of(cls, data: DataConfig) -> "Preprocessing":
         """Returns the preprocessing of an evaluation with the settings `data`."""
         crop = data.eval_size
         resize = data.val_resize or default_val_resize(crop)
-        return cls(resize, crop, data.val_interpolation, tuple(data.mean), tuple(data.std))
+        mean, std = tuple(data.mean), tuple(data.std)
+        return cls(resize, crop, data.val_interpolation, mean, std, data.exif)
 
     def settings(self) -> dict[str, Any]:
         """The settings of `data` with which an evaluation has this preprocessing."""
@@ -57,7 +58,8 @@ class Preprocessing:
 
     def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
         """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], as an evaluation does."""
-        pixels = np.array(image.convert("RGB")) if isinstance(image, Image.Image) else image
+        upright = self.exif == "apply"
+        pixels = rgb(image, upright=upright) if isinstance(image, Image.Image) else image
         rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         settings = DataConfig(**self.settings())
         transform = ImageTransform(settings, AugmentConfig(), 0, training=False)
@@ -108,6 +110,7 @@ class ModelCard:
         readable = tuple(name for name in extensions if name.lower() in IMAGE_FORMATS)
         preprocessing = None
         with contextlib.suppress(ConfigError):
+            values["exif"] = values["exif"] or "apply"
             data = {_SETTINGS.get(name, name): values[name] for name in _PREPROCESSING}
             read = Preprocessing.of(from_mapping(DataConfig, data))
             has_three_channels = len(read.mean) == len(read.std) == 3

@@ -39,12 +39,16 @@ def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
     weights = tmp_path / name
     if weights != run.folder:
         assert convert_file(run.folder, weights, model=SMALL)[1]
-    rows = predicted(weights, image_folder, tmp_path / "out.csv", "batch_size=5")
+    rows = predicted(
+        weights, image_folder, tmp_path / "out.csv", "batch_size=5", "data.exif=ignore"
+    )
     top1 = 100 * sum(row["label"] == row["class1"] for row in rows) / len(rows)
     evaluated = run.summary["val"]
     assert len(rows) == evaluated["images"] and top1 == pytest.approx(evaluated["top1"])
     assert 0 < top1 < 100, "a test of nothing"
-    assert f"{top1:.3f} % of 21 with a label are correct" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{top1:.3f} % of 21 with a label are correct" in printed
+    assert "the run had data.exif=apply" in printed
     assert [Path(row["file"]).parent.name for row in rows] == [row["label"] for row in rows]
     shares = [float(rows[0][f"probability{rank}"]) for rank in (1, 2, 3)]
     assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1, abs=1e-5)

@@ -114,7 +114,8 @@ IMAGES = [
     (ZEROS.to("meta"), "meta"),
     (np.zeros((SIZE, SIZE, 3)), "float64"),
     (np.zeros((SIZE, SIZE), np.uint8), r"\[16, 16\]"),
-    (Image.new("I;16", (SIZE, SIZE)), "mode I;16"),
+    (Image.new("I;16", (SIZE, SIZE)), "BadImage: 16 bits per pixel"),
+    (Image.new("F", (SIZE, SIZE)), "BadImage: 32 bits per pixel"),
 ]
 LABELS = [(1.0, "1.0"), ("1", "'1'"), (-1, "-1 of 3 classes"), (3, "3 of 3 classes")]
 LABELS += [

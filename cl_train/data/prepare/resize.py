@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import simplejpeg
+from PIL import Image
 
-from cl_train.data.decode import JPEG_MAGIC, BadImage, EncodedImage, read_file
+from cl_train.data.decode import JPEG_MAGIC, ORIENTATION, BadImage, EncodedImage, read_file
 from cl_train.data.images import EXTENSIONS, unreadable
 from cl_train.data.prepare.folders import SHOWN, resumable_folder, write_image
 from cl_train.data.transforms import resized
@@ -85,5 +86,10 @@ def _copy(
     if scale < 1 or encoded.needs_pillow or not data.startswith(JPEG_MAGIC):
         pixels = np.ascontiguousarray(pixels)
         copy = simplejpeg.encode_jpeg(pixels, quality=quality, colorsubsampling="420")
+        if encoded.orientation() != 1:
+            exif = Image.Exif()
+            exif[ORIENTATION] = encoded.orientation()
+            segment = exif.tobytes()
+            copy = copy[:2] + b"\xff\xe1" + (len(segment) + 2).to_bytes(2) + segment + copy[2:]
     write_image(out / name, copy)
     return len(data), len(copy)
