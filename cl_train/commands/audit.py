@@ -112,6 +112,7 @@ def _audited(settings: AuditSettings) -> Any:
     from cl_train.models.sources import build_model
     from cl_train.step.precision import cast_model, resolve_precision
     from cl_train.system.distributed import choose_device
+    from cl_train.system.failures import failure_explained
 
     device = choose_device(settings.device)
     precision = resolve_precision(settings.precision, device)
@@ -124,7 +125,8 @@ def _audited(settings: AuditSettings) -> Any:
     )
     cast_model(model.to(device), precision).train(settings.backward)
     shape = (settings.batch_size, 3, *[settings.frames] * bool(settings.frames), size, size)
-    images = torch.randn(shape).to(device, precision.input_dtype)
+    with failure_explained(f"a batch of {list(shape)}", "see batch_size and data.image_size"):
+        images = torch.randn(shape).to(device, precision.input_dtype)
     if settings.channels_last:
         print(convert(model, settings.conversion, settings.select))
         channels_last = torch.channels_last_3d if settings.frames else torch.channels_last

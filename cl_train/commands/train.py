@@ -39,7 +39,7 @@ from cl_train.config.command_line import (
 )
 from cl_train.config.schema import GROUPS, HERE, LAYOUT_NAMES, SETTINGS_OF_CODE, Config
 from cl_train.config.start_file import code_named, refuse_code
-from cl_train.errors import ConfigError
+from cl_train.errors import ConfigError, TrainingFault
 from cl_train.system.files import safe_name
 from cl_train.system.processes import read_launch
 from cl_train.system.torch_state import own_torch_state
@@ -130,6 +130,9 @@ def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult"
         with output, module_restored(given) if is_module(given) else nullcontext():
             command = f"cl_train.train({', '.join(map(repr, words))})"
             result = _train(_compose(line)[0], command=command)
+    except SystemExit as request:
+        what = f"code that this run called ended it with sys.exit({request.code})"
+        raise TrainingFault(what) from request
     finally:
         _train_lock.release()
     if result.exit_code:

@@ -7,6 +7,7 @@ import argparse
 import copy
 import functools
 import itertools
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ from cl_train.config.start_file import StartFile, code_named, on_one_line, refus
 from cl_train.config.validation import checked_config, show, train_program
 from cl_train.errors import ConfigError
 
+MOST_RUNS = 10_000  # of a sweep
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 # What can stand before the `=`.
 TYPED_KEYS = [*GROUPS, *(key for key in FIELDS if key not in CHOSEN_BY_GROUP)]
@@ -122,6 +124,10 @@ def compose(line: CommandLine) -> list[Composed]:
         except ConfigError as error:
             problems += error.problems
 
+    if math.prod(map(len, axes)) > MOST_RUNS:
+        problems.append(f"a sweep has at most {MOST_RUNS:,} combinations: give fewer values")
+        raise ConfigError(problems)
+
     runs: list[Composed] = []
     # The runs of a sweep share few choices of groups, and Hydra takes 0.1 s for each.
     files = functools.lru_cache(functools.partial(_compose_files, line.folders))
@@ -201,7 +207,7 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
         if isinstance(value, Glob):
             values = value.filter(group_choices(override.key_or_group, folders))
         else:
-            values = list(override.sweep_string_iterator())
+            values = list(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
     except HydraException:
         raise ConfigError(f"{word}: list the values, or use range()") from None
     if not values:

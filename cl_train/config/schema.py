@@ -121,7 +121,7 @@ class Config:
         None, "stochastic depth; null = the model's default", Range(0, 0.999)
     )
     ema_decay: float = setting(
-        0.0, "decay of the moving average of the weights; 0 = off", Range(0, 1)
+        0.0, "decay of the moving average of the weights; 0 = off", Range(0, 0.999999)
     )
     ema_every: int = setting(1, "optimizer steps between updates of the EMA", Range(1))
     sync_batchnorm: bool = setting(False, "compute BatchNorm statistics over all ranks")

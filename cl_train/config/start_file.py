@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cl_train.config.removed import was_default
 from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, SETTINGS_OF_CODE, Config
-from cl_train.config.validation import flatten, show
+from cl_train.config.validation import flatten, read_yaml, show
 from cl_train.errors import ConfigError
 
 # Of the run that left a file: how it started, not what it trained.
@@ -73,8 +71,8 @@ class StartFile:
 
     def _read(self) -> dict[str, Any]:
         try:
-            values = yaml.safe_load(self.path.read_text(encoding="utf-8")) or {}
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            values = read_yaml(self.path, is_trusted=self.is_trusted) or {}
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{self.path} cannot be read: {on_one_line(error)}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{self.path}: expected settings, key: value")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from cl_train.config.combinations import combination_problems
 from cl_train.config.fields import Setting, setting_fields
 from cl_train.config.fields import suggest as suggest
@@ -170,3 +172,23 @@ def optional_module(module: str, setting: str) -> types.ModuleType:
     except ImportError:
         package = module.partition(".")[0]
         raise ConfigError(f"{setting}: {package} is not installed; pip install {package}") from None
+
+
+class _WithoutAliases(yaml.SafeLoader):
+    """A few lines of aliases of aliases are gigabytes of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("what a run left has no aliases (*name)")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path, *, is_trusted: bool = False) -> Any:
+    """The values in a file, without aliases unless the user wrote it. Raises OSError; ValueError:
+    it is damaged.
+    """
+    try:
+        loader = yaml.SafeLoader if is_trusted else _WithoutAliases
+        return yaml.load(path.read_text(encoding="utf-8"), loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None

@@ -298,7 +298,7 @@ def stored(
     make: Callable[[], tuple[ImageSource, Sequence[str | bytes]]],
 ) -> ImageSource:
     """The source stored as `key`, with `splits` made of its arrays, or what `make` returns: that is
-    stored and valid while size and time of what it was made from, the second value, are the same.
+    stored and valid while `_status` of what it was made from, the second value, is the same.
     """
     name = hashlib.sha256(os.fsencode(key)).hexdigest()[:16]
     path, started_ns = cache_folder() / f"index-{name}.npz", time.time_ns()
@@ -307,15 +307,18 @@ def stored(
     source, made_from = make()
     with contextlib.suppress(OSError):
         status = _status(made_from)
-        if status and max(modified_ns for _, modified_ns in status.values()) <= started_ns:
+        if status and max(max(times_ns) for _, _, *times_ns in status.values()) <= started_ns:
             _save(path, source, status)
     return source
 
 
 def _status(paths: Collection[str | bytes]) -> dict[str, list[int]]:
-    """Size and time of the last modification in ns."""
+    """Size, inode and times in ns: a tool that sets the modification's cannot set the change's."""
     pairs = zip(paths, map(os.stat, paths), strict=True)
-    return {os.fsdecode(path): [status.st_size, status.st_mtime_ns] for path, status in pairs}
+    return {
+        os.fsdecode(path): [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+        for path, found in pairs
+    }
 
 
 def _save(path: Path, source: ImageSource, status: dict[str, list[int]]) -> None:

@@ -3,6 +3,7 @@ weights, and the preprocessing that these were published with. Copies of a model
 """
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Collection, Sequence
@@ -139,7 +140,11 @@ def _built(
     rate = "drop_path" if is_own else "drop_path_rate" if is_timm else "stochastic_depth_prob"
     options: dict[str, Any] = {} if drop_path is None else {rate: drop_path}
     if is_own:
-        return user_function("model", name)(num_classes=num_classes, **options)
+        function = user_function("model", name)
+        parameters = inspect.signature(function).parameters.values()
+        if any(each.name == "num_classes" or each.kind == each.VAR_KEYWORD for each in parameters):
+            return function(num_classes=num_classes, **options)
+        return function(num_classes, **options)
     if weights is not None and not is_timm:
         published = torchvision_weights(name, weights)
         model = torchvision.models.get_model(name, weights=published, **options)

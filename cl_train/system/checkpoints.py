@@ -104,6 +104,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _step_of(path: Path) -> int | None:
+    """The step of a checkpoint, without its tensors; None: there is none that can be read."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return int(content["progress"]["step"])
+    except Exception:  # as in `read_torch_file`
+        return None
+
+
 def snapshot(tree: Any, where: str = "state") -> Any:
     """Returns a deep copy on the CPU with contiguous tensors; the host waits for the device.
 
@@ -140,6 +149,7 @@ class CheckpointStore:
         # States on the host, by step: at most that of the best model and the last one.
         self._unwritten: dict[int, dict[str, Any]] = {}
         self._best: int | None = None  # the unwritten step that will be `best.pt`
+        self._to_take: tuple[Path, int | None, int] | None = None  # of `take_best`
         # The interpreter's end waits for the work of an executor.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -161,9 +171,15 @@ class CheckpointStore:
             self._best = step
             return
         try:
-            self._link_best(step)
+            self._link_best(self._path(step))
         except OSError as error:
             log.warning("%s was not written: %s", self.folder / "best.pt", error)
+
+    def take_best(self, resumed: Path, step: int | None, last: int) -> None:
+        """With the next checkpoint `best.pt` becomes the one of `step` in the folder of `resumed`,
+        or if that is unknown, one up to `last`: another one is of a way that the run has left.
+        """
+        self._to_take = resumed, step, last
 
     def wait(self) -> None:
         """Wait for the current write."""
@@ -194,9 +210,12 @@ class CheckpointStore:
             for path in self.folder.glob(".*.pt.tmp-*"):
                 path.unlink()
 
+            if self._to_take is not None:
+                self._take_best(*self._to_take)
+                self._to_take = None
             write(self._path(step), self._unwritten[step])
             if step == self._best:
-                self._link_best(step)
+                self._link_best(self._path(step))
             paths = self._steps()
             for later in [saved for saved in paths if saved > step]:  # a resume went back from them
                 log.warning("%s is later than the checkpoint just written: deleted", paths[later])
@@ -205,14 +224,27 @@ class CheckpointStore:
                 paths[old].unlink(missing_ok=True)
             del self._unwritten[step]
 
-    def _link_best(self, step: int) -> None:
+    def _take_best(self, resumed: Path, step: int | None, last: int) -> None:
+        best = self.folder / "best.pt"
+        saved = [] if step is None else [resumed, resumed.with_name(self._path(step).name)]
+        for path in (best, resumed.with_name("best.pt"), *saved):
+            found = _step_of(path)
+            if found is not None and (found == step if step else found <= last):
+                if path != best:
+                    self._link_best(path)
+                return
+        if best.exists() or step is not None:
+            why = "is not the best of the steps that this run goes on from, which is gone"
+            log.warning("%s %s: weights= takes the last one until a better one", best, why)
+            best.unlink(missing_ok=True)
+
+    def _link_best(self, path: Path) -> None:
         """Atomically; a copy if the file system has no hard links."""
         with replacing(self.folder / "best.pt") as temporary:
-            temporary.unlink(missing_ok=True)
             try:
-                os.link(self._path(step), temporary)
+                os.link(path, temporary)
             except OSError:
-                shutil.copyfile(self._path(step), temporary)
+                shutil.copyfile(path, temporary)
         _sync_folder(self.folder)
 
     def _path(self, step: int) -> Path:

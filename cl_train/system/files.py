@@ -106,6 +106,8 @@ def retry(write: Callable[[], None]) -> None:
     while True:
         try:
             return write()
+        except FileNotFoundError:  # no space would bring the folder back
+            raise
         except OSError as error:
             if deadline is None:
                 deadline = time.monotonic() + RETRY_S

@@ -14,9 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self, cast
 
-import yaml
-
-from cl_train.config.validation import flatten, show
+from cl_train.config.validation import flatten, read_yaml, show
 from cl_train.errors import ConfigError
 from cl_train.system.files import parsed_json, read_json
 from cl_train.system.processes import LOST_PCT
@@ -343,11 +341,11 @@ def read_run(folder: Path) -> Run:
         records, damaged_lines = read_records(folder)
         windows = windows_of(records)
         file = CONFIG
-        config = dict(flatten(yaml.safe_load((folder / file).read_text(encoding="utf-8"))))
+        config = dict(flatten(read_yaml(folder / file)))
         file = SUMMARY
         content = read_json(folder / file) if (folder / file).is_file() else {}
         summary = {name: value for name, value in flatten(content) if value is not None}
-    except (*damage, yaml.YAMLError) as error:
+    except damage as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{folder}/{file} cannot be read: {reason}") from None
     if not windows:

@@ -81,6 +81,7 @@ class Checkpoints:
     identity: dict[str, Any]  # of the run: see `check_compatible`
     dist: Dist
     saved_step: int = -1
+    resumed_from: Path | None = None
 
     def check(self) -> None:
         """Raises ConfigError: the disk has no space, or the model's state cannot be saved."""
@@ -151,8 +152,13 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
     is_closed = "val" in evaluated or not plan.is_epoch_due(cfg.evaluate_every, progress)
     if plan.is_epoch_end(progress) and is_closed:
         if "val" in evaluated:
-            progress.count_evaluation(score_of(evaluated, cfg.best_by))
+            score = score_of(evaluated, cfg.best_by)
+            progress.count_evaluation(score, evaluated["val"]["top1"])
         plan.close_epoch(progress)
+    if checkpoints.resumed_from is not None and dist.is_main:
+        last = progress.step if progress.best_score > -math.inf else 0
+        best_step = progress.best["step"] if progress.best else None
+        checkpoints.store.take_best(checkpoints.resumed_from, best_step, last)
     if plan.is_done(progress):
         log.info("nothing is left to do: the run ended with step %d", progress.step)
     return progress
@@ -182,8 +188,10 @@ def resume(checkpoints: Checkpoints, source: str, *, training: bool = True) -> P
     progress = Progress(**values)
     progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
     if "best_by" in changes:  # another scale
-        progress.best_score, progress.evaluations_without_gain = -math.inf, 0
+        progress.best_score, progress.best = -math.inf, None
+        progress.evaluations_without_gain = 0
     if training:
+        checkpoints.resumed_from = path
         restore_rank(ranks, progress, checkpoints.dist)
     log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
     return progress

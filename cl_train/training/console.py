@@ -5,6 +5,7 @@ profile.
 import errno
 import logging
 import os
+import re
 import shlex
 import sys
 import threading
@@ -54,9 +55,21 @@ def progress_bar(
 ) -> "tqdm[Any]":
     """A progress bar with the remaining time, on a terminal only."""
     # None: tqdm looks for a terminal, but not in a program without standard streams.
-    hidden = None if shown and sys.stdout is not None else True
+    hidden = None if shown and _has_output() else True
     options: dict[str, Any] = {"unit": unit, "disable": hidden, "file": sys.stdout}
     return tqdm(desc=description, total=total, initial=done, smoothing=0, leave=False, **options)
+
+
+def _has_output() -> bool:
+    return sys.stdout is not None and not getattr(sys.stdout, "closed", False)
+
+
+class _Printable(logging.Formatter):
+    """Names of files and classes may hold sequences that a terminal would obey."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: ascii(m[0])[1:-1], text)
 
 
 def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan) -> str:
@@ -146,7 +159,8 @@ class RunLog(logging.Handler):
     """Logs to the console and, from `open_file` on, to `train.log`; at last the run's error."""
 
     def __enter__(self) -> Self:
-        self._console = logging.StreamHandler(sys.stdout)
+        self._console = logging.StreamHandler(sys.stdout if _has_output() else None)
+        self._console.setFormatter(_Printable())
         self._file: AppendFile | None = None
         self._before = log.propagate, threading.excepthook
         log.propagate, threading.excepthook = False, self._on_thread_error
@@ -163,7 +177,7 @@ class RunLog(logging.Handler):
         with tqdm.external_write_mode(self._console.stream):  # above the progress bars
             self._console.emit(record)
         if self._file is not None:
-            line = logging.Formatter("%(asctime)s %(message)s").format(record)
+            line = _Printable("%(asctime)s %(message)s").format(record)
             self._file.append(f"{line}\n".encode(errors="surrogateescape"))
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:

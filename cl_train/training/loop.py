@@ -137,7 +137,8 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
         if run.stop_signal:
             run.save()
             return
-        if progress.count_evaluation(score_of(evaluated, cfg.best_by)):
+        score = score_of(evaluated, cfg.best_by)
+        if progress.count_evaluation(score, evaluated["val"]["top1"]):
             run.checkpoints.mark_best(progress)
         record_evaluation(run, evaluated)
         if plan.is_out_of_patience(progress):

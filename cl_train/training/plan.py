@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -22,6 +22,8 @@ class Progress:
     images_seen: int = 0
     skipped_steps: int = 0
     best_score: float = -math.inf  # of `score_of`
+    # Step, epoch and top-1 of `best_score`; None also if an older version saved it.
+    best: dict[str, Any] | None = None
     evaluations_without_gain: int = 0  # since `best_score`
     evaluated_step: int = 0  # the last step whose evaluation is counted in these two
     closed_step: int = 0  # the last one at which an epoch was closed: no evaluation is missing
@@ -32,12 +34,14 @@ class Progress:
     # The model's at the last log line; only filled while `pending_steps` are saved.
     good_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def count_evaluation(self, score: float) -> bool:
+    def count_evaluation(self, score: float, top1: float) -> bool:
         """Count the evaluation of this step, once; whether it is the best so far."""
         if self.evaluated_step == self.step:  # before a resume
             return False
         self.evaluated_step, is_best = self.step, score > self.best_score
-        self.best_score = max(self.best_score, score)
+        if is_best:
+            self.best_score = score
+            self.best = {"step": self.step, "epoch": self.epoch, "top1": top1}
         self.evaluations_without_gain = 0 if is_best else self.evaluations_without_gain + 1
         return is_best
 

@@ -186,11 +186,21 @@ class Records:
             train={"loss": last.loss if last else None},
             val=last_evaluation(records, "val"),
             val_average=last_evaluation(records, "val_average"),
-            best=best_evaluation(self._earlier + self._new, self._cfg.best_by),
+            best=self._best(),
             amp={"scale": scale, "skipped_steps": progress.skipped_steps},
             skipped_images=skipped_images,
             resumed_with=progress.resumed_with or None,
         )
+
+    def _best(self) -> dict[str, Any] | None:
+        """That of `best.pt`, which another folder's run may have left; else that of the records."""
+        best, best_by = self._progress.best, self._cfg.best_by
+        if best is None or self._cfg.evaluate_only:
+            return best_evaluation(self._earlier + self._new, best_by)
+        values = {"top1": best["top1"], "epoch": best["epoch"]}
+        if best_by is not None and best_by != "top1":
+            values[best_by] = abs(self._progress.best_score)
+        return values
 
     def _of_all_processes(self, name: str, pct: float | None) -> float | None:
         """The most during any process of this run; None if one of them was killed, and so left no
@@ -199,7 +209,10 @@ class Records:
         if self._folder is None or not any(r["kind"] == "train" for r in self._earlier):
             return pct
         path = self._folder / SUMMARY
-        earlier = read_json(path) if path.is_file() else {}
+        try:
+            earlier = read_json(path)
+        except (OSError, ValueError):  # there is none, or a power cut left it empty
+            earlier = {}
         is_known = earlier.get("steps") == self._earlier[-1]["step"]
         before_pct = earlier.get(name) if is_known else None
         return None if before_pct is None or pct is None else max(before_pct, pct)

@@ -153,6 +153,9 @@ def set_up(
     data = open_data(cfg, dist, stack, training=training)
     plan = Plan.of(cfg, data.train_images, dist.world_size)
 
+    if training and cfg.ema_decay and cfg.ema_every > plan.last_step and dist.is_main:
+        log.warning("ema_every=%d is never due: the average is the initial model", cfg.ema_every)
+
     # 3. The model, and its optimizer and step.
     weights = class_weights(cfg, data) if training else ()
     step = step_settings(cfg, precision, dist, weights)

@@ -206,3 +206,8 @@ def test_a_run_goes_on_without_its_console(end, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Logging error" not in done.stderr
     assert '"status": "completed"' in (run / "summary.json").read_text()
+
+
+def test_a_batch_that_no_memory_holds_is_refused(capsys):
+    assert main(["audit", "model=resnet18", "device=cpu", "data.image_size=10000000"]) == 2
+    assert "a batch of [2, 3, 10000000, 10000000]: out of memory" in capsys.readouterr().err

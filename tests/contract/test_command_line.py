@@ -149,6 +149,12 @@ WRONG = [
         "optim=sgd optim.eps=1e-5",
     ),
     ("optim=glob(z*): the pattern or the range has no value", "-m optim=glob(z*)"),
+    (
+        "a sweep has at most 10,000 combinations",
+        "-m seed=range(0,1000000000)",
+        "-m seed=range(0,101) epochs=range(1,101)",
+    ),
+    ("ema_decay=1.0: expected number 0 to 0.999999", "ema_decay=1.0"),
     ("optim.lr=interval(0.1,0.2): list the values", "-m optim.lr=interval(0.1,0.2)"),
     (
         "resume_sweep=multirun/x: a setting of multirun, cl-train train -m resume_sweep=",

@@ -1,6 +1,7 @@
 """`cl_train.train(...)`: a run in the process of the caller, which goes on."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -205,3 +206,31 @@ def test_a_class_is_a_function_of_the_number_of_classes(tmp_path, monkeypatch):
 def test_objects_where_a_setting_takes_none(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         cl_train.train(**wrong)
+
+
+def test_a_function_may_name_its_argument_as_it_likes_and_a_model_that_exits_does_not_end_us(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    class Exits(torch.nn.Identity):
+        def forward(self, x):
+            sys.exit("done")
+
+    def trained(model):
+        return cl_train.train(verbose=False, **NOISE | {"max_steps": 1, "model": model})
+
+    assert trained(lambda n: small(n)).top1 is not None
+    with pytest.raises(TrainingFault, match=r"sys\.exit\(done\)"):
+        trained(torch.nn.Sequential(small(3), Exits()))
+    assert trained(small(3)).top1 is not None, "the lock is free"
+
+
+def test_a_closed_standard_output_is_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with open(os.devnull, "w") as closed:
+        pass
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", closed)
+        run = cl_train.train(**NOISE | {"max_steps": 1, "model": small(3)})
+    assert run.top1 is not None and "Logging error" not in capfd.readouterr().err

@@ -72,6 +72,24 @@ def test_the_index_is_kept_until_a_shard_changes(tmp_path, monkeypatch):
         tar_shards.index_shard(str(root / "im-train-0001.tar"))
 
 
+def test_the_index_is_that_of_these_shards_not_of_others_of_the_same_size_and_time(tmp_path):
+    root = write(tmp_path / "s", sound_shards())
+    list_shards(root, workers=1)
+    labels = list_shards(root, workers=1).train.labels.tolist()
+    times = {path: os.stat(path) for path in root.glob("*.tar")}
+    write(root, relabelled(str, lambda label: {b"0": b"2", b"2": b"0"}.get(label, label)))
+    for path, before in times.items():
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (
+            before.st_size,
+            before.st_mtime_ns,
+        )
+    changed = list_shards(root, workers=1).train
+    assert changed.labels.tolist() == labels
+    names = [changed.name(index) for index in range(18)]
+    assert "/".join(names) != "/".join(sorted(names)), "by the new label"
+
+
 def relabelled(name_of, label_of):
     """Other names, and other contents of the labels."""
     return {

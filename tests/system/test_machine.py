@@ -13,8 +13,10 @@ from cl_train.system import machine, processes
 from cl_train.system.machine import (
     available_bytes,
     keep_freed_memory,
+    peak_memory_gib,
     peak_memory_of_step_gib,
     release_memory,
+    reset_peak_memory,
 )
 from cl_train.system.processes import MachineLoad, own_cpu_s
 from tests.processes import fields_of, wait_until
@@ -110,3 +112,13 @@ def test_freed_memory_is_kept_without_page_faults_until_it_is_released():
     assert any(page_faults() < 1000 for _ in range(20))
     release_memory()
     assert page_faults() > 10_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_peak_of_a_run_on_a_cpu_is_not_that_of_what_came_before():
+    torch.ones(2**28)  # 1 GiB
+    before = peak_memory_gib(CPU)
+    reset_peak_memory(CPU)
+    assert peak_memory_gib(CPU) < before - 0.5
+    torch.ones(2**27)
+    assert peak_memory_gib(CPU) == pytest.approx(before - 0.5, abs=0.3)

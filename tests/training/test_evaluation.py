@@ -249,3 +249,15 @@ def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train, tmp_path)
     with pytest.raises(ConfigError, match=r"nan.pth holds NaN in 0\.weight"):
         train("max_steps=1", f"weights={tmp_path / 'nan.pth'}")
     assert Run(failed, 1).summary["status"] == "failed"
+
+
+def test_a_model_that_writes_into_its_input_sees_the_mirror_image_of_the_image():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x.mul_(0.5).flatten(1)[:, :3]
+
+    images = torch.arange(24.0).reshape(2, 3, 2, 2)
+    expected = (images + images.flip(3)).flatten(1)[:, :3] / 4
+    batches = [Batch(images.clone(), torch.zeros(2, dtype=torch.int64))]
+    ((logits, _),) = outputs(Halves(), batches, BY_NAME["fp32"], flip=True)
+    assert torch.equal(logits, expected)

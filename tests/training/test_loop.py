@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from cl_train.sweeps.verdict import compare_pair
 from cl_train.system.distributed import Dist
 from cl_train.system.run_folder import read_run
 from cl_train.training.active_run import ActiveRun, count_bad_steps
+from cl_train.training.console import RunLog
 from cl_train.training.plan import Plan
 from cl_train.training.setup import check_runs, prepare_process
 from tests import networks
@@ -364,3 +366,11 @@ def test_every_size_is_compiled_once_with_static_shapes(train, monkeypatch):
     train(*GROWING, "batch_size=16", "compile=true")
     images = [tuple(shape) for shape in shapes if shape[:2] == (16, 3)]
     assert images == [(16, 3, size, size) for size in (16, 24, 32)]
+
+
+def test_names_cannot_command_the_terminal_and_an_average_that_never_moves_is_told(train, capsys):
+    done = train("max_steps=2", "ema_decay=0.9", "ema_every=3")
+    assert "ema_every=3 is never due" in done.log
+    with RunLog() as log:
+        logging.getLogger("cl_train").info("bad image \x1b]0;title\x07\x9b2J.jpg\tof\ntwo lines")
+    assert log and r"bad image \x1b]0;title\x07\x9b2J.jpg" + "\tof\ntwo" in capsys.readouterr().out

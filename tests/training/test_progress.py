@@ -3,6 +3,7 @@ resume.
 """
 
 import json
+import shutil
 import sys
 from dataclasses import fields, replace
 
@@ -11,7 +12,15 @@ import torch
 
 from cl_train.config.schema import Config, DataConfig, OptimConfig, ScheduleConfig
 from cl_train.system.machine import DeviceClock
-from cl_train.system.run_folder import ProcessFacts, Results, RunFacts, Speed, Window, spread
+from cl_train.system.run_folder import (
+    ProcessFacts,
+    Results,
+    RunFacts,
+    Speed,
+    Window,
+    read_run,
+    spread,
+)
 from cl_train.training.active_run import ThroughputMeter
 from cl_train.training.console import progress_bar
 from cl_train.training.plan import Plan, Progress
@@ -170,3 +179,60 @@ def test_what_workers_lost_counts_as_far_as_the_step_waited_for_its_batch(tmp_pa
         run = records(tmp_path)
         run.append(replace(window(10, loss=1.0), data_wait_pct=waited_pct).to_record())
         assert run.finish("completed", lost_pct=(1.0, 30.0))["lost_pct"] == lost_pct
+
+
+SCORES = []
+
+
+def planted_score(logits, targets):
+    return {"score": SCORES.pop(0)}
+
+
+def test_the_best_checkpoint_is_that_of_the_way_that_the_run_goes_on(
+    train, tmp_path, monkeypatch, caplog
+):
+    """The first way is the best in its third epoch, the others leave it after the second. The first
+    score is that of noise, before the run; a new folder repeats the last evaluation.
+    """
+    words = ("metrics=tests.training.test_progress:planted_score", "best_by=score", "epochs=4")
+    SCORES[:] = [0, 5, 3, 9, 7]
+    first = train(*words, "checkpoint.keep=4")
+    assert first.saved_step("best.pt") == 9
+    name = "step-00000006.pt"
+
+    def go_back(folder, scores, *, old=False, new=False, keep=4):
+        shutil.copytree(first.folder, folder)
+        path = folder / "checkpoints" / name
+        if old:  # an older version did not save it
+            content = first.checkpoint(name)
+            del content["progress"]["best"]
+            torch.save(content, path)
+        if keep == 1:
+            (path.with_name("step-00000003.pt")).unlink()
+        SCORES[:] = [0, *([3] * new), *scores]
+        again = train(*words, f"resume={path}", folder=tmp_path / "new" if new else folder)
+        return again, again.folder / "checkpoints/best.pt"
+
+    for new in (False, True):
+        again, best = go_back(tmp_path / f"worse{new}", [4, 2], new=new)
+        assert again.saved_step("best.pt") == 3
+        assert again.checkpoint()["progress"]["best_score"] == 5
+        assert f"best score 5 after epoch 0: {best}" in again.log
+    for number, change in enumerate(({"old": True}, {"keep": 1})):
+        again, best = go_back(tmp_path / f"gone{number}", [4, 2], **change)
+        assert not best.exists() and "best.pt is not the best of the steps" in again.log
+    again, best = go_back(tmp_path / "better", [4, 6])
+    assert again.saved_step("best.pt") == 12
+    assert read_run(again.folder).summary["best.score"] == 6
+
+
+def test_an_older_best_checkpoint_stays_when_the_run_goes_on(train):
+    words = ("metrics=tests.training.test_progress:planted_score", "best_by=score", "epochs=3")
+    SCORES[:] = [0, 5, 3]
+    done = train(*words, "max_steps=6")
+    content = done.checkpoint("step-00000006.pt")
+    del content["progress"]["best"]
+    torch.save(content, done.folder / "checkpoints/step-00000006.pt")
+    SCORES[:] = [0, 4]
+    again = train(*words, "resume=auto", folder=done.folder)
+    assert again.saved_step("best.pt") == 3 and again.saved_step() == 9

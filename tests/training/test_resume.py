@@ -142,3 +142,11 @@ def test_the_best_score_of_an_older_version_is_read(train):
     resumed = train("resume=auto", folder=done.folder)
     assert resumed.checkpoint()["progress"]["best_score"] == 200
     assert resumed.checkpoint("best.pt")["progress"]["step"] == 3, "no evaluation was better"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000])
+def test_a_damaged_summary_is_as_none(content, train):
+    done = train("max_steps=3")
+    (done.folder / "summary.json").write_text(content)
+    again = train("resume=auto", folder=done.folder)
+    assert again.summary["steps"] == 6 and again.summary["others_pct"] is None
