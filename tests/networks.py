@@ -50,6 +50,43 @@ def dropout(num_classes: int) -> nn.Sequential:
     return nn.Sequential(*small(num_classes)[:-1], nn.Dropout(0.3), nn.Linear(16, num_classes))
 
 
+class Applied(nn.Module):
+    """Calls `function`; without weights, so that state dicts stay alike."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.function(images)
+
+
+def _with(function: Callable[[torch.Tensor], torch.Tensor], num_classes: int) -> nn.Sequential:
+    layers = small(num_classes)
+    layers[2] = nn.Sequential(nn.ReLU(), Applied(function))
+    return layers
+
+
+def copying(num_classes: int) -> nn.Sequential:
+    """As `small`; a copy loses channels_last."""
+    return _with(torch.Tensor.contiguous, num_classes)
+
+
+def doubled(num_classes: int) -> nn.Sequential:
+    """The weights of `small`, and another function."""
+    return _with(lambda images: images * 2, num_classes)
+
+
+def permuting(num_classes: int) -> nn.Sequential:
+    """Makes its images channels_last by itself, before its only convolution."""
+
+    def last(images: torch.Tensor) -> torch.Tensor:
+        return images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+    layers = [nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes)]
+    return nn.Sequential(Applied(last), *layers)
+
+
 def without_batchnorm(num_classes: int) -> nn.Sequential:
     """No layer mixes the images of a batch, so a batch may be split over processes without a
     change.

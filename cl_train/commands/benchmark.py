@@ -6,9 +6,11 @@ memory.
     cl-train benchmark model=resnet18,resnet50 precision=fp32,bf16 time_limit_s=300
     cl-train benchmark compile=false,true out=results/train-fp16.json
     cl-train benchmark model=r3d_18 frames=16 batch_size=4
+    cl-train benchmark model=net:old,net:new compare_by=model    two models in turns, channels_last
 
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at
 most target_ci wide or time_limit_s is over. The step is that of training, loss scaling included.
+Each combination ends with four lines: is it right, is it faster, because of what, what to do.
 `out` is written after each combination: stopped before the end it says "complete": false.
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
 """
@@ -27,20 +29,21 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: BenchmarkSettings) -> Result:
-    """The result, and one line: the verdict on each layout of each combination."""
+    """The result, and for several combinations one line: the verdicts."""
     from cl_train.measure.suite import run_suite
 
     document = run_suite(settings)
     results = document["results"]
+    if len(results) == 1:
+        return document, ""
     verdicts = []
     for result in results:
         words = [f"{pair['candidate']} {_verdict(pair)}" for pair in result["pairs"]]
         verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
-    if len(results) > 1:
-        undecided = {"inconclusive", "not_comparable"}
-        outcomes = [{pair["verdict"] for pair in result["pairs"]} for result in results]
-        decided = sum(bool(outcome) and outcome.isdisjoint(undecided) for outcome in outcomes)
-        verdicts.append(f"{decided} of {len(results)} are decided")
+    undecided = {"inconclusive", "not_comparable"}
+    outcomes = [{pair["verdict"] for pair in result["pairs"]} for result in results]
+    decided = sum(bool(outcome) and outcome.isdisjoint(undecided) for outcome in outcomes)
+    verdicts.append(f"{decided} of {len(results)} are decided")
     return document, "; ".join(verdicts)
 
 

@@ -256,6 +256,12 @@ class BenchmarkSettings(ModelInput, JsonResult):
     batch_size: list[int] = setting([32], "images per step", Range(1))
     compile: list[bool] = setting([False], "compile the model with torch.compile")
     cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
+    compare_by: str = setting(
+        "layout",
+        "what is timed in turns: the layouts, or all of `model` in one layout",
+        choices=("layout", "model"),
+    )
+    channels_last: bool = setting(True, "the layout of compare_by=model")
     layouts: list[str] = setting(
         LAYOUT_CHOICES[:2],
         "the baseline first; channels_last_conv: convolutions",
@@ -266,7 +272,11 @@ class BenchmarkSettings(ModelInput, JsonResult):
         0.02, "stop when the 95 % interval of the ratio is at most this wide", Range(above=0)
     )
     time_limit_s: float = setting(60.0, "seconds of each combination, without warm-up", Range(0))
-    parity: bool = setting(True, "first check that the layouts compute the same")
+    parity: str = setting(
+        "auto",
+        "first compare what the layouts compute; auto = once per model and machine",
+        choices=BOOL_OR_AUTO,
+    )
 
 
 @dataclass

@@ -17,7 +17,7 @@ from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
 from cl_train.measure.kept import keep, kept_file, read_kept
-from cl_train.measure.paired import benchmark_layouts
+from cl_train.measure.paired import benchmark_layouts, by_itself_text
 from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.statistics import verdict_of
 from cl_train.measure.timed_step import (
@@ -190,6 +190,8 @@ def _measured_choice(
     reason += f": channels_last is {done.ratio} as fast as contiguous, which reaches "
     reason += f"{done.speeds[0].images_per_s:.1f} images/s"
     reason += _smaller(done.batch_size, measured, workload)
+    if by_itself := by_itself_text(done.by_itself_pct):
+        reason += f"; {by_itself}"
     if disturbed or is_wide:
         reason += f"; {disturbed or 'the times vary too much'}, so the next run measures again"
     seconds = round(time.perf_counter() - started_at, 2)

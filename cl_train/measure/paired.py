@@ -1,4 +1,5 @@
-"""The memory formats of one model compared in one process, in alternating blocks.
+"""The memory formats of one model, or several models, compared in one process, in alternating
+blocks.
 
 The step is the one that training runs (`timed_step.py`).
 """
@@ -25,7 +26,7 @@ from cl_train.measure.timed_step import (
     measurement_state,
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
-from cl_train.models.facts import images_of
+from cl_train.models.facts import ModelFacts, images_of
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.step.utilisation import describe
@@ -36,6 +37,16 @@ from cl_train.system.torch_state import own_torch_state
 
 BLOCK_S = 0.25
 MODES = ("train", "infer")
+LEAST_BY_ITSELF_PCT = 50.0  # of its images, from which on a contiguous side is called so
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is timed in turns with others."""
+
+    name: str
+    model: nn.Module
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,9 @@ class Comparison:
     gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
     rounds_left_out: int = 0  # because other processes took time from them
     lost_pct: float | None = None  # of their time, that others took from the rounds that count
+    # Of the images that its convolutions compute, the contiguous side's in channels_last; None: no
+    # side is contiguous, or the model is compiled.
+    by_itself_pct: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -102,6 +116,8 @@ class Comparison:
             lines.append(line)
         if self.utilisation:
             lines.append(describe(self.utilisation))
+        if by_itself := by_itself_text(self.by_itself_pct):
+            lines.append(by_itself)
         if self.batch_size != self.batch_size_requested:
             problem = f"out of memory at batch {self.batch_size_requested}"
             lines.append(f"{problem}: all layouts used {self.batch_size}")
@@ -119,6 +135,14 @@ class Comparison:
         if gpu_problem := problem_of_gpu(self.gpu):
             lines.append(gpu_problem)
         return "\n".join(f"  {line}" for line in lines)
+
+
+def by_itself_text(by_itself_pct: float | None) -> str:
+    """That the contiguous side computes in channels_last, too, because of the model's own code."""
+    if by_itself_pct is None or by_itself_pct < LEAST_BY_ITSELF_PCT:
+        return ""
+    share = f"the contiguous side computes {by_itself_pct:.0f} % of its images in channels_last"
+    return f"{share}: this model does it by itself"
 
 
 @own_torch_state
@@ -186,10 +210,18 @@ def benchmark_layouts(
     stop: Stop,
 ) -> Comparison:
     """As `compare_layouts`, for any workload and layouts; the first is the baseline."""
+    variants = [Variant(layout.name, model, layout) for layout in layouts]
+    return benchmark_variants(variants, workload, stop=stop)
+
+
+def benchmark_variants(
+    variants: Sequence[Variant], workload: Workload, *, stop: Stop
+) -> Comparison:
+    """As `benchmark_layouts`; the models may differ."""
     requested = workload.batch_size
     while True:
         try:
-            done = _benchmark(model, workload, layouts, stop)
+            done = _benchmark(variants, workload, stop)
             return replace(done, batch_size_requested=requested)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -202,16 +234,17 @@ def benchmark_layouts(
         workload = replace(workload, batch_size=size // 2)
 
 
-def _benchmark(
-    model: nn.Module, workload: Workload, layouts: Sequence[Layout], stop: Stop
-) -> Comparison:
+def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Comparison:
     """Raises ConfigError: the model fails for another reason than memory."""
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
     with explained, measurement_state(workload.settings, workload.device):
-        first = TimedStep(model, layouts[0], workload)
-        others = [TimedStep(model, layout, workload, first.facts) for layout in layouts[1:]]
-        timed = [first, *others]
+        facts: dict[nn.Module, ModelFacts] = {}
+        timed = []
+        for one in variants:
+            timed.append(TimedStep(one.model, one.layout, workload, facts.get(one.model)))
+            facts[one.model] = timed[-1].facts
+        by_itself_pct = timed[0].by_itself_pct()
         for step in timed:
             step.warm_up()
         # All eager work comes before the recordings, whose memory it could not use.
@@ -225,7 +258,9 @@ def _benchmark(
         counted = done.undisturbed()
         gpu = gpu_state(workload.device)
         is_trusted = (counted.lost_pct or 0.0) < LOST_PCT and problem_of_gpu(gpu) is None
-        speeds = _speeds(timed, counted, peaks_gib, is_trusted=is_trusted)
+        names = [one.name for one in variants]
+        speeds = _speeds(names, timed, counted, peaks_gib, is_trusted=is_trusted)
+        fastest = max(zip(speeds, timed, strict=True), key=lambda pair: pair[0].images_per_s)
         return Comparison(
             tuple(speeds),
             workload.precision.name,
@@ -235,25 +270,30 @@ def _benchmark(
             seconds=done.seconds,
             stopped_by=done.stopped_by,
             others_pct=done.others_pct,
-            utilisation=first.utilisation(max(speed.images_per_s for speed in speeds)),
+            utilisation=fastest[1].utilisation(fastest[0].images_per_s),
             gpu=gpu,
             rounds_left_out=len(done) - len(counted),
             lost_pct=counted.lost_pct,
+            by_itself_pct=by_itself_pct,
         )
 
 
 def _speeds(
-    timed: Sequence[TimedStep], counted: Rounds, peaks_gib: Sequence[float], *, is_trusted: bool
+    names: Sequence[str],
+    timed: Sequence[TimedStep],
+    counted: Rounds,
+    peaks_gib: Sequence[float],
+    *,
+    is_trusted: bool,
 ) -> list[LayoutSpeed]:
     speeds: list[LayoutSpeed] = []
-    measured = zip(timed, peaks_gib, counted.intervals(), strict=True)
-    for number, (step, peak_gib, ratio) in enumerate(measured):
+    measured = zip(names, timed, peaks_gib, counted.intervals(), strict=True)
+    for number, (name, step, peak_gib, ratio) in enumerate(measured):
         times_s = counted.times_s(number)
         step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
         rate = step.workload.images_per_step / step_s
         verdict = verdict_of(ratio) if is_trusted or not speeds else "not_comparable"
         block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
-        name = step.layout.name
         speed = LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms)
         speeds.append(speed)
     return speeds

@@ -2,6 +2,7 @@
 
 import itertools
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,22 @@ from cl_train.config.schema import BenchmarkSettings, OptimConfig
 from cl_train.config.validation import show
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
-from cl_train.measure.paired import Comparison, benchmark_layouts
-from cl_train.measure.parity import ParityReport, check_parity
+from cl_train.measure.answer import (
+    Answer,
+    audit_summary,
+    audited_step,
+    because_text,
+    do_text,
+    faster_text,
+    right_text,
+    same_outputs_text,
+)
+from cl_train.measure.paired import Comparison, Variant, benchmark_variants
+from cl_train.measure.parity_gate import Parity, parity_before_use
 from cl_train.measure.statistics import seconds_to_decide
 from cl_train.measure.timed_step import Workload, input_shape
-from cl_train.memory_format.convert import CONTIGUOUS, LAYOUTS, Layout
+from cl_train.memory_format.audit_report import LayoutReport
+from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
 from cl_train.models import sources as models
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
@@ -50,44 +62,92 @@ class Combination:
             return {**self.described, "error": why, "text": f"  failed: {why}", "pairs": []}
 
     def _measured(self) -> dict[str, Any]:
-        """Parity, then speed. Layouts that compute different results are not comparable."""
-        torch.manual_seed(0)
-        workload, settings = self.workload, self.settings
-        size = workload.input_shape[-1]
-        model = models.build_model(self.described["model"], num_classes=1000, image_size=size)
-        layouts = [LAYOUTS[layout] for layout in settings.layouts]
-        checked = [layout for layout in layouts if settings.parity and layout is not CONTIGUOUS]
-        parity = {layout.name: self._parity(model, layout) for layout in checked}
+        """Parity, then speed, then the audit. Layouts that compute different results are not
+        comparable.
+        """
+        settings = self.settings
+        variants = self._variants()
+        parity = self._parity(variants)
         stop = Stop(settings.target_ci, settings.time_limit_s)
-        done = benchmark_layouts(model, workload, layouts, stop=stop)
-        differing = [name for name, report in parity.items() if report.passed is False]
+        done = benchmark_variants(variants, self.workload, stop=stop)
+        differing = [name for name, found in parity.items() if found.passed is False]
         speeds = [
             replace(speed, verdict="not_comparable") if speed.layout in differing else speed
             for speed in done.speeds
         ]
         done = replace(done, speeds=tuple(speeds))
 
-        lines = [str(done), *(f"  {report}" for report in parity.values() if not report.passed)]
-        if to_decide := self._to_decide(done):
-            lines.append(f"  to decide it, {to_decide}")
+        try:
+            audited = self._audited(variants, done.batch_size)
+            because = because_text(audited)
+        except Exception as error:  # the speeds stay
+            audited, because = [], f"the audit failed: {explain_failure(error)}"
+        to_decide = self._to_decide(done)
+        answer = Answer(
+            right_text(parity, self._same_outputs(variants)),
+            faster_text(done),
+            because,
+            do_text(done, self._words(), parity, audited, to_decide),
+        )
         return {
             **done.to_dict(),
             "to_decide": to_decide,
-            "parity": {name: report.to_dict() for name, report in parity.items()},
-            "text": "\n".join(lines),
+            **_plain(parity, audited),
+            "answer": vars(answer),
+            "text": f"{done}\n{answer}",
         }
 
-    def _parity(self, model: nn.Module, layout: Layout) -> ParityReport:
-        workload = self.workload
-        return check_parity(
-            model,
-            conversion=layout.conversion,
-            mode="infer" if workload.mode == "infer" else "both",
-            image_size=workload.input_shape,
-            precision=workload.precision.name,
-            device=workload.device,
-            compile=workload.settings.compile,
-        )
+    def checked(self) -> dict[str, Any]:
+        """Parity and audit alone, as in `result`."""
+        variants = self._variants()
+        audited = self._audited(variants, self.workload.batch_size)
+        return _plain(self._parity(variants), audited)
+
+    def _variants(self) -> list[Variant]:
+        """What is timed in turns, the baseline first."""
+        size = self.workload.input_shape[-1]
+        built: dict[str, nn.Module] = {}
+        for name in self.described["model"].split(","):
+            torch.manual_seed(0)
+            built[name] = models.build_model(name, num_classes=1000, image_size=size)
+        if self.settings.compare_by == "model":
+            layout = CHANNELS_LAST if self.settings.channels_last else CONTIGUOUS
+            return [Variant(name, model, layout) for name, model in built.items()]
+        (model,) = built.values()
+        return [Variant(name, model, LAYOUTS[name]) for name in self.settings.layouts]
+
+    def _parity(self, variants: Sequence[Variant]) -> dict[str, Parity]:
+        asked = self.settings.parity
+        checked = [one for one in variants if asked != "false" and one.layout is not CONTIGUOUS]
+        return {
+            one.name: parity_before_use(one.model, self.workload, one.layout, asked)
+            for one in checked
+        }
+
+    def _same_outputs(self, variants: Sequence[Variant]) -> str:
+        if self.settings.compare_by != "model" or len(variants) > 2:
+            return ""
+        first, other = variants
+        return same_outputs_text(first.model, other.model, self.workload)
+
+    def _audited(self, variants: Sequence[Variant], batch_size: int) -> list[LayoutReport]:
+        """A step of each model in channels_last, on as many images as were timed."""
+        workload = replace(self.workload, batch_size=batch_size)
+        names = self.described["model"].split(",")
+        layouts = {one.model: one.layout for one in variants if one.layout is not CONTIGUOUS}
+        return [
+            audited_step(model, layout, workload, name)
+            for name, (model, layout) in zip(names, layouts.items(), strict=False)
+        ]
+
+    def _words(self) -> dict[str, Any]:
+        """The settings that describe this combination, as they are typed."""
+        values = {name: value for name, value in self.described.items() if value}
+        values["data.image_size"] = values.pop("image_size")
+        for name in ("compare_by", "channels_last", "layouts", "optimizer", "device"):
+            if getattr(self.settings, name) != getattr(BenchmarkSettings(), name):
+                values[name] = getattr(self.settings, name)
+        return values
 
     def _to_decide(self, done: Comparison) -> str | None:
         """The command that probably decides it; None if it is decided, or no hour decides it."""
@@ -95,13 +155,16 @@ class Combination:
         is_undecided = any(speed.verdict == "inconclusive" for speed in done.speeds)
         if not is_undecided or seconds > LONGEST_ADVISED_S:
             return None
-        values = {name: value for name, value in self.described.items() if value}
-        values |= {"data.image_size": values.pop("image_size"), "time_limit_s": round(seconds)}
-        for name in ("layouts", "optimizer", "device"):
-            if getattr(self.settings, name) != getattr(BenchmarkSettings(), name):
-                values[name] = getattr(self.settings, name)
+        values = self._words() | {"time_limit_s": round(seconds)}
         words = [f"{name}={show(value).strip('[]')}" for name, value in values.items()]
         return with_threads(f"cl-train benchmark {shlex.join(words)}")
+
+
+def _plain(parity: Mapping[str, Parity], audited: Sequence[LayoutReport]) -> dict[str, Any]:
+    return {
+        "parity": {name: vars(found) for name, found in parity.items()},
+        "audit": {report.model: audit_summary(report) for report in audited},
+    }
 
 
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
@@ -113,9 +176,10 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     document = document_of(settings, choose_device(settings.device), complete=False, results=[])
 
     for one in combinations:
-        result = one.result()
         described = ", ".join(f"{key} {value}" for key, value in one.described.items())
-        print(f"{described}\n{result['text']}", flush=True)
+        print(f"{described}: at most {settings.time_limit_s:g} s of rounds", flush=True)
+        result = one.result()
+        print(result["text"], flush=True)
         document["results"].append(result)
         if settings.out:
             write_json(Path(settings.out), document)
@@ -130,11 +194,16 @@ def combinations_of(settings: BenchmarkSettings) -> list[Combination]:
         models.check_model(model)
     if len(settings.layouts) < 2:
         raise ConfigError("layouts: a comparison needs two or more")
+    chosen = {name: getattr(settings, name) for name in NAMES}
+    if settings.compare_by == "model":
+        if len(set(settings.model)) < 2:
+            raise ConfigError("compare_by=model: name two or more models: model=A,B")
+        chosen["model"] = [",".join(settings.model)]
     device = choose_device(settings.device)
     combinations = []
-    for values in itertools.product(*(getattr(settings, name) for name in NAMES)):
+    for values in itertools.product(*chosen.values()):
         described = dict(zip(NAMES, values, strict=True))
-        shape = input_shape(described["model"], settings.image_size, settings.frames)
+        shape = input_shape(settings.model[0], settings.image_size, settings.frames)
         described["image_size"] = shape[-1]
         if settings.frames:
             described["frames"] = settings.frames

@@ -1,5 +1,6 @@
 """The step that is timed: a copy of a model in one layout, and the step that training would run."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -8,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.data.device import Batch, MixLabels
 from cl_train.data.transforms import label_mix
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
-from cl_train.memory_format.layout import images_in, named_tensors, refuse_lazy
+from cl_train.memory_format.layout import classify, images_in, named_tensors, refuse_lazy
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
 from cl_train.models.facts import ModelFacts, facts_of
 from cl_train.models.sources import copy_model, usual_image_size
@@ -184,6 +186,17 @@ class TimedStep:
             for _ in range(WARM_UP_STEPS):
                 self.eager_step()
 
+    def by_itself_pct(self) -> float | None:
+        """Of the images that convolutions compute in an eager step, those in channels_last though
+        the model was given contiguous; None: it was not, or it is compiled.
+        """
+        if self.layout.is_channels_last or self.workload.settings.compile:
+            return None
+        images = _ConvolvedImages()
+        with self._on_recorders_stream(), images:
+            self.eager_step()
+        return images.channels_last_pct
+
     def record(self) -> None:
         """Record the step as a CUDA graph, if the workload asks for it.
 
@@ -237,6 +250,29 @@ class TimedStep:
             state += [] if average is None else list(average.module.state_dict().values())
         storages = [t.untyped_storage() for t in tensors_in(state) if t.layout == torch.strided]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class _ConvolvedImages(TorchDispatchMode):
+    """Counts the bytes of the images that convolutions compute, by their layout: the channels of
+    their results are at dimension 1, as those of other operators' need not be.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def channels_last_pct(self) -> float:
+        found = self._bytes
+        return 100 * found["channels_last"] / max(found["channels_last"] + found["contiguous"], 1)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.convolution.default:
+            self._bytes[classify(results)] += results.nbytes
+        return results
 
 
 def model_in_layout(

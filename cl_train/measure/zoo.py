@@ -4,23 +4,17 @@ command continues.
 
 import multiprocessing
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.measure.audit import audit
-from cl_train.measure.parity import check_parity
-from cl_train.measure.suite import combinations_of
-from cl_train.measure.timed_step import input_shape, noise, place_batch
+from cl_train.measure.suite import Combination, combinations_of
+from cl_train.measure.timed_step import input_shape
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.models import sources as models
 from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
-from cl_train.step.precision import cast_model, resolve_precision
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import read_json, write_json, write_text
 from cl_train.system.processes import StopRequest
@@ -100,40 +94,32 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     A model that does not run on every size of image keeps its own, as the row's `image_size` says.
     """
     started_at = time.perf_counter()
-    torch.manual_seed(0)
-    device = torch.device(settings.device)
-    precision = resolve_precision(settings.precision, device)
     size = None if name.startswith(_OWN_SIZE) else settings.image_size
     shape = input_shape(name, size, settings.frames)
-    model = models.build_model(name, num_classes=1000, image_size=shape[-1]).to(device)
     row: dict[str, Any] = {"model": name, "image_size": shape[-1]}
-    try:
-        parity = check_parity(model, image_size=shape, batch_size=2, precision=settings.precision)
-        row["parity"] = {"passed": parity.passed, "why": str(parity)}
-    except ConfigError as error:  # float64 may be too large for this machine's memory
-        row["parity"] = {"passed": None, "why": str(error)}
+    checked: dict[str, Any] = {}
     for mode in ("train", "infer") if settings.speed else ():
-        row[mode] = timed = _timed(name, mode, shape[-1], settings)
+        row[mode] = timed = _timed(combinations_for(name, mode, shape[-1], settings))
         if "error" in timed:
             return {"model": name, "error": timed["error"]}
+        checked = checked or timed
+    if not checked:
+        checked = combinations_for(name, "train", shape[-1], settings)[0].checked()
+    parity = checked["parity"]["channels_last"]
+    row["parity"] = {"passed": parity["passed"], "why": parity["text"]}
+    row["audit"] = checked["audit"][name]
 
-    model = cast_model(model, precision)
+    model = models.build_model(name, num_classes=1000, image_size=shape[-1])
     row["convolutions"] = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
     row["converted"] = len(convert(model).changed)
-    images = place_batch(noise((2, *shape)), device, precision.input_dtype, torch.channels_last)
-    report = audit(model, images, precision=precision)
-    row["audit"] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
-    for direction in ("forward", "backward"):
-        lost: Counter[str] = Counter()
-        for call in report.of("lost", direction):
-            lost[call.operator.removeprefix("aten.").partition(".")[0]] += call.count
-        row["audit"][f"lost_{direction}"] = dict(lost)
     return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
 
 
-def _timed(name: str, mode: str, image_size: int, settings: ZooSettings) -> dict[str, Any]:
-    """The benchmark of both layouts; on a GPU as CUDA graphs where the step can be recorded,
-    because the host would limit both.
+def combinations_for(
+    name: str, mode: str, image_size: int, settings: ZooSettings
+) -> list[Combination]:
+    """On a GPU as CUDA graphs, because the host would limit both layouts, and eager where that is
+    possible after a recording that fails.
     """
     is_cuda = settings.device.startswith("cuda")
     options = [True, False] if is_cuda and CAN_GO_ON_AFTER_FAILURE else [is_cuda]
@@ -147,9 +133,13 @@ def _timed(name: str, mode: str, image_size: int, settings: ZooSettings) -> dict
         frames=settings.frames,
         device=settings.device,
         time_limit_s=settings.time_limit_s,
-        parity=False,
     )
-    for combination in combinations_of(benchmark):
+    return combinations_of(benchmark)
+
+
+def _timed(combinations: list[Combination]) -> dict[str, Any]:
+    """The benchmark of the first combination that can be measured."""
+    for combination in combinations:
         result = combination.result()
         if "error" not in result:
             break

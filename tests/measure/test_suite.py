@@ -16,25 +16,29 @@ from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.measure import suite, zoo
-from cl_train.measure.parity import ParityReport
+from cl_train.measure import parity_gate, suite, zoo
+from cl_train.measure.auto import choose_memory_format
+from cl_train.measure.parity_gate import Parity
 from cl_train.measure.suite import run_suite
 from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
+from tests import networks
 from tests.data.image_folders import write_folder
 from tests.measure.conftest import planted_comparison
 
 SMALL, DROPOUT = "tests.networks:small", "tests.networks:dropout"
+COPYING, DOUBLED = "tests.networks:copying", "tests.networks:doubled"
+PERMUTING = "tests.networks:permuting"
 QUICK = {"batch_size": [2], "image_size": 32, "device": "cpu", "precision": ["fp32"]}
 
 
 def settings(**changes):
-    given = QUICK | {"model": [SMALL], "time_limit_s": 0.0, "target_ci": 5.0, "parity": False}
+    given = QUICK | {"model": [SMALL], "time_limit_s": 0.0, "target_ci": 5.0, "parity": "false"}
     return BenchmarkSettings(**(given | changes))
 
 
 def test_a_video_model_has_speeds_pairs_parity_and_an_audit(capsys):
     video = {"model": ["tests.networks:video"], "frames": 6, "image_size": 12}
-    document = run_suite(settings(**video, parity=True, mode=["train", "infer"]))
+    document = run_suite(settings(**video, parity="true", mode=["train", "infer"]))
     for mode, result in zip(("train", "infer"), document["results"], strict=True):
         assert (result["mode"], result["frames"]) == (mode, 6)
         assert result["parity"]["channels_last"]["passed"] is True
@@ -50,10 +54,10 @@ def test_a_video_model_has_speeds_pairs_parity_and_an_audit(capsys):
 
 
 def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monkeypatch):
-    failed = ParityReport(False, "fp32", "[4, 3, 32, 32]", "features.0 (Conv2d)")
-    monkeypatch.setattr(suite, "check_parity", lambda *args, **kwargs: failed)
+    failed = Parity(False, "features.0 (Conv2d)")
+    monkeypatch.setattr(suite, "parity_before_use", lambda *args, **kwargs: failed)
     names = ["tests.networks:raising", SMALL]
-    first, second = run_suite(settings(model=names, parity=True))["results"]
+    first, second = run_suite(settings(model=names, parity="true"))["results"]
     assert "planted" in first["error"] and first["pairs"] == []
     assert second["pairs"][0]["verdict"] == "not_comparable"
     assert "features.0 (Conv2d)" in second["text"] and "not comparable" in second["text"]
@@ -62,23 +66,83 @@ def test_a_parity_failure_is_not_comparable_and_a_failure_leaves_the_others(monk
 def test_each_combination_has_its_time_and_an_undecided_one_its_command(monkeypatch, capsys):
     limits, ratios = [], iter([[1.5] * 4, [1.2, 0.9] * 4])
 
-    def planted(model, workload, layouts, stop):
+    def planted(variants, workload, stop):
         limits.append((stop.target_ci, stop.time_limit_s))
         return planted_comparison(next(ratios))
 
-    monkeypatch.setattr(suite, "benchmark_layouts", planted)
+    monkeypatch.setattr(suite, "benchmark_variants", planted)
     document, text = benchmark.measure(settings(model=[SMALL, DROPOUT], time_limit_s=20.0))
     verdicts = [one["pairs"][0]["verdict"] for one in document["results"]]
     assert verdicts == ["faster", "inconclusive"] and text.endswith("1 of 2 are decided")
     assert limits == [(5.0, 20.0)] * 2
-    command = "to decide it, OMP_NUM_THREADS=1 cl-train benchmark model=tests.networks:dropout"
+    command = "decide it: OMP_NUM_THREADS=1 cl-train benchmark model=tests.networks:dropout"
     printed = capsys.readouterr().out
-    assert command in printed and printed.count("to decide it") == 1
+    assert command in printed and printed.count("decide it: ") == 1
+
+
+def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
+    monkeypatch.setattr(suite, "benchmark_variants", lambda *a, **k: planted_comparison([1.5] * 4))
+    document, text = benchmark.measure(settings(model=[COPYING], parity="auto"))
+    [result] = document["results"]
+    answer = result["answer"]
+    printed = capsys.readouterr().out
+    assert text == "" and printed.rstrip().splitlines()[-4:] == [
+        f"  {name + ':':<9}{line}" for name, line in answer.items()
+    ]
+    assert list(answer) == ["right", "faster", "because", "do"]
+    assert answer["right"] == "both layouts compute the same"
+    assert answer["faster"].startswith("channels_last is 1.500x [1.500, 1.500] faster")
+    assert f"{COPYING} loses channels_last in 1 module" in answer["because"]
+    assert "clone (forward) at tests/networks.py:" in answer["because"]
+    assert answer["do"].startswith(f"cl-train train model={COPYING} channels_last=true; to gain")
+    assert result["audit"][COPYING]["lost_forward"] == {"clone": 1}
+
+    wrong = Parity(False, "convolution in features.0")
+    monkeypatch.setattr(suite, "parity_before_use", lambda *args: wrong)
+    [result] = run_suite(settings(parity="auto"))["results"]
+    assert result["answer"]["right"] == "channels_last: convolution in features.0"
+    assert result["answer"]["do"].startswith(f"cl-train compare parity=true model={SMALL}")
+
+    monkeypatch.setattr(suite, "audited_step", Mock(side_effect=ValueError("planted")))
+    [result] = run_suite(settings())["results"]
+    assert "planted" in result["answer"]["because"] and result["speeds"]
+
+
+def test_two_models_are_timed_in_turns_and_told_whether_they_compute_the_same():
+    before_after = {"compare_by": "model", "parity": "auto"}
+    [result] = run_suite(settings(model=[COPYING, SMALL], **before_after))["results"]
+    assert [speed["layout"] for speed in result["speeds"]] == [COPYING, SMALL]
+    [pair] = result["pairs"]
+    assert (pair["baseline"], pair["candidate"]) == (COPYING, SMALL)
+    assert set(result["parity"]) == set(result["audit"]) == {COPYING, SMALL}
+    assert result["by_itself_pct"] is None, "no side is contiguous"
+    assert result["answer"]["right"].endswith("both models compute the same")
+    assert f"{SMALL}: no operator loses channels_last" in result["answer"]["because"]
+
+    for other, said in ((DOUBLED, "computes something else"), (DROPOUT, "differ in name or shape")):
+        [result] = run_suite(settings(model=[SMALL, other], **before_after))["results"]
+        assert said in result["answer"]["right"]
+    with pytest.raises(ConfigError, match="two or more models"):
+        run_suite(settings(**before_after))
+
+
+def test_a_contiguous_side_that_is_channels_last_by_itself_is_named(monkeypatch):
+    permuting = settings(model=[PERMUTING], layouts=["contiguous", "channels_last"])
+    [result] = run_suite(permuting)["results"]
+    assert result["by_itself_pct"] == pytest.approx(100.0)
+    said = "the contiguous side computes 100 % of its images in channels_last"
+    assert said in result["text"] and "by itself" in result["answer"]["faster"]
+    [result] = run_suite(settings())["results"]
+    assert result["by_itself_pct"] == 0.0 and "by itself" not in result["text"]
+    choice = choose_memory_format(
+        networks.permuting(10), batch_size=2, image_size=32, device="cpu", time_limit_s=0.0
+    )
+    assert said in choice.reason
 
 
 def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(monkeypatch, tmp_path):
     faster = planted_comparison([2.0] * 4)
-    monkeypatch.setattr(suite, "benchmark_layouts", Mock(side_effect=[faster, KeyboardInterrupt]))
+    monkeypatch.setattr(suite, "benchmark_variants", Mock(side_effect=[faster, KeyboardInterrupt]))
     out = tmp_path / "new" / "benchmark.json"
     words = ["batch_size=2", "data.image_size=32", "device=cpu", "precision=fp32", "parity=false"]
     with pytest.raises(KeyboardInterrupt):
@@ -142,7 +206,8 @@ def test_a_model_of_one_image_size_keeps_it(name, image_size, monkeypatch):
 
 
 def test_a_model_whose_check_does_not_fit_is_measured_all_the_same(monkeypatch):
-    monkeypatch.setattr(zoo, "check_parity", Mock(side_effect=ConfigError("too little memory")))
+    raising = Mock(side_effect=ConfigError("too little memory"))
+    monkeypatch.setattr(parity_gate, "parity_of", raising)
     entry = zoo_row(SMALL, ZOO)
     assert entry["parity"] == {"passed": None, "why": "too little memory"}
     assert entry["converted"] == 2 and entry["audit"]["lost"] == 0
@@ -152,19 +217,20 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
     """A live exception would keep the models of the first one in memory."""
     measured = []
 
-    def planted(model, workload, layouts, stop):
+    def planted(variants, workload, stop):
         assert sys.exception() is None
         measured.append(workload.settings.cuda_graph)
         if workload.settings.cuda_graph:
             raise ConfigError("the step cannot be recorded")
         return planted_comparison([2.0] * 4)
 
-    monkeypatch.setattr(suite, "benchmark_layouts", planted)
+    monkeypatch.setattr(suite, "benchmark_variants", planted)
     monkeypatch.setattr(suite, "choose_device", torch.device)
     given = replace(ZOO, device="cuda")
     for can_go_on, graphs in ((True, [True, False]), (False, [True])):
         monkeypatch.setattr(zoo, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
-        timed = zoo._timed(SMALL, "train", 32, given)
+        monkeypatch.setattr(suite, "parity_before_use", lambda *args: Parity(True))
+        timed = zoo._timed(zoo.combinations_for(SMALL, "train", 32, given))
         assert timed["cuda_graph"] is not can_go_on and ("error" in timed) is not can_go_on
         assert measured == graphs
         measured.clear()

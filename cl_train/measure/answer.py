@@ -1,0 +1,142 @@
+"""The answer of a benchmark in four lines: right, faster, because, do."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cl_train.measure.audit import audit
+from cl_train.measure.paired import Comparison, by_itself_text
+from cl_train.measure.parity_gate import Parity
+from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
+from cl_train.memory_format.audit_report import LayoutReport
+from cl_train.memory_format.convert import Layout
+from cl_train.memory_format.model_call import call_model, output_tensors
+from cl_train.models.sources import copy_model
+
+SAME_OUTPUT = 1e-6  # relative L2 distance, in float64
+SMALL_SIDE = 64  # pixels of the images on which the outputs of two models are compared
+LEAST_LOSS_PCT = 1.0  # of a step's bytes: what is lost below it is not worth a change
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One line each."""
+
+    right: str
+    faster: str
+    because: str
+    do: str
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {name + ':':<9}{line}" for name, line in vars(self).items())
+
+
+def right_text(parity: Mapping[str, Parity], same_outputs: str = "") -> str:
+    """`parity`: by what was compared, a layout or a model."""
+    parts = [f"{name}: {found.text}" for name, found in parity.items() if found.passed is not True]
+    agreed = "not checked (parity=false)" if not parity else "both layouts compute the same"
+    return "; ".join(filter(None, [", ".join(parts) or agreed, same_outputs]))
+
+
+def faster_text(done: Comparison) -> str:
+    """The verdict on each variant but the first."""
+    baseline = done.speeds[0].layout
+    parts = []
+    for speed in done.speeds[1:]:
+        verdict = speed.verdict.replace("_", " ")
+        ratio = "" if speed.verdict == "not_comparable" else f"{speed.ratio} "
+        parts.append(f"{speed.layout} is {ratio}{verdict}, against {baseline}")
+    if by_itself_text(done.by_itself_pct):
+        parts.append("the flag matters little, as the model is channels_last by itself")
+    return "; ".join(parts)
+
+
+def because_text(audited: Sequence[LayoutReport]) -> str:
+    """What each model loses of channels_last, and at which line most of it."""
+    parts = []
+    for report in audited:
+        losses = report.losses()
+        most = f"; most in {losses[0]['operator']} at {_place(losses[0])}" if losses else ""
+        parts.append(report.headline() + most)
+    return "; ".join(parts)
+
+
+def do_text(
+    done: Comparison,
+    words: Mapping[str, Any],
+    parity: Mapping[str, Parity],
+    audited: Sequence[LayoutReport],
+    to_decide: str | None,
+) -> str:
+    """One command; and one line of the model to change, if it loses enough.
+
+    `words`: the settings of the comparison, as they are typed.
+    """
+    last = done.speeds[-1]
+    size = f"data.image_size={words['data.image_size']}"
+    if any(found.passed is False for found in parity.values()):
+        return f"cl-train compare parity=true model={words['model']} {size}"
+    if last.verdict == "not_comparable":
+        return "measure again on a quiet machine, or with OMP_NUM_THREADS=1"
+    if to_decide:
+        return f"decide it: {to_decide}"
+    is_faster = last.verdict == "faster"
+    if words.get("compare_by") == "model":
+        return f"cl-train train model={last.layout if is_faster else done.speeds[0].layout}"
+    command = f"cl-train train model={words['model']} channels_last={str(is_faster).lower()}"
+    losses = audited[-1].losses() if audited else []
+    if losses and losses[0]["% of bytes"] >= LEAST_LOSS_PCT:
+        command += f"; to gain more, mend {_place(losses[0])}: {losses[0]['advice']}"
+    return command
+
+
+def _place(loss: Mapping[str, Any]) -> str:
+    """Without the text of the line."""
+    return str(loss["line"]).partition(" `")[0]
+
+
+def audited_step(model: nn.Module, layout: Layout, workload: Workload, name: str) -> LayoutReport:
+    """The audit of the step of `workload` in `layout`."""
+    precision, is_trained = workload.precision, workload.mode == "train"
+    images = place_batch(
+        noise((workload.batch_size, *workload.input_shape)),
+        workload.device,
+        precision.input_dtype,
+        layout.memory_format,
+    )
+    model = model_in_layout(model, layout, precision, workload.device).train(is_trained)
+    return audit(model, images, precision=precision, backward=is_trained, name=name)
+
+
+def audit_summary(report: LayoutReport) -> dict[str, Any]:
+    """Plain values: calls by outcome, lost ones by operator, and the lines that lose."""
+    summary: dict[str, Any] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
+    for direction in ("forward", "backward"):
+        lost: Counter[str] = Counter()
+        for call in report.of("lost", direction):
+            lost[call.operator.removeprefix("aten.").partition(".")[0]] += call.count
+        summary[f"lost_{direction}"] = dict(lost)
+    return {**summary, "losses": report.losses()}
+
+
+def same_outputs_text(first: nn.Module, other: nn.Module, workload: Workload) -> str:
+    """Whether `other` computes what `first` does, with the weights of `first`."""
+    side = [min(size, SMALL_SIDE) for size in workload.input_shape[1:]]
+    images = noise((2, workload.input_shape[0], *side)).double()
+    models = [copy_model(model, "cpu").double().eval() for model in (first, other)]
+    try:
+        models[1].load_state_dict(models[0].state_dict())
+    except RuntimeError:
+        return "the models' weights differ in name or shape, so their outputs are not compared"
+    try:
+        with torch.no_grad():
+            true, found = (output_tensors(call_model(model, images))[0] for model in models)
+    except Exception as error:  # a model may raise any
+        return f"their outputs cannot be compared: {error}"
+    if true.shape != found.shape or float((found - true).norm() / true.norm()) > SAME_OUTPUT:
+        return "with the same weights, the second model computes something else"
+    return "with the same weights, both models compute the same"
