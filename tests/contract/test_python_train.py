@@ -29,6 +29,14 @@ def settings(image_folder, tmp_path, monkeypatch):
     return TINY | {"data": {**TINY["data"], "root": image_folder}}
 
 
+@pytest.fixture(autouse=True)
+def of_a_terminal():
+    """A shell that starts pytest in the background makes it ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_two_runs_in_one_process(settings, tmp_path):
     first = cl_train.train("data=folder", "channels_last=true", **settings)
     settings["optim.lr"] = 0.2
