@@ -260,7 +260,8 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
         is_trusted = (counted.lost_pct or 0.0) < LOST_PCT and problem_of_gpu(gpu) is None
         names = [one.name for one in variants]
         speeds = _speeds(names, timed, counted, peaks_gib, is_trusted=is_trusted)
-        fastest = max(zip(speeds, timed, strict=True), key=lambda pair: pair[0].images_per_s)
+        pairs = zip(speeds, timed, strict=True)
+        fastest, step = max(pairs, key=lambda pair: pair[0].images_per_s)
         return Comparison(
             tuple(speeds),
             workload.precision.name,
@@ -270,7 +271,7 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
             seconds=done.seconds,
             stopped_by=done.stopped_by,
             others_pct=done.others_pct,
-            utilisation=fastest[1].utilisation(fastest[0].images_per_s),
+            utilisation=step.utilisation(fastest.images_per_s),
             gpu=gpu,
             rounds_left_out=len(done) - len(counted),
             lost_pct=counted.lost_pct,
