@@ -1,6 +1,7 @@
 """What `cl-train benchmark` measures: every combination of its settings, in one process."""
 
 import itertools
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,7 +156,7 @@ class Combination:
         is_undecided = any(speed.verdict == "inconclusive" for speed in done.speeds)
         if not is_undecided or seconds > LONGEST_ADVISED_S:
             return None
-        values = self._words() | {"time_limit_s": round(seconds)}
+        values = self._words() | {"time_limit_s": math.ceil(seconds)}
         words = [f"{name}={show(value).strip('[]')}" for name, value in values.items()]
         return with_threads(f"cl-train benchmark {shlex.join(words)}")
 

@@ -3,6 +3,7 @@ continued, refusals.
 """
 
 import json
+import math
 import signal
 import sys
 from dataclasses import replace
@@ -43,7 +44,8 @@ def test_a_video_model_has_speeds_pairs_parity_and_an_audit(capsys):
         assert (result["mode"], result["frames"]) == (mode, 6)
         assert result["parity"]["channels_last"]["passed"] is True
         assert [speed["layout"] for speed in result["speeds"]] == ["contiguous", "channels_last"]
-        low, high = result["pairs"][0]["ci95"]
+        # Two rounds may have none that says anything.
+        low, high = result["pairs"][0]["ci95"] or (0.0, math.inf)
         assert low <= result["pairs"][0]["ratio"] <= high
     assert document["complete"] is True and json.dumps(document, allow_nan=False)
     assert "images/s" in capsys.readouterr().out
