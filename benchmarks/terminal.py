@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-WITH = "num_classes=7 data.image_size=128 batch_size=16 precision=fp32"
+WITH = "data.image_size=128 batch_size=16 precision=fp32"
 GAIN = "cl-train benchmark model=my_net:build,mended:build compare_by=model channels_last=true"
 # With a pattern of the lines that are shown.
 STEPS = (
