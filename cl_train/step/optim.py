@@ -110,25 +110,19 @@ def build_optimizer(
 
 
 def make_dense(model: nn.Module) -> None:
-    """Give each tensor of `model` with gaps in memory, such as `big[:, :10]`, memory of its own:
-    the fused kernels read by address, and would update what lies between.
+    """Give each tensor with gaps in memory, such as `big[:, :10]`, memory of its own: the fused
+    kernels read by address, and would update what lies between.
 
-    Raises ConfigError: elements of a parameter that trains share memory, with each other or with
-    another tensor.
+    Raises ConfigError: elements that train share memory, with each other or with another tensor.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    odd = {name: t for name, t in named.items() if t.layout == torch.strided and not _is_dense(t)}
+    strided = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
+    odd = {name: tensor for name, tensor in strided.items() if not _is_dense(tensor)}
     for name, tensor in odd.items():
-        elements = _elements(tensor) if tensor.requires_grad else torch.empty(0)
-        others = [
-            other
-            for other in named.values()
-            if other is not tensor
-            and other.layout == torch.strided
-            and other.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        ]
-        shares = any(torch.isin(elements, _elements(other)).any() for other in others)
-        if shares or len(elements.unique()) < len(elements):
+        memory = tensor.untyped_storage().data_ptr()
+        near = [t for t in strided.values() if t.untyped_storage().data_ptr() == memory]
+        places = torch.cat([_places(t) for t in near])
+        if tensor.requires_grad and len(places.unique()) < len(places):
             what = "elements that train share memory (an expanded tensor, a view of another one)"
             raise ConfigError(f"{name}: {what}; give the parameter memory of its own: .clone()")
     for tensor in odd.values():
@@ -136,18 +130,16 @@ def make_dense(model: nn.Module) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether each place between the first and the last element is that of one element."""
-    expected = 1
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in sizes if size != 1):
+    expected, sizes = 1, zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(each for each in sizes if each[1] != 1):
         if stride != expected:
             return tensor.numel() == 0
         expected *= size
     return True
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The places of the elements in their memory, int64 [numel]."""
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """The indices of the elements in their memory, int64 [numel]."""
     places = torch.full((1,), tensor.storage_offset())
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
         places = (places.unsqueeze(1) + stride * torch.arange(size)).flatten()

@@ -5,7 +5,7 @@ torch is imported by the first call: the command line is checked without it.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
@@ -41,47 +41,30 @@ def new_torch_state() -> Iterator[None]:
     """
     import torch
 
-    dtype, begin_autocast = torch.get_default_dtype(), _leave_autocast()
-    deterministic = torch.get_deterministic_debug_mode()
+    dtype, deterministic = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    # Not `autocast(enabled=False)`: only the end of the outermost one drops the cast weights, which
+    # an optimizer has changed since.
+    casting = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    has_cache, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+
+    def set_autocast(enabled: bool) -> None:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(has_cache or not enabled)
+        for kind in casting:
+            torch.set_autocast_enabled(kind, enabled)
+        for _ in range(depth):
+            (torch.autocast_increment_nesting if enabled else torch.autocast_decrement_nesting)()
+
+    set_autocast(False)
+    # A device costs time in every call of torch.
+    is_on_cpu = torch.get_default_device().type == "cpu"
     try:
         torch.set_default_dtype(torch.float32)
-        with torch.inference_mode(False), torch.enable_grad():
-            if torch.get_default_device().type == "cpu":
-                yield
-            else:  # slows every call of torch down
-                with torch.device("cpu"):
-                    yield
+        with torch.inference_mode(False), nullcontext() if is_on_cpu else torch.device("cpu"):
+            yield
     finally:
         torch.set_default_dtype(dtype)
         if torch.get_deterministic_debug_mode() != deterministic:
             torch.set_deterministic_debug_mode(deterministic)
-        begin_autocast()
-
-
-def _leave_autocast() -> Callable[[], None]:
-    """End every autocast of this thread; returns what begins them again.
-
-    Not `autocast(enabled=False)`: only the end of the outermost one drops the cast weights, which
-    an optimizer has changed since.
-    """
-    import torch
-
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    has_cache, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting() - 1
-    while torch.autocast_decrement_nesting() > 0:
-        pass
-
-    def switch(enabled: bool) -> None:
-        torch.clear_autocast_cache()
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, enabled)
-
-    def begin_again() -> None:
-        switch(True)
-        torch.set_autocast_cache_enabled(has_cache)
-        for _ in range(depth):
-            torch.autocast_increment_nesting()
-
-    switch(False)
-    torch.set_autocast_cache_enabled(True)
-    return begin_again
+        set_autocast(True)
+        torch.autocast_decrement_nesting()

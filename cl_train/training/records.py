@@ -4,7 +4,6 @@ memory until they can be written.
 
 import csv
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -186,21 +185,24 @@ class Records:
             train={"loss": last.loss if last else None},
             val=last_evaluation(records, "val"),
             val_average=last_evaluation(records, "val_average"),
-            best=self._best(),
+            best=self._best(last_evaluation(records, "val")),
             amp={"scale": scale, "skipped_steps": progress.skipped_steps},
             skipped_images=skipped_images,
             resumed_with=progress.resumed_with or None,
         )
 
-    def _best(self) -> dict[str, Any] | None:
-        """That of `best.pt`, which another folder's run may have left; else that of the records."""
-        best, best_by = self._progress.best, self._cfg.best_by
-        if best is None or self._cfg.evaluate_only:
-            return best_evaluation(self._earlier + self._new, best_by)
+    def _best(self, val: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Top-1 and epoch of the best evaluation, and what it is the best by: of the whole run, in
+        another folder too, or the one of a run that only evaluates.
+        """
+        best, by, score = self._progress.best, self._cfg.best_by, self._progress.best_score
+        if self._cfg.evaluate_only and val is not None:
+            best = val | {"epoch": self._progress.epoch}
+            score = score_of({r["kind"]: r for r in self._new}, by)
+        if best is None:
+            return None
         values = {"top1": best["top1"], "epoch": best["epoch"]}
-        if best_by is not None and best_by != "top1":
-            values[best_by] = abs(self._progress.best_score)
-        return values
+        return values if by in (None, "top1") else values | {str(by): abs(score)}
 
     def _of_all_processes(self, name: str, pct: float | None) -> float | None:
         """The most during any process of this run; None if one of them was killed, and so left no
@@ -216,20 +218,6 @@ class Records:
         is_known = earlier.get("steps") == self._earlier[-1]["step"]
         before_pct = earlier.get(name) if is_known else None
         return None if before_pct is None or pct is None else max(before_pct, pct)
-
-
-def best_evaluation(records: Sequence[Record], best_by: str | None) -> dict[str, Any] | None:
-    """Top-1 and epoch of the best evaluation, and what it is the best by; None without one."""
-    by_step: dict[int, dict[str, Record]] = {}
-    for record in records:
-        if record["kind"] != "train":
-            by_step.setdefault(record["step"], {})[record["kind"]] = record
-    best = max(by_step.values(), key=lambda each: score_of(each, best_by), default={})
-    score = score_of(best, best_by)
-    if score == -math.inf:
-        return None
-    values = {name: best["val"][name] for name in ("top1", "epoch")}
-    return values if best_by in (None, "top1") else values | {best_by: abs(score)}
 
 
 def last_evaluation(records: Sequence[Record], kind: str) -> dict[str, Any] | None:
