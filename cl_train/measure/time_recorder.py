@@ -120,7 +120,8 @@ class TimeRecorder(OriginRecorder):
             usual_s = float(np.quantile([gap.seconds for gap in gaps], _USUAL))
             for gap in gaps:
                 key = (gap.phase, gap.module, PYTHON, 0)
-                self._calls.setdefault(key, TimedCall(PYTHON, gap.phase, gap.module, "Python"))
+                if key not in self._calls:
+                    self._calls[key] = TimedCall(PYTHON, gap.phase, gap.module, "Python")
                 seconds_of[key] += max(0.0, gap.seconds - usual_s)
         return seconds_of
 
