@@ -19,7 +19,7 @@ from cl_train.data.class_names import matched_all
 from cl_train.data.csv_lists import list_csv, list_csv_images
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
-from cl_train.data.images import ImageSource, Indices, Split, list_folder, list_images
+from cl_train.data.images import ImageSource, Indices, Split, list_folder, list_images, listed
 from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
 from cl_train.data.sample import list_sample
@@ -253,9 +253,11 @@ def build_data(settings: DataSettings) -> Data:
     """
     data = SyntheticData(settings) if settings.data.name == "synthetic" else _image_data(settings)
     if settings.training and data.train_images < settings.global_batch_size:
+        most = data.train_images * settings.batch_size // settings.global_batch_size
+        advice = f"batch_size={most} fits" if most else "start fewer processes"
         raise ConfigError(
             f"one step takes {settings.global_batch_size} images (batch_size x accumulate_steps x"
-            f" processes), and there are {data.train_images} training images: lower batch_size"
+            f" processes), and there are {data.train_images} training images: {advice}"
         )
     return data
 
@@ -264,6 +266,11 @@ def _image_data(settings: DataSettings) -> ImageData:
     cfg = settings.data
     root = DATA_DIR / cfg.name if cfg.root is None else Path(cfg.root).expanduser()
     source = _SOURCES[cfg.name](root, cfg, training=settings.training)
+    counts = class_counts(source.val, len(source.classes)) or ()
+    absent = [name for name, count in zip(source.classes, counts, strict=False) if not count]
+    if absent:
+        of_classes = f"no validation images of {len(absent)} of {len(source.classes)} classes"
+        source = replace(source, notes=(*source.notes, f"{of_classes}: {listed(absent)}"))
     for note in source.notes if settings.dist.is_main else ():
         log.info("%s", note)
     return ImageData(source, settings)

@@ -307,7 +307,8 @@ def try_model(
             advice = "Use a smaller batch_size (with accumulate_steps)"
             raise TrainingFault(f"{what}. {advice}") from None
         what = f"the model cannot train on {shape[-1]} px images"
-        raise ConfigError(f"{what}: {explain_failure(error)}") from error
+        advice = "change batch_size or data.image_size, or mend the model"
+        raise ConfigError(f"{what}: {explain_failure(error)}; {advice}") from error
 
 
 def try_evaluation(

@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 from functools import partial
 from unittest.mock import Mock
 
@@ -76,6 +77,9 @@ def main(folder):
     assert run(folder, "dropout", max_steps=1, report=True) == 0
     resume_reads_on_rank_0_alone(folder)
     other_settings_and_layouts_are_refused(folder)
+    assert run(folder, "one-image", max_steps=1, data={"root": str(folder / "lone")}) == 0
+    with pytest.raises(ConfigError, match=r"takes 66 images .* 48 training images: batch_size=24"):
+        run(folder, "too-few", batch_size=33)
     for name, code, more in (
         ("terminated_in_training", 143, {}),
         ("terminated_in_evaluation", 143, {"batch_size": 4}),
@@ -88,6 +92,9 @@ def main(folder):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two-ranks")
     write_images(folder / "images", {"train": 16, "val": 7})
+    shutil.copytree(folder / "images/train", folder / "lone/train")
+    (folder / "lone/val/red").mkdir(parents=True)
+    shutil.copy(folder / "images/val/red/000.JPEG", folder / "lone/val/red")
     fork_two_ranks(folder, partial(main, folder))
     return folder
 
@@ -98,6 +105,13 @@ def test_random_numbers_differ_and_the_report_has_the_images_of_both_ranks(folde
     assert len(saved) == 2 and not torch.equal(saved[0]["random"]["cpu"], saved[1]["random"]["cpu"])
     names = [figure["name"] for figure in check_report(done, 21)]
     assert sorted(names) == sorted(map(str, images.glob("*/*")))
+
+
+def test_fewer_validation_images_and_classes_than_ranks(folder):
+    done = Run(folder / "one-image", 0)
+    (record,) = done.records("val")
+    assert record["images"] == 1 and record["balanced_accuracy"] == record["top1"] in (0.0, 100.0)
+    assert "no validation images of 2 of 3 classes: blue, green" in done.log
 
 
 def test_a_run_is_resumed_and_one_with_other_settings_leaves_no_record(folder):
