@@ -122,7 +122,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
-    state["numpy"] = (kind, torch.from_numpy(np.asarray(keys)), *rest)
+    # int64: torch 2.15 pickles a tensor of uint32 that it cannot read again.
+    state["numpy"] = (kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest)
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
@@ -135,7 +136,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
         kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, keys.numpy(), *rest))
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
 
 
 @contextmanager
