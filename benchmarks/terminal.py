@@ -23,9 +23,9 @@ STEPS = (
     (f"cl-train audit model=my_net:build {WITH}", r".* loses |\| calls|\| \d|- my_net"),
     ("diff my_net.py mended.py", "[<>] "),
     (f"cl-train audit model=mended:build {WITH}", ".* no operator loses "),
-    (f"{GAIN} {WITH}", "right|faster|because|do"),
+    (f"{GAIN} {WITH}", r" *(right|faster|because|do):"),
 )
-COLUMNS = (0, 2, 5)  # of the table of losses
+COLUMNS = (0, 2, 6)  # of the table of losses
 WIDTH, LINE_PX = 104, 18  # characters; pixels between lines
 STYLE = """<style>
 text { font: 13px ui-monospace, Menlo, Consolas, monospace; white-space: pre;

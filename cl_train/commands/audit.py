@@ -38,7 +38,7 @@ class AuditSettings(ModelInput, JsonResult):
     select: list[str] = setting(
         [], "patterns: modules to convert, or with operators=true operators"
     )
-    batch_size: int = setting(2, "images per batch", Range(1))
+    batch_size: int = setting(32, "images per batch, as benchmark has", Range(1))
     image_size: int = setting(224, "sides of the images, pixels", Range(8), key="data.image_size")
     num_classes: int = setting(1000, "number of classes", Range(2))
     output_entry: str | None = setting(None, "entry of the output: a key, an attribute, an index")

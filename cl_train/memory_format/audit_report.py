@@ -143,6 +143,7 @@ class LayoutReport:
                 "calls": _count(calls),
                 "operator": f"{first.name} ({first.direction})",
                 "line": first.where,
+                "follows from": first.cause.rpartition(" at ")[2],
                 "first module": f"{first.module or '(top)'} {list(first.shape)}",
                 "% of bytes": self._pct(paying),
                 "ms": self._ms(paying),
@@ -153,21 +154,23 @@ class LayoutReport:
         return sorted(rows, key=lambda row: -float(row["% of bytes"]))
 
     def notes(self) -> list[str]:
-        """What is paid for contiguous tensors that no loss made, the most expensive first."""
+        """What is paid for contiguous tensors that no loss made: for each line of code that makes
+        them, the most expensive first.
+        """
         lost = {call.place for call in self.of("lost")}
         creators = {call.place: call for call in self.of("created")}
-        groups = grouped(self.of("restored") + self.of("inherited"), "cause")
+        paying: dict[str, list[Call]] = defaultdict(list)
+        firsts: dict[str, Call] = {}
+        for call in self.of("restored") + self.of("inherited"):
+            if call.cause not in lost:
+                first = firsts.setdefault(call.cause, call)
+                paying[_of_creator(creators.get(call.cause), first)].append(call)
         lines = []
-        for calls in sorted(groups, key=lambda calls: -_moved_bytes(calls)):
-            first = calls[0]
-            if first.cause in lost:
-                continue
-            number = _count(calls)
+        for what, calls in sorted(paying.items(), key=lambda item: -_moved_bytes(item[1])):
+            number, modules = _count(calls), len({call.cause for call in calls})
             pays = f"{number} call pays" if number == 1 else f"{number} calls pay"
-            what = f"the batch or a weight is contiguous, first for {first.where}"
-            if first.cause in creators:
-                what = _of_creator(creators[first.cause])
-            lines.append(f"{what}; {pays} {self._cost(calls)}")
+            where = f" in {modules} modules" if modules > 1 else ""
+            lines.append(f"{what}{where}; {pays} {self._cost(calls)}")
         return lines
 
     def inherited(self) -> dict[tuple[str, str, str], str]:
@@ -216,25 +219,28 @@ class LayoutReport:
         if self.moved_bytes:
             moved = f"; conversions move {self.moved_pct:.1f} % of the step's bytes"
         where = f"{self.precision} on {self.device}, torch {self.torch}"
+        losses = self.losses()
         parts = [
             *(self.times.conclusions() if self.times else ()),
             self.headline(),
+            *(["", markdown_table(losses), ""] if losses else []),
+            *(f"- {line}" for line in self.notes()),
             f"{self.model} ({self.model_memory_format}), input {self.input}, {where}",
             f"operator calls: {', '.join(totals)}{moved}",
-            *(f"- {line}" for line in self.notes()),
         ]
-        losses = self.losses()
-        parts += ["", "losses:", "", markdown_table(losses)] if losses else []
         return "\n".join([*parts, "", self.times.tables_text()] if self.times else parts)
 
 
-def _of_creator(call: Call) -> str:
-    where = f"{call.where} in `{call.module or '(top)'}` ({call.module_type})"
-    created = f"{where}: its backward pass creates a contiguous gradient"
-    if not call.name.startswith("div"):
-        return created
-    keeping = "x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)"
-    return f"{created} (of a mean; in your own model, {keeping} keeps it)"
+def _of_creator(creator: Call | None, paying: Call) -> str:
+    if creator is None:
+        return f"the batch or a weight is contiguous, first for {paying.where}"
+    what = (
+        f"{creator.where} ({creator.module_type}): its backward pass creates a contiguous gradient"
+    )
+    if creator.name.startswith("div"):
+        keeping = "x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)"
+        what += f" (of a mean; in your own model, {keeping} keeps it)"
+    return what
 
 
 def grouped(calls: list[Call], *fields: str) -> list[list[Call]]:

@@ -39,6 +39,10 @@ def test_the_audit_names_the_lines_that_the_four_edits_mend(tmp_path):
     named = " ".join([*(str(row["line"]) for row in before.losses()), *before.notes()])
     assert {int(line) for line in re.findall(r"my_net\.py:(\d+)", named)} == changed
     assert len(changed) == 4
+    assert len(before.notes()) == 2 and "gradient (of a mean" in before.notes()[0]
+    assert "in 6 modules; 6 calls pay" in before.notes()[0], "one line, once"
+    text = str(before)
+    assert text.index("| calls") < text.index("its backward pass"), "the table comes first"
     assert after.totals["lost"] == 0 and not after.notes()
 
 

@@ -210,4 +210,4 @@ def test_a_run_goes_on_without_its_console(end, tmp_path):
 
 def test_a_batch_that_no_memory_holds_is_refused(capsys):
     assert main(["audit", "model=resnet18", "device=cpu", "data.image_size=10000000"]) == 2
-    assert "a batch of [2, 3, 10000000, 10000000]: out of memory" in capsys.readouterr().err
+    assert "a batch of [32, 3, 10000000, 10000000]: out of memory" in capsys.readouterr().err
