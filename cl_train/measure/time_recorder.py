@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
+from cl_train.memory_format.audit_report import grouped
 from cl_train.memory_format.layout import have_other_strides
 from cl_train.memory_format.operator_recorder import (
     COPIES,
@@ -113,10 +115,7 @@ class TimeRecorder(OriginRecorder):
         seconds_of = defaultdict[Key, float](float)
         for key, span_s in spans_s.items():
             seconds_of[key] = max(0.0, span_s - recording_s)
-        ends = defaultdict[tuple[str, str], list[Gap]](list)
-        for gap in self.gaps:
-            ends[gap[:2]].append(gap)
-        for gaps in ends.values():
+        for gaps in grouped(self.gaps, attrgetter("phase", "event")):
             usual_s = float(np.quantile([gap.seconds for gap in gaps], _USUAL))
             for gap in gaps:
                 key = (gap.phase, gap.module, PYTHON, 0)
@@ -196,11 +195,9 @@ class TimeRecorder(OriginRecorder):
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """The shape, strides and dtype of an argument."""
-    strided = tensor
     if tensor.layout != torch.strided:
-        strided = torch.empty(tensor.shape, device="meta")
-    strides = strided.stride()
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _kind(function: Any, phase: str) -> str:

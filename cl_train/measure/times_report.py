@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cl_train.memory_format.audit_report import short_name
+from cl_train.memory_format.audit_report import grouped, short_name
 from cl_train.memory_format.layout import classify
 from cl_train.step.utilisation import describe
 from cl_train.system.tables import markdown_table
@@ -160,11 +160,9 @@ class OperatorTimes:
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
         """Calls with a key, grouped by it: differences beyond noise first, the largest on top."""
-        groups: dict[object, list[TimedCall]] = defaultdict(list)
-        for call in self.calls:
-            groups[key(call)].append(call)
         step_ms = float(np.median(self.step_ms[:, 1]))
-        rows = [Row(str(name), calls, step_ms) for name, calls in groups.items() if name]
+        groups = grouped(filter(key, self.calls), key)
+        rows = [Row(str(key(calls[0])), calls, step_ms) for calls in groups]
         return sorted(
             rows, key=lambda row: (not (row.is_loss or row.is_gain), -abs(row.difference_ms))
         )

@@ -1,12 +1,14 @@
 """The result of an audit: operator calls with their outcomes, totals and conclusions."""
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from cl_train.system.tables import markdown_table
 
+T = TypeVar("T")
 Outcome = Literal["kept", "lost", "restored", "created", "inherited", "ambiguous", "contiguous"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
@@ -136,7 +138,8 @@ class LayoutReport:
     def losses(self) -> list[dict[str, Any]]:
         """A row for each line of code that loses the format, the most expensive first."""
         rows = []
-        for calls in grouped(self.of("lost"), "operator", "direction", "source", "copy"):
+        same = attrgetter("operator", "direction", "source", "copy")
+        for calls in grouped(self.of("lost"), same):
             first, causes = calls[0], {call.place for call in calls}
             paying = calls + [call for call in self.of("restored") if call.cause in causes]
             row = {
@@ -243,11 +246,11 @@ def _of_creator(creator: Call | None, paying: Call) -> str:
     return what
 
 
-def grouped(calls: list[Call], *fields: str) -> list[list[Call]]:
-    """Calls in groups that are equal in these fields, in the order of the first call of each."""
-    groups: dict[object, list[Call]] = defaultdict(list)
-    for call in calls:
-        groups[attrgetter(*fields)(call)].append(call)
+def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    """Items in groups of an equal key, in the order of the first of each."""
+    groups = defaultdict[object, list[T]](list)
+    for item in items:
+        groups[key(item)].append(item)
     return list(groups.values())
 
 

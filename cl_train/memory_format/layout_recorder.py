@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -42,9 +43,9 @@ from cl_train.system.tensors import tensors_in
 
 # Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
 _OF_IMAGES = ("conv", "pool", "im2col", "col2im")
-_SAME_CALL = (
-    "operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs", "cause",
-)  # fmt: skip
+_SAME_CALL = attrgetter(
+    "operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs", "cause"
+)
 
 
 class Traits(NamedTuple):
@@ -381,5 +382,5 @@ def recording(report: LayoutReport) -> Iterator[None]:
     calls: list[Call] = []
     with LayoutRecorder(calls.append).watching() as recorder:
         yield
-    report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, *_SAME_CALL)]
+    report.calls = [replace(group[0], count=len(group)) for group in grouped(calls, _SAME_CALL)]
     report.step_bytes = recorder.step_bytes
