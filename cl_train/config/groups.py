@@ -77,6 +77,11 @@ class DataConfig:
         "orientation in EXIF; imagenet, imagenette, shards ignore it, as published accuracies do",
         choices=("apply", "ignore"),
     )
+    decode_scale: str = setting(
+        "auto",
+        "auto = decode JPEGs at 1/2 to 1/8 if that is twice the size needed; imagenet sets whole",
+        choices=("auto", "whole"),
+    )
     prefetch: int = setting(3, "batches prepared in advance by all workers together", Range(1, 64))
     worker_timeout_s: float = setting(
         60.0, "stop if no worker finishes an image for this many seconds", Range(above=0)

@@ -28,6 +28,7 @@ JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
 ORIENTATION = 0x0112  # EXIF: 1 is upright, 2 to 8 are turned or mirrored
+_TRANSPOSED = 5  # from here on height and width are exchanged
 _LEAST_WHITE = 4096  # 16-bit values that are all below are of 12 bits: the image would be black
 _DEFAULT_FORMATS = ("JPEG", "PNG")  # that Pillow may parse: fewer parsers, fewer vulnerabilities
 
@@ -74,7 +75,7 @@ class EncodedImage:
         """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names of those accepted.
         `upright`: `decode` turns the pixels as EXIF says. Raises BadImage.
         """
-        self._data, self._formats, self._upright = data, formats, upright
+        self._data, self._formats, self._upright, self._turn = data, formats, upright, 1
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
         if not self.needs_pillow:
             try:
@@ -85,24 +86,40 @@ class EncodedImage:
                 self.needs_pillow = True
         if self.needs_pillow:
             self.width, self.height = self._with_pillow(lambda image: image.size)
+        elif upright:
+            self._turn = self.orientation()
         if not 0 < self.height * self.width <= MAX_PIXELS:
             raise BadImage(
                 f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}"
             )
 
-    def decode(self, scratch: Pixels | None = None) -> Pixels:
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of what `decode` returns, unless Pillow has to turn it."""
+        size = self.height, self.width
+        return size if self._turn < _TRANSPOSED else size[::-1]
+
+    def decode(self, scratch: Pixels | None = None, reduction: int = 1) -> Pixels:
         """The pixels, uint8 [height, width, 3], of any strides, perhaps in the buffer `scratch`.
 
-        Raises BadImage.
+        `reduction`: 1, 2, 4 or 8; simplejpeg shrinks the sides so much, in less time. Raises
+        BadImage.
         """
         if not self.needs_pillow:
-            size = self.height * self.width * 3
+            height, width = (-(-side // reduction) for side in (self.height, self.width))
+            size = height * width * 3
             buffer = scratch[:size] if scratch is not None and scratch.size >= size else None
             # strict: libjpeg's warnings are errors too; then Pillow decodes
             with contextlib.suppress(Exception):
-                decode = simplejpeg.decode_jpeg
-                pixels: Pixels = decode(self._data, "RGB", buffer=buffer, strict=True)
-                return turned(pixels, self.orientation()) if self._upright else pixels
+                pixels: Pixels = simplejpeg.decode_jpeg(
+                    self._data,
+                    "RGB",
+                    min_height=height,
+                    min_width=width,
+                    buffer=buffer,
+                    strict=True,
+                )
+                return turned(pixels, self._turn)
             self.needs_pillow = True
         return self._with_pillow(partial(rgb, upright=self._upright))
 
@@ -141,7 +158,7 @@ def turned(pixels: Pixels, orientation: int) -> Pixels:
     rows = -1 if orientation in (3, 4, 6, 7) else 1
     columns = -1 if orientation in (2, 3, 7, 8) else 1
     view = pixels[::rows, ::columns]
-    return view.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else view
+    return view.swapaxes(0, 1) if orientation >= _TRANSPOSED else view
 
 
 def rgb(image: Image.Image, *, upright: bool) -> Pixels:
@@ -167,5 +184,6 @@ def rgb(image: Image.Image, *, upright: bool) -> Pixels:
 
 def _orientation(image: Image.Image) -> int:
     with contextlib.suppress(Exception):  # of EXIF that cannot be read
-        return int(image.getexif().get(ORIENTATION, 1))
+        orientation = int(image.getexif().get(ORIENTATION, 1))
+        return orientation if orientation in range(2, 9) else 1
     return 1

@@ -121,10 +121,26 @@ class ImageTransform:
         """
         begin = perf_counter()
         image = EncodedImage(data, *self._decoder, upright=self.upright)
-        pixels = image.decode(self._scratch)
+        reduction = self._reduction(image.size, row.shape[-1], epoch, random_index)
+        pixels = image.decode(self._scratch, reduction)
         decode_s = perf_counter() - begin
         self(row, pixels, epoch, random_index)
         return decode_s
+
+    def _reduction(self, size: Sequence[int], side: int, epoch: int, random_index: int) -> int:
+        """How much smaller, 1, 2, 4 or 8, an image of `size` may be decoded: what becomes `side`
+        pixels is still twice as large.
+        """
+        if not self.training:
+            side = self._short_side(side)
+        if self._cfg.decode_scale == "whole" or min(size) < 4 * side:
+            return 1
+        if self.training:  # of the smaller image the crop is the same, within a pixel
+            generator = self._random_numbers.of(self.seed, epoch, random_index)
+            uniform = generator.random(RANDOM_NUMBERS).tolist()
+            height, width = size
+            size = random_resized_crop(height, width, self._augment, uniform[1:])[2:]
+        return next((n for n in (8, 4, 2) if min(size) >= 2 * n * side), 1)
 
     def __call__(self, row: Tensor, pixels: Pixels, epoch: int, random_index: int) -> None:
         """Writes the transformed `pixels` into `row`; training draws the random numbers of sample
@@ -146,11 +162,14 @@ class ImageTransform:
         if self._operations is not None:
             row.copy_(self._operations(row, int(generator.integers(2**63))))
 
+    def _short_side(self, side: int) -> int:
+        return self._cfg.val_resize or default_val_resize(side)
+
     def _centre_crop(self, row: Tensor, pixels: Pixels) -> None:
         """Does what torchvision's Resize and CenterCrop do."""
         height, width, _ = pixels.shape
         side = row.shape[-1]
-        short = self._cfg.val_resize or default_val_resize(side)
+        short = self._short_side(side)
         size = (short, int(short * width / height))
         if height > width:
             size = (int(short * height / width), short)

@@ -9,14 +9,16 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 
 from cl_train.config.command_line import check_command_line
-from cl_train.config.schema import DataConfig
+from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import user_dataset
 from cl_train.data.build import images_of_folder
 from cl_train.data.decode import BadImage, EncodedImage
 from cl_train.data.prepare.resize import resize_folder
+from cl_train.data.transforms import ImageTransform
 from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import (
@@ -69,6 +71,7 @@ def test_pixels_are_as_pillow_turns_them(name, decoder):
         image = EncodedImage(data, decoder, ("JPEG", "PNG", "WEBP", "TIFF"), upright=True)
         pixels, expected = image.decode().astype(int), np.asarray(upright(data))
         assert pixels.shape == expected.shape and abs(pixels - expected).max() <= 1
+        assert image.needs_pillow or image.size == expected.shape[:2]
         assert image.needs_pillow == (decoder == "pillow" or "CMYK" in name or name[0] != "J")
     if name == "JPEG":
         assert EncodedImage(turned(6)).decode().shape == (60, 84, 3)
@@ -180,8 +183,10 @@ def test_a_model_knows_whether_its_photographs_were_upright():
     assert applied(image).equal(applied(ImageOps.exif_transpose(image)))
     assert card.preprocessing(image).equal(applied(Image.fromarray(np.asarray(image))))
     for name in ("folder", "csv data.csv=D data.val_fraction=0.1", "imagenet", "shards"):
-        exif = check_command_line(f"data={name} data.root=D".split())[0].data.exif
-        assert exif == ("ignore" if name in ("imagenet", "shards") else "apply")
+        data = check_command_line(f"data={name} data.root=D".split())[0].data
+        is_published = name in ("imagenet", "shards")
+        assert data.exif == ("ignore" if is_published else "apply")
+        assert data.decode_scale == ("whole" if is_published else "auto")
 
 
 def test_a_smaller_copy_keeps_the_orientation(photos, tmp_path):
@@ -193,6 +198,40 @@ def test_a_smaller_copy_keeps_the_orientation(photos, tmp_path):
             upright(copy)
         )
         assert abs(difference).mean() < 8
+
+
+LARGE = turned(6, photo=noise(603, 801), quality=92)  # 801 x 603 pixels when it is upright
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("side", "least"), [(16, 4), (40, 2), (100, 1), (224, 1)])
+def test_large_photographs_are_decoded_at_a_size_that_is_still_twice_what_is_needed(
+    training, side, least, monkeypatch
+):
+    decode, sizes = EncodedImage.decode, []
+
+    def recorded(self, *arguments):
+        pixels = decode(self, *arguments)
+        sizes.append(pixels.shape[:2])
+        return pixels
+
+    monkeypatch.setattr(EncodedImage, "decode", recorded)
+    augment = AugmentConfig(crop_scale_min=0.3)
+    for index in range(8):
+        rows = []
+        for scale in ("whole", "auto"):
+            cfg = DataConfig(decode_scale=scale, val_resize=side)
+            transform = ImageTransform(cfg, augment, 0, training=training)
+            rows.append(torch.empty(side, side, 3, dtype=torch.uint8).permute(2, 0, 1))
+            transform.decode(rows[-1], LARGE, 0, index)
+        whole, scaled = sizes[-2:]
+        n = round(whole[0] / scaled[0])
+        assert whole == (801, 603) and scaled == (-(-801 // n), -(-603 // n)) and n >= least
+        assert n == 1 or 603 / n >= 2 * side
+        difference = abs(rows[0].float() - rows[1].float())
+        # a crop of the smaller image may begin half a pixel of it beside
+        assert difference.mean() < (5 if training else 1.5)
+        assert bool(difference.any()) == (n > 1)
 
 
 def grey(values, dtype):

@@ -115,7 +115,7 @@ def folder(tmp_path_factory):
 
 def pixels_of(split, index, epoch=0, *, training=True, **settings):
     row = torch.empty(96, 96, 3, dtype=torch.uint8).permute(2, 0, 1)
-    cfg = DataConfig(**settings)
+    cfg = DataConfig(decode_scale="whole", **settings)
     reader = ImageReader(split, ImageTransform(cfg, AUGMENT, 0, training=training))
     label, _ = reader.read(row, index, epoch, random_index=index)
     assert label == 0
