@@ -22,7 +22,7 @@ from cl_train.system.machine import describe_environment, device_name
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 9
+_FORMAT = 10
 # Variables that choose kernels, such as ONEDNN_MAX_CPU_ISA.
 _PREFIXES = ("ONEDNN_", "DNNL_", "ATEN_", "MKL_", "CUDNN_", "CUBLAS_", "NVIDIA_TF32", "TORCH_")
 
@@ -30,28 +30,32 @@ _PREFIXES = ("ONEDNN_", "DNNL_", "ATEN_", "MKL_", "CUDNN_", "CUBLAS_", "NVIDIA_T
 def kept_file(kind: str, model: nn.Module, workload: Workload, candidate: Layout) -> Path:
     """A file named by the model's text, code and parameters, its step, the machine and versions."""
     named = model.named_parameters()
-    parameters = [(name, tuple(one.shape), one.requires_grad) for name, one in named]
     versions = describe_environment(workload.device)
-    machine: list[object] = [versions[name] for name in ("torch", "cuda", "cudnn", "driver")]
-    machine += [device_name(workload.device), torch.get_num_threads()]
-    machine += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_PREFIXES))
+    settings = workload.settings
     same_speed = replace(
-        workload.settings,
-        optim=replace(workload.settings.optim, lr=LEARNING_RATE),
-        precision=replace(workload.precision, reason=""),
+        settings,
+        optim=replace(settings.optim, lr=LEARNING_RATE),
+        precision=replace(settings.precision, reason=""),
     )
-    work = replace(workload, settings=same_speed)
     described = (
+        _FORMAT,
         type(model),
         model,
-        parameters,
+        [(name, tuple(one.shape), one.requires_grad) for name, one in named],
         _code_of(model),
-        work,
+        replace(workload, settings=same_speed),
         candidate,
-        _flags(),
-        machine,
+        # Switches that choose kernels.
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        [versions[name] for name in ("torch", "cuda", "cudnn", "driver")],
+        device_name(workload.device),
+        torch.get_num_threads(),
+        sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_PREFIXES)),
     )
-    digest = hashlib.sha256(repr((_FORMAT, *described)).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(repr(described).encode()).hexdigest()[:20]
     return cache_folder() / f"{kind}-{digest}.json"
 
 
@@ -65,22 +69,12 @@ def _code_of(model: nn.Module) -> list[str]:
     return sources
 
 
-def _flags() -> list[object]:
-    """Switches of torch that choose kernels."""
-    return [
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-    ]
-
-
-def read_kept(path: Path) -> dict[str, Any] | None:
-    try:
+def read_kept(path: Path) -> dict[str, Any]:
+    """Empty: there is none, or one that cannot be read."""
+    with suppress(OSError, ValueError):
         content = read_json(path)
-    except (OSError, ValueError):  # there is none, or one that cannot be read
-        return None
-    return content if isinstance(content, dict) else None
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def keep(path: Path, result: dict[str, Any], what: str) -> None:

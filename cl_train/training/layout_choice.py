@@ -12,7 +12,7 @@ from cl_train.data.build import size_schedule
 from cl_train.data.device import DeviceFormat
 from cl_train.errors import ConfigError
 from cl_train.measure.auto import Choice, choose_layout
-from cl_train.measure.parity_gate import parity_before_use
+from cl_train.measure.parity_gate import DIFFERENT, parity_before_use
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.models.facts import ModelFacts
@@ -46,16 +46,19 @@ def convert_layout(
     something else.
     """
     layout, parity = layout_of(cfg), None
+    # The run's own step on its largest images, or its evaluation.
+    size = size_schedule(cfg.data).largest if mode == "train" else cfg.data.eval_size
+    workload = Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
     crashes = [each.crash for each in facts if each.crash] if dist.device.type == "cpu" else []
     if crashes and cfg.channels_last == "auto":
         log.info("channels_last=auto: contiguous: %s", crashes[0])
         layout = CONTIGUOUS
     elif cfg.channels_last == "auto":
-        layout, parity = measured_layout(cfg, model, settings, dist, mode)
+        layout, parity = measured_layout(cfg, model, workload, dist)
     elif crashes and layout.is_channels_last:
         raise ConfigError(crashes[0])
     elif layout.is_channels_last:
-        parity = checked_parity(cfg, model, settings, dist, mode)
+        parity = checked_parity(cfg, model, workload, dist)
     report = convert(model, layout)
     if layout.is_channels_last:
         log.info("%s", report)
@@ -71,10 +74,9 @@ def layout_of(cfg: Config) -> Layout:
 
 
 def measured_layout(
-    cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist, mode: str
+    cfg: Config, model: nn.Module, workload: Workload, dist: Dist
 ) -> tuple[Layout, str | None]:
     """`channels_last=auto`: rank 0 measures the run's own step; with its parity."""
-    workload = workload_of(cfg, settings, dist, mode)
 
     def choose() -> Choice:
         return choose_layout(model, workload, candidate=layout_of(cfg), parity=cfg.parity)
@@ -84,30 +86,19 @@ def measured_layout(
     return choice.layout, choice.parity
 
 
-def checked_parity(
-    cfg: Config, model: nn.Module, settings: StepSettings, dist: Dist, mode: str
-) -> str:
+def checked_parity(cfg: Config, model: nn.Module, workload: Workload, dist: Dist) -> str:
     """Rank 0 compares both layouts in the run's own step; the status in summary.json.
 
     Raises ConfigError: channels_last computes something else.
     """
-    workload, layout = workload_of(cfg, settings, dist, mode), layout_of(cfg)
-    parity = on_main(lambda: parity_before_use(model, workload, layout, cfg.parity), dist)
-    if parity.passed is False:
+    parity = on_main(lambda: parity_before_use(model, workload, layout_of(cfg), cfg.parity), dist)
+    if parity.startswith(DIFFERENT):
         check = "cl_train.check_parity(model)"
         if is_importable(cfg.model):
             size = f"data.image_size={workload.input_shape[-1]}"
             check = f"cl-train compare parity=true model={cfg.model} {size}"
-            check += f" precision={settings.precision.name}"
-        what = f"channels_last=true computes something else: {parity.text}"
+            check += f" precision={workload.precision.name}"
+        what = f"channels_last=true computes something else: {parity.removeprefix(DIFFERENT)}"
         advice = "channels_last=false trains, parity=false trains all the same"
         raise ConfigError(f"{what}; more: {check}; {advice}")
-    if parity.passed is None and not parity.is_off:
-        log.warning("parity: %s", parity.status)
-    return parity.status
-
-
-def workload_of(cfg: Config, settings: StepSettings, dist: Dist, mode: str) -> Workload:
-    """The run's own step on its largest images, or its evaluation."""
-    size = size_schedule(cfg.data).largest if mode == "train" else cfg.data.eval_size
-    return Workload(cfg.batch_size, (3, size, size), settings, dist.device, mode)
+    return parity
