@@ -1,8 +1,7 @@
 """The atlas: what each operator of torch that takes an image does in channels_last.
 
-Inputs are the samples of torch's own operator database; values and gradients are compared with
-contiguous inputs as in `kernels.py`. A child process runs the operators: one that crashes must not
-end the atlas, and the database changes flags of torch for good.
+Inputs are the samples of torch's operator database, compared as in `kernels.py`. A child process
+runs them: a crash must not end the atlas, and the database changes flags of torch for good.
 """
 
 import importlib.util
@@ -17,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cl_train.errors import ConfigError
-from cl_train.measure.kernels import OF_MEMORY, as_real, compare_results
+from cl_train.measure.kernels import OF_MEMORY, compare_results
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
 from cl_train.system.processes import end_with_parent
 from cl_train.system.tables import markdown_table
@@ -59,8 +59,8 @@ def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> 
 def _shown_by(text: str, what: str) -> str:
     """The line of a program's output that begins like `what`, or how the program ends."""
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    lines = [*ran.stdout.splitlines(), *ran.stderr.splitlines()]
-    shown = [line for line in lines if line.startswith(what.partition(":")[0])]
+    start, lines = what.partition(":")[0], (ran.stdout + ran.stderr).splitlines()
+    shown = [line for line in lines if line.startswith(start)]
     return shown[-1] if shown else f"ended with {ran.returncode}"
 
 
@@ -162,12 +162,16 @@ def _examine_all(
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_utils import set_rng_seed
 
-    operators = [op for op in op_db if all(word not in op.name for word in (*OF_MEMORY, "resize_"))]
-    for number, op in enumerate(operators[start:], start):
-        is_selected = any(fnmatchcase(op.full_name, pattern) for pattern in patterns)
-        if not is_selected or dtype not in op.supported_dtypes(device.type):
-            continue
-        has_gradients = op.supports_autograd and dtype in op.supported_backward_dtypes(device.type)
+    kind, of_memory = device.type, (*OF_MEMORY, "resize_")
+    operators = [
+        op
+        for op in op_db
+        if any(fnmatchcase(op.full_name, pattern) for pattern in patterns)
+        and dtype in op.supported_dtypes(kind)
+        and all(word not in op.name for word in of_memory)
+    ]
+    for number, op in list(enumerate(operators))[start:]:
+        has_gradients = op.supports_autograd and dtype in op.supported_backward_dtypes(kind)
         facts = {"operator": op.full_name, "number": number, "has_gradients": has_gradients}
         set_rng_seed(0)
         # All samples first: the draws use random numbers, too.
@@ -194,8 +198,7 @@ def _fault(
 ) -> tuple[float, str] | None:
     """The largest error in multiples of its limit, in words; None: contiguous fails, too."""
 
-    def contiguous(call: Any, seed: int = 0) -> dict[str, torch.Tensor]:
-        return {name: as_real(one) for name, one in results(op, call, False, seed).items()}
+    contiguous = partial(results, op, in_channels_last=False)
 
     def in_fp32(call: Any) -> dict[str, torch.Tensor]:
         return contiguous(tree_map(lambda v: torch.float32 if v is dtype else v, call))
@@ -209,13 +212,11 @@ def _fault(
         for name, tensor in found.items():
             if tensor.dim() in CHANNELS_LAST_BY_DIM:
                 layouts[name.split()[0]][classify(tensor)] += 1
-        found = {name: as_real(one) for name, one in found.items()}
         errors = compare_results(
             lambda values: found if values is call else contiguous(values), in_fp32, call
         )
-        (error, relative), worst = max(
-            ((error, name) for name, error in errors.items()), default=((0.0, 0.0), "")
-        )
+        worst = max(errors, key=errors.__getitem__, default="")
+        error, relative = errors.get(worst, (0.0, 0.0))
         if error > 1:
             # A random operator gives something else with other numbers, too.
             others = compare_results(

@@ -10,7 +10,7 @@ itself, so that a wrong kernel cannot hide behind a scale of zero, nor behind ro
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -97,18 +97,14 @@ class KernelCheck(OriginRecorder):
                 if _written_arguments(function):  # copied before it writes
                     call = copied(call, same_strides)
         result = function(*args, **kwargs)
-        origin = self.origin()
-        self._count(function, origin, is_permuted)
-        if call is not None:
-            self._replay(function, *call, origin)
-        return result
-
-    def _count(self, function: Any, origin: Origin, is_permuted: bool) -> None:
-        name = name_of(function)
+        origin, name = self.origin(), name_of(function)
         is_read_by_strides = is_permuted and "as_strided" in name
         has_values = computes(function) and name not in _WITHOUT_VALUES
         if (has_values or is_read_by_strides) and origin.module_type != "Parameter":
             self.operators[origin.module, origin.direction, name] += 1
+        if call is not None:
+            self._replay(function, *call, origin)
+        return result
 
     def _replay(self, function: Any, args: Any, kwargs: Any, origin: Origin) -> None:
         self.calls += 1
@@ -131,13 +127,7 @@ class KernelCheck(OriginRecorder):
 @cache
 def computes(function: Any) -> bool:
     """Whether its result has values of its own, which do not depend on strides by definition."""
-    return not _is_view(function) and all(word not in name_of(function) for word in OF_MEMORY)
-
-
-@cache
-def _is_view(function: Any) -> bool:
-    aliases = [returned.alias_info for returned in _schema(function, "returns")]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return not function.is_view and all(word not in name_of(function) for word in OF_MEMORY)
 
 
 @cache
@@ -145,15 +135,10 @@ def _written_arguments(function: Any) -> list[tuple[int, str]]:
     """Positions and names; batch_norm does not declare that it writes its running statistics."""
     return [
         (position, argument.name)
-        for position, argument in enumerate(_schema(function, "arguments"))
+        for position, argument in enumerate(getattr(schema_of(function), "arguments", ()))
         if argument.name.startswith("running_")
         or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
-
-
-def _schema(function: Any, part: str) -> Sequence[Any]:
-    schema = schema_of(function)
-    return getattr(schema, part) if schema is not None else ()
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
@@ -223,7 +208,7 @@ def _results(
     for position, name in written:
         value = args[position] if position < len(args) else kwargs.get(name)
         results += [t for t in tensors_in(value) if not any(t is one for one in results)]
-    return dict(enumerate(map(as_real, results)))
+    return dict(enumerate(results))
 
 
 def compared(found: Results, expected: Results, other: Results, limit: Limit) -> Errors:
@@ -233,12 +218,12 @@ def compared(found: Results, expected: Results, other: Results, limit: Limit) ->
         if name not in found or name not in expected:
             errors[name] = math.inf, math.inf
             continue
-        x, y = found[name], expected[name]
-        if (error := _error_of_kind(x, y)) is None:
+        x, y = as_real(found[name]), as_real(expected[name])
+        error = _error_of_kind(x, y)
+        if error is None:
             distance, norm = norm_of(x - y), norm_of(y)
-            allowed = limit(name, y, other[name]) if distance else 1.0
+            allowed = limit(name, y, as_real(other[name])) if distance else 1.0
             error = distance / allowed if allowed else math.inf, distance / (norm or 1.0)
-            error = error if math.isfinite(distance) else (math.inf, math.inf)
         errors[name] = error
     return errors
 
@@ -270,9 +255,9 @@ def _error_of_kind(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float] | No
     if not y.is_floating_point():
         differing = float((x != y).float().mean())
         return differing / INDEX_LIMIT, differing
-    finite = y.isfinite()
+    finite = y.isfinite() & x.isfinite()
     if not finite.all():
-        is_alike = torch.equal(finite, x.isfinite()) and torch.allclose(
+        is_alike = torch.equal(y.isfinite(), x.isfinite()) and torch.allclose(
             x[finite].float(), y[finite].float(), rtol=_NOT_FINITE_RTOL
         )
         return (0.0, 0.0) if is_alike else (math.inf, math.inf)

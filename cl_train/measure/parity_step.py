@@ -115,7 +115,7 @@ class ParityStep:
                 computed[f"gradient of {name}"] = one.grad
         floating = ((n, one) for n, one in model.named_buffers() if one.is_floating_point())
         computed |= {f"buffer {name}": one for name, one in floating}
-        return {name: as_real(one.detach().to_dense()) for name, one in computed.items()}
+        return {name: one.detach().to_dense() for name, one in computed.items()}
 
     @contextmanager
     def _state(self) -> Iterator[None]:
