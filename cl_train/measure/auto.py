@@ -18,7 +18,7 @@ from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
 from cl_train.measure.kept import keep, kept_file, read_kept
 from cl_train.measure.paired import benchmark_layouts, by_itself_text
-from cl_train.measure.parity_gate import DIFFERENT, parity_before_use
+from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.statistics import verdict_of
 from cl_train.measure.timed_step import (
     TimedStep,
@@ -165,10 +165,10 @@ def _with_parity(choice: Choice, model: nn.Module, workload: Workload, parity: s
     if not choice.channels_last:
         return choice
     found = parity_before_use(model, workload, choice.layout, parity)
-    if found.startswith(DIFFERENT):
-        what = f"channels_last computes something else: {found.removeprefix(DIFFERENT)}"
-        return replace(choice, layout=CONTIGUOUS, reason=f"contiguous: {what}")
-    return replace(choice, parity=found)
+    if found.passed is False:
+        reason = f"contiguous: channels_last computes something else: {found.text}"
+        return replace(choice, layout=CONTIGUOUS, reason=reason)
+    return replace(choice, parity=found.status)
 
 
 def _measured_choice(

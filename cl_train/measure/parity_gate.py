@@ -2,7 +2,8 @@
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -16,45 +17,56 @@ from cl_train.system.machine import release_memory
 log = logging.getLogger(__name__)
 
 MOST_IMAGES = 4  # of the step that is checked: odd for an odd batch, for which kernels differ
-DIFFERENT = "different: "
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Whether both layouts of a run's step compute the same; None: unknown, for the reason."""
+
+    passed: bool | None
+    text: str = ""
+
+    @property
+    def status(self) -> str:
+        """As in `summary.json`."""
+        if self.passed or self == OFF:
+            return "passed" if self.passed else "off"
+        return f"{'inconclusive' if self.passed is None else 'different'}: {self.text}"
+
+
+OFF = Parity(None, "off")  # parity=false
 
 
 def parity_before_use(
     model: nn.Module, workload: Workload, layout: Layout, parity: str = "auto"
-) -> str:
-    """Compare the layouts in the step of `workload`, with at most `MOST_IMAGES` images: "passed",
-    "inconclusive: why", "off" (as in `summary.json`), or `DIFFERENT` and what is.
+) -> Parity:
+    """Compare the layouts in the step of `workload`, with at most `MOST_IMAGES` images.
 
     `parity`: "auto" takes what an earlier run found, "true" compares again, "false" does not.
     """
     if parity == "false":
-        return "off"
+        return OFF
     count = workload.batch_size
     count = count if count <= MOST_IMAGES else MOST_IMAGES - count % 2
     settings = replace(workload.settings, accumulate_steps=1, cuda_graph=False)
     checked = replace(workload, batch_size=count, settings=settings)
     path = kept_file("parity", model, checked, layout)
-    kept = read_kept(path) if parity == "auto" else {}
-    if not (status := str(kept.get("parity", ""))):
-        started_at = time.perf_counter()
-        try:
-            modes = MODES["infer" if workload.mode == "infer" else "both"]
-            report = parity_of(model, checked, layout, modes)
-        except ConfigError as error:
-            return _warned(f"inconclusive: {error}")
-        finally:
-            release_memory()
-        seconds = time.perf_counter() - started_at
-        log.info("parity: both layouts compared in %.1f s; the result is kept", seconds)
-        status = "passed" if report.passed else f"inconclusive: {report.note}"
-        if report.passed is False:
-            what = report.failed[0] if report.failed else report.first_divergence
-            status = f"{DIFFERENT}{what}"
-        keep(path, {"parity": status}, "parity")
-    return _warned(status)
+    kept: Any = read_kept(path) if parity == "auto" else {}
+    if {"passed", "text"} <= kept.keys():
+        return Parity(kept["passed"], str(kept["text"]))
 
-
-def _warned(status: str) -> str:
-    if status.startswith("inconclusive"):
-        log.warning("parity: %s", status)
-    return status
+    started_at = time.perf_counter()
+    try:
+        report = parity_of(
+            model, checked, layout, MODES["infer" if workload.mode == "infer" else "both"]
+        )
+    except ConfigError as error:
+        return Parity(None, str(error))
+    finally:
+        release_memory()
+    seconds = time.perf_counter() - started_at
+    log.info("parity: both layouts compared in %.1f s; the result is kept", seconds)
+    text = report.note if report.passed is None else report.first_divergence or ""
+    found = Parity(report.passed, report.failed[0] if report.failed else text)
+    keep(path, vars(found), "parity")
+    return found

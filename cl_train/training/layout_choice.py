@@ -12,7 +12,7 @@ from cl_train.data.build import size_schedule
 from cl_train.data.device import DeviceFormat
 from cl_train.errors import ConfigError
 from cl_train.measure.auto import Choice, choose_layout
-from cl_train.measure.parity_gate import DIFFERENT, parity_before_use
+from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.timed_step import Workload
 from cl_train.memory_format.convert import CONTIGUOUS, Layout, convert
 from cl_train.models.facts import ModelFacts
@@ -92,13 +92,15 @@ def checked_parity(cfg: Config, model: nn.Module, workload: Workload, dist: Dist
     Raises ConfigError: channels_last computes something else.
     """
     parity = on_main(lambda: parity_before_use(model, workload, layout_of(cfg), cfg.parity), dist)
-    if parity.startswith(DIFFERENT):
+    if parity.passed is False:
         check = "cl_train.check_parity(model)"
         if is_importable(cfg.model):
             size = f"data.image_size={workload.input_shape[-1]}"
             check = f"cl-train compare parity=true model={cfg.model} {size}"
             check += f" precision={workload.precision.name}"
-        what = f"channels_last=true computes something else: {parity.removeprefix(DIFFERENT)}"
+        what = f"channels_last=true computes something else: {parity.text}"
         advice = "channels_last=false trains, parity=false trains all the same"
         raise ConfigError(f"{what}; more: {check}; {advice}")
-    return parity
+    if parity.status.startswith("inconclusive"):
+        log.warning("parity: %s", parity.status)
+    return parity.status
