@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cl_train.measure.alternate import Block, Stop, alternate
-from cl_train.measure.time_recorder import Gap, Key, ThreadClock, TimeRecorder
+from cl_train.measure.time_recorder import Key, ThreadClock, TimeRecorder
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
 from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedCall, Times
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, layout_of
@@ -73,17 +73,21 @@ def _timed_calls(steps: Sequence[TimedStep], time_limit_s: float) -> tuple[list[
         seconds[index].append(watching.seconds())
         return Block(clock.seconds(start, stop))
 
-    def traced(index: int) -> list[Gap]:
-        with recorder(index).tracing() as tracing:
-            runs[index]()
-        return tracing.gaps
-
     blocks = [partial(block, index) for index in range(len(steps))]
     for warm_up in blocks:
         warm_up()
     done = alternate(blocks, Stop(math.inf, time_limit_s, _MAX_ROUNDS, _MIN_ROUNDS))
     if device.type == "cpu":
-        _name_lines([traced(index) for index in range(len(steps))], calls)
+        # Name the line of each module's Python whose time differs most between the layouts.
+        difference_s = defaultdict[tuple[str, str, str], float](float)
+        for index, sign in enumerate((-1, 1)):
+            with recorder(index).tracing() as tracing:
+                runs[index]()
+            for gap in tracing.gaps:
+                difference_s[gap.phase, gap.module, gap.line] += sign * gap.seconds
+        for phase, module, line in sorted(difference_s, key=lambda place: abs(difference_s[place])):
+            if line and (call := calls.get((phase, module, PYTHON, 0))):
+                call.source = line
     for key, call in calls.items():
         # A block may lack a call, which other random numbers have chosen.
         call.ms = _ms_of_rounds([[of.get(key, 0.0) for of in side[1:]] for side in seconds])
@@ -93,15 +97,3 @@ def _timed_calls(steps: Sequence[TimedStep], time_limit_s: float) -> tuple[list[
 def _ms_of_rounds(seconds: Sequence[Sequence[float]]) -> Times:
     """The mean of the two blocks that each layout has in a round."""
     return 1000 * np.array(seconds).reshape(len(LAYOUTS), -1, 2).mean(2).T
-
-
-def _name_lines(gaps: Sequence[Sequence[Gap]], calls: dict[Key, TimedCall]) -> None:
-    """Name the line of each module's Python whose time differs most between the layouts."""
-    difference_s = defaultdict[tuple[str, str, str], float](float)
-    for side, sign in zip(gaps, (-1, 1), strict=True):
-        for gap in side:
-            difference_s[gap.phase, gap.module, gap.line] += sign * gap.seconds
-    for phase, module, line in sorted(difference_s, key=lambda place: abs(difference_s[place])):
-        call = calls.get((phase, module, PYTHON, 0))
-        if call and line:
-            call.source = line
