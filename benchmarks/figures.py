@@ -43,7 +43,8 @@ def provenance(found: Record) -> str:
     """Where numbers come from, as the line under a table."""
     commit = found["git"]["commit"][:10]
     version = found["environment"]["torch"].partition("+")[0]
-    return f"*{found['device_name']}, torch {version}, commit {commit}.*"
+    device = found["device_name"].replace("(1 threads)", "(1 thread)")  # of older records
+    return f"*{device}, torch {version}, commit {commit}.*"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from html import escape
 from pathlib import Path
 
@@ -34,7 +35,8 @@ text { font: 13px ui-monospace, Menlo, Consolas, monospace; white-space: pre;
 @media (prefers-reduced-motion) { text { animation: none } }
 </style>
 <rect width="100%" height="100%" rx="8" fill="#0d1117"/>"""
-COLOURS = {"$": "#79c0ff", ">": "#7ee787", "<": "#ff7b72"}  # by the first character of a line
+# Of lines that begin so.
+COLOURS = {"$": "#79c0ff", "    ": "#79c0ff", ">": "#7ee787", "<": "#ff7b72", "  faster": "#7ee787"}
 
 
 def mended(model: str) -> str:
@@ -62,7 +64,8 @@ def recorded() -> list[str]:
                 words, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
             )
             output = [line for line in done.stdout.splitlines() if re.match(shown, line)]
-            lines += ["", f"$ {command}", *map(narrowed, output)]
+            typed = textwrap.wrap(f"$ {command}", WIDTH - 2, subsequent_indent="    ")
+            lines += ["", *" \\\n".join(typed).splitlines(), *map(narrowed, output)]
     return lines[1:]
 
 
@@ -77,7 +80,9 @@ def drawn(lines: list[str]) -> str:
     texts = []
     for number, line in enumerate(lines):
         short = line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
-        place = f'x="12" y="{LINE_PX * (number + 1.5):g}" fill="{COLOURS.get(line[:1], "#e6edf3")}"'
+        colours = [COLOURS[start] for start in COLOURS if line.startswith(start)]
+        fill = next(iter(colours), "#e6edf3")
+        place = f'x="12" y="{LINE_PX * (number + 1.5):g}" fill="{fill}"'
         delay = f'style="animation-delay: {number / 2:g}s"'
         texts.append(f"<text {place} {delay}>{escape(short)}</text>")
     box = f"0 0 {WIDTH * 7.9 + 24:.0f} {LINE_PX * (len(lines) + 1)}"

@@ -101,7 +101,7 @@ def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult"
             pair of Datasets as `data`, functions as `loss`, `metrics` and `log_to`.
 
     Returns:
-        The run: `folder`, `summary`, `history` (a record per log line and evaluation), `top1`.
+        The run, with `folder`, `summary`, `history` (a record per log line and evaluation), `top1`.
 
     Raises:
         ConfigError: wrong settings; the message has one line per problem.

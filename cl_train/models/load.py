@@ -35,9 +35,13 @@ def load_model(
         entry: the one of a checkpoint that holds the weights; "average" is the EMA of a run.
         trust: load a TorchScript or exported program, which runs its code.
 
-    Returns the model in eval mode, fp32, on the CPU, in its recorded memory format (contiguous if
-    unknown or mixed); a function from a PIL image, or uint8 [H, W, 3], to float32 [3, H, W], or
-    None; the classes, or (). Raises ConfigError: see `read_weights`; weights without a model.
+    Returns:
+        The model in eval mode, fp32, on the CPU, in its recorded memory format (contiguous if
+        unknown or mixed), a function from a PIL image, or uint8 [H, W, 3], to float32 [3, H, W], or
+        None, and the classes, or ().
+
+    Raises:
+        ConfigError: see `read_weights`; weights without a model.
     """
     if not isinstance(file_or_run, str | Path):
         raise ConfigError(f"load_model({file_or_run!r}): give a file or a run folder")

@@ -66,7 +66,8 @@ def device_name(device: torch.device) -> str:
     """`NVIDIA H200` or the processor's name and the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name()} ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{cpu_name()} ({threads} thread{'s' * (threads > 1)})"
 
 
 def cpu_name() -> str:

@@ -246,7 +246,8 @@ def try_run(
             parts = trial()
         if parts is not None:
             try_evaluation(parts, settings.precision, batch_format, evaluated)
-    if report.of("lost"):
+    # A contiguous run loses nothing, also where the model permutes its images by itself.
+    if batch_format.memory_format == torch.channels_last and report.of("lost"):
         where = audit_command(cfg, settings.precision, size)
         log.info("%s; where and why: %s", report.headline(), where)
 

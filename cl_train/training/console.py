@@ -113,7 +113,9 @@ def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterato
         parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
         if (summary["lost_pct"] or 0) >= LOST_PCT:
             share = f"{summary['lost_pct']:.0f} % of the time"
-            advice = "do not trust the speed; OMP_NUM_THREADS=1 may be faster"
+            advice = "do not trust the speed"
+            if torch.get_num_threads() > 1:
+                advice += "; OMP_NUM_THREADS=1 may be faster"
             parts.append(f"the run waited for a core in {share}: {advice}")
     if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")

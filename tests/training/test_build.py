@@ -68,15 +68,19 @@ def test_the_trial_leaves_no_trace(changes):
 
 
 @pytest.mark.parametrize(
-    ("loses", "name", "command"),
+    ("loses", "is_contiguous", "name", "command"),
     [
-        (False, "my_net:build", ""),
-        (True, "my_net:build", "model=my_net:build data.image_size=32 batch_size=2 precision=fp32"),
-        (True, "of_this_process:build", "cl_train.audit(model, images)"),
+        (False, False, "my_net:build", ""),
+        (True, True, "my_net:build", ""),
+        (
+            *(True, False, "my_net:build"),
+            "model=my_net:build data.image_size=32 batch_size=2 precision=fp32",
+        ),
+        (True, False, "of_this_process:build", "cl_train.audit(model, images)"),
     ],
 )
-def test_the_trial_tells_that_the_model_loses_channels_last(
-    loses, name, command, caplog, monkeypatch
+def test_the_trial_tells_that_the_model_loses_channels_last_unless_it_trains_contiguous(
+    loses, is_contiguous, name, command, caplog, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "of_this_process", ModuleType("of_this_process"))
     model = small(3)
@@ -86,10 +90,16 @@ def test_the_trial_tells_that_the_model_loses_channels_last(
     cfg = Config(model=name, batch_size=2)
     cfg = replace(cfg, data=replace(cfg.data, image_size=32))
     form = DeviceFormat(CPU, torch.float32, torch.channels_last)
+    if is_contiguous:
+        convert(model, memory_format=torch.contiguous_format)
+        model[0].register_forward_pre_hook(
+            lambda module, inputs: inputs[0].to(memory_format=torch.channels_last)
+        )
+        form = replace(form, memory_format=torch.contiguous_format)
     with caplog.at_level("INFO"):
         build.try_run(cfg, model, StepSettings(FP32), form, 3)
     lines = [line for line in caplog.messages if "loses channels_last in " in line]
-    assert len(lines) == loses
+    assert len(lines) == (loses and not is_contiguous)
     assert all(line.endswith(command) for line in lines)
 
 
