@@ -3,6 +3,7 @@ in a clean model.
 """
 
 import argparse
+import colorsys
 import json
 import linecache
 import re
@@ -118,6 +119,12 @@ def test_a_planted_loss_is_found_at_its_line(name):
     assert (found[2], found[3]) == (line, call.line)
     assert "1.1 (Call)" in message and f"in {direction}" in message
     assert re.search(r"32, 32\]|8, 16, 2, 16, 2\]", message)
+
+
+def test_a_line_of_pythons_library_is_nobodys_model():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Call(lambda x: colorsys.rgb_to_yiq(x, x, x)[0]))
+    calls = [call for call in audit(converted(model), images()).calls if call.name == "sub.Tensor"]
+    assert calls and all("colorsys.rgb_to_yiq" in call.line for call in calls)
 
 
 def test_a_clean_model_and_one_in_contiguous_give_nothing():
