@@ -6,7 +6,7 @@
 # and log, and adds what they print to DIR/report.md as soon as they end; JSON files lie beside it. It ends within
 # time_limit_s: called again with the same `out`, it goes on with the commands that had no time. Each line is a command that
 # can be run alone; if one fails, the others still run, and DIR/NAME.failed keeps it from being repeated.
-# Installs nothing: uses $PYTHON, else .venv, else python3. pytest and Nsight Compute's ncu are used if installed.
+# Installs nothing: uses $PYTHON, else .venv, else python3, with pytest; Nsight Compute's ncu is used if installed.
 # Exit codes: 0 every command completed, 1 one failed or was left out for lack of time, 2 wrong usage or missing packages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -78,23 +78,27 @@ cl_train=("$PYTHON" -m cl_train)
 if [ "$dry_run" = true ]; then
     size=32 batch=4 half=auto cores=1 per_class=4 rounds=1 best=() pytest=(--collect-only)
     resnet50=tests.networks:small small=$resnet50 zoo=$resnet50 seconds=0.1
-    steps=(max_steps=14 log_every=2 warmup_steps=4)
+    steps=(max_steps=14 log_every=2 warmup_steps=4 data.synthetic_images=256)
 else
     size=224 batch=256 half=fp16 cores=$(nproc) per_class=3000 rounds=3 best=(compile=true cuda_graph=true) pytest=()
     resnet50=resnet50 small=resnet18,mobilenet_v2,squeezenet1_1 zoo=resnet50,vgg16,mobilenet_v2,shufflenet_v2_x1_0 seconds=10
-    steps=(max_steps=120 log_every=20 warmup_steps=20)
+    steps=(max_steps=80 log_every=20 warmup_steps=20 data.synthetic_images=65536) # one epoch: the device never drains
 fi
 step=("device=$device" "data.image_size=$size" "time_limit_s=$seconds")
 resnet50_step=("${cl_train[@]}" benchmark "model=$resnet50" "batch_size=$batch" "${step[@]}")
 run=("$PYTHON" train.py "model=$resnet50" "precision=$half" "batch_size=$batch" "device=$device" "data.image_size=$size"
     epochs=50 evaluate_every=-1 checkpoint.every_epochs=0 overwrite=true "${steps[@]}")
 tests=("$PYTHON" -m pytest -q tests/test_gpu.py -p no:cacheprovider "${pytest[@]}")
+recording=tests/test_gpu.py::test_a_step_that_cannot_be_recorded # alone: before torch 2.15 it leaves the allocator recording
 
-# The whole trainer on one fixed batch, channels_last against contiguous; the target is 1.45 eager, and 1.8 for the best path.
+# The whole trainer on one fixed batch, channels_last against contiguous: on an H100 4,600 to 5,000 and 2,600 to 2,900 images/s are
+# expected, and 5,500 to 6,000 of the best path. A contiguous run far below means a wrong set-up.
 measure channels_last 90 "${run[@]}" channels_last=true data=synthetic "hydra.run.dir=$out/channels_last"
 measure contiguous 90 "${run[@]}" channels_last=false data=synthetic "hydra.run.dir=$out/contiguous"
-measure eager 100 "${resnet50_step[@]}" "precision=$half" "out=$out/eager.json" overwrite=true
-measure tests 150 "${tests[@]}" -m "gpu and not slow"
+measure eager 100 "${resnet50_step[@]}" "precision=$half" cuda_graph=false "out=$out/eager.json" overwrite=true
+measure tests 110 "${tests[@]}" -m "gpu and not slow" --deselect "$recording"
+# At 32 images the host limits eager steps: near 1, and above 1.4 as a graph.
+measure b32 100 "${cl_train[@]}" benchmark "model=$resnet50" batch_size=32 "${step[@]}" "precision=$half" cuda_graph=false,true parity=false "out=$out/b32.json" overwrite=true
 measure best 200 "${run[@]}" channels_last=true "${best[@]}" data=synthetic profile=true "hydra.run.dir=$out/best"
 measure graph 100 "${resnet50_step[@]}" "precision=$half" cuda_graph=true "out=$out/graph.json" overwrite=true
 # JPEGs of ImageNet's size on all cores: at least 0.6 of the fixed batch.
@@ -117,6 +121,7 @@ measure loader 200 "${cl_train[@]}" loader_benchmark "data.root=$out/images" "da
     "batch_size=$batch" images=$((per_class * 2)) "rounds=$rounds" "out=$out/loader.json" overwrite=true
 measure small 240 "${cl_train[@]}" benchmark "model=$small" batch_size=32 "${step[@]}" "precision=$half" "out=$out/small.json" overwrite=true
 measure zoo 400 "${cl_train[@]}" zoo "model=$zoo" batch_size=$((batch / 2)) "${step[@]}" "precision=$half" "out=$out/zoo"
+measure recording 100 "${tests[@]/tests\/test_gpu.py/$recording}"
 measure slow_tests 400 "${tests[@]}" -m "gpu and slow"
 for precision in tf32 fp16_o2; do
     measure "$precision" 100 "${resnet50_step[@]}" "precision=$precision" "out=$out/$precision.json" overwrite=true
@@ -124,7 +129,7 @@ done
 # Bytes of device memory that each kernel reads and writes; --cache-control none: by default ncu empties the caches.
 if command -v ncu >/dev/null; then
     measure ncu 200 ncu --clock-control none --cache-control none --csv --log-file "$out/ncu.csv" --launch-skip 4000 --launch-count 600 \
-        --metrics dram__bytes_read.sum,dram__bytes_write.sum "${resnet50_step[@]}" "precision=$half" layouts=channels_last,contiguous
+        --metrics dram__bytes_read.sum,dram__bytes_write.sum "${resnet50_step[@]}" "precision=$half" cuda_graph=false layouts=channels_last,contiguous
 fi
 echo "$report"
 exit $failed

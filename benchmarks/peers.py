@@ -38,7 +38,7 @@ from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
 from cl_train.models.sources import build_model
 from cl_train.step.optim import build_optimizer, in_memory_order
-from cl_train.step.precision import EMA, autocast, resolve_precision
+from cl_train.step.precision import EMA, autocast, kernel_selection, resolve_precision
 from cl_train.system.distributed import choose_device
 from cl_train.system.machine import document_of, timed_s
 from cl_train.system.run_folder import counted_windows, read_records, windows_of
@@ -99,8 +99,9 @@ def bare_steps(settings: OverheadSettings, device: torch.device) -> Block:
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
 
-    steps()
-    return Block(timed_s(steps, device) / settings.steps)
+    with kernel_selection(tf32=precision.tf32, autotune=True):  # as `train`
+        steps()
+        return Block(timed_s(steps, device) / settings.steps)
 
 
 def cl_train_steps(settings: OverheadSettings, device: torch.device) -> Block:

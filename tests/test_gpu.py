@@ -259,7 +259,8 @@ def test_workers_fill_pinned_memory_and_no_batch_is_overwritten(image_folder):
 )
 def test_a_run_on_jpegs(train, words, steps, tolerance):
     """The step before the first epoch must leave nothing that breaks compilation or recording."""
-    plain, changed = train(*RUN, "epochs=4"), train(*RUN, "epochs=4", *words.split())
+    same = (*RUN, "epochs=4", "deterministic=true")  # a search may choose other algorithms
+    plain, changed = train(*same), train(*same, *words.split())
     assert changed.losses[:steps] == pytest.approx(plain.losses[:steps], rel=tolerance)
     assert changed.summary["val"]["images"] == 21 and changed.exit_code == 0
 
@@ -279,25 +280,6 @@ def test_the_profile_and_the_predictions_of_a_run(train, image_folder, tmp_path)
     words = [f"weights={run.folder}", f"data.root={image_folder / 'val'}", "device=cuda"]
     assert cli(["predict", *words, f"out={out}"]) == 0
     assert len(out.read_text().splitlines()) >= 21
-
-
-def waiting(num_classes):
-    """Reads a value of the device: such a step cannot be recorded."""
-    model = small(num_classes)
-    model.register_forward_hook(lambda _, inputs, logits: logits * float(logits.mean() < 1e9))
-    return model
-
-
-def test_a_step_that_cannot_be_recorded(train):
-    """It goes on eagerly, or ends with what to do."""
-    words = (*RUN, f"model={__name__}:waiting", "epochs=3")
-    if CAN_GO_ON_AFTER_FAILURE:
-        plain, fallen_back = train(*words), train(*words, "cuda_graph=auto")
-        assert fallen_back.losses == pytest.approx(plain.losses, rel=2e-2)
-        torch.cuda.empty_cache()
-    else:
-        with pytest.raises(RecordingError, match="use cuda_graph=false"):
-            train(*words, "cuda_graph=auto")
 
 
 @pytest.mark.parametrize(
@@ -327,3 +309,24 @@ def test_a_run_on_the_second_gpu(train, graph):
     first, second = train("device=cuda:0", *words), train("device=cuda:1", *words)
     assert second.losses == pytest.approx(first.losses, rel=2e-2)
     assert torch.cuda.max_memory_allocated(1) > 0 and torch.cuda.current_device() == 0
+
+
+def waiting(num_classes):
+    """Reads a value of the device: such a step cannot be recorded."""
+    model = small(num_classes)
+    model.register_forward_hook(lambda _, inputs, logits: logits * float(logits.mean() < 1e9))
+    return model
+
+
+def test_a_step_that_cannot_be_recorded(train):
+    """It goes on eagerly, or ends with what to do. The last test: before torch 2.15 the allocator
+    records on.
+    """
+    words = (*RUN, f"model={__name__}:waiting", "epochs=3")
+    if CAN_GO_ON_AFTER_FAILURE:
+        plain, fallen_back = train(*words), train(*words, "cuda_graph=auto")
+        assert fallen_back.losses == pytest.approx(plain.losses, rel=2e-2)
+        torch.cuda.empty_cache()
+    else:
+        with pytest.raises(RecordingError, match="use cuda_graph=false"):
+            train(*words, "cuda_graph=auto")

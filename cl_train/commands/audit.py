@@ -89,7 +89,10 @@ def _model(settings: AuditSettings, program: Path | None, chart: Path | None) ->
     result, text = report.to_dict(), str(report)
     if program:
         worst = report.times.worst()
-        program.write_text(reproduction(worst, report.model, report.device), encoding="utf-8")
+        program.write_text(
+            reproduction(worst, report.model, report.device, tf32=report.precision == "tf32"),
+            encoding="utf-8",
+        )
         ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
         result["alone"] = (ran.stdout or ran.stderr).splitlines()
         text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])

@@ -255,7 +255,9 @@ class BenchmarkSettings(ModelInput, JsonResult):
     precision: list[str] = setting(["auto"], PRECISION_HELP, choices=PRECISIONS)
     batch_size: list[int] = setting([32], "images per step", Range(1))
     compile: list[bool] = setting([False], "compile the model with torch.compile")
-    cuda_graph: list[bool] = setting([False], "replay the step as a CUDA graph")
+    cuda_graph: list[str] = setting(
+        ["auto"], "replay the step as a CUDA graph; auto = on a GPU", choices=BOOL_OR_AUTO
+    )
     compare_by: str = setting(
         "layout",
         "what is timed in turns: the layouts, or all of `model` in one layout",

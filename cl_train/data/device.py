@@ -15,7 +15,7 @@ from cl_train.system.torch_state import own_torch_state
 
 # (images, targets, epoch, number of the batch) -> (images, targets)
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-COPIES_UNDER_WAY = 2  # at most, of the loader's batches to a GPU, when the next batch is requested
+COPIES_UNDER_WAY = 1  # at most, of the loader's batches to a GPU, when the next batch is requested
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -144,12 +144,12 @@ def _prepared(
     side = _side_stream(device)
     move = partial(Tensor.to, device=device, non_blocking=True)
     ready = deque[tuple[Any, torch.cuda.Event]]()
-    copying = deque[torch.cuda.Event]()
 
     def take() -> Any:
         batch, prepared = ready.popleft()
+        # The host waits for a copy that began a step ago: the loader fills its memory again.
+        prepared.synchronize()
         current = torch.cuda.current_stream(device)
-        current.wait_event(prepared)
         for tensor in tensors_in(batch):
             if tensor.is_cuda:
                 # else the allocator would reuse the memory on the side stream
@@ -159,21 +159,13 @@ def _prepared(
     try:
         for host in batches:
             with torch.cuda.stream(side):
-                moved = map_tensors(move, host)
-                copying.append(side.record_event())
-                ready.append((prepare(moved), side.record_event()))
-            while copying and copying[0].query():
-                copying.popleft()
-            if len(copying) > COPIES_UNDER_WAY:
-                # the host waits for the oldest copy: the loader fills its memory again
-                copying.popleft().synchronize()
+                ready.append((prepare(map_tensors(move, host)), side.record_event()))
             if len(ready) > ahead:
                 yield take()
         while ready:
             yield take()
     finally:
-        for event in copying:  # the host waits: the copies still read the loader's memory
-            event.synchronize()
+        side.record_event().synchronize()  # the copies still read the loader's memory
 
 
 class DevicePrefetcher:

@@ -13,6 +13,7 @@ data.prefetch=3 make 4 parts of a batch, and 6 slots:
 
 import contextlib
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
+log = logging.getLogger(__name__)
 _NICE = 5  # of workers beside a GPU: the thread that launches its kernels never waits for a core
 _MAX_WORKERS = 32
 _MIN_ROWS = 8  # of a part: smaller ones cost more in messages than the even distribution gains
@@ -257,7 +259,7 @@ class HostLoader:
         self.sample_count, self.workers = len(reader), settings.workers
         copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
         self._parts = max(1, min(self.batch_size // _MIN_ROWS, self.workers))  # of a batch
-        prepared = (settings.data.prefetch + COPIES_UNDER_WAY - copied) * self._parts
+        prepared = (settings.data.prefetch + (0 if copied else 2)) * self._parts
         self._parts_per_worker = -(-prepared // max(1, self.workers))
         # torch sends the next request just before it returns an item
         ahead = -(-self._parts_per_worker * self.workers // self._parts)
@@ -379,7 +381,8 @@ class HostLoader:
             if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
                 self._pinned.append(memory)
                 continue
-            # Copies still work, only slower. CUDA reports the error again at the next kernel, which
+            log.warning("the loader's memory cannot be page-locked: copies to the GPU are slower")
+            # CUDA reports the error again at the next kernel, which
             # clears it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._settings.dist.device)

@@ -24,6 +24,7 @@ class Block:
 
     seconds: float  # of a step
     taken_share: float | None = 0.0  # of its time, that other processes took; None: unknown
+    host_share: float | None = None  # of its time, until the host has launched it; None: a CPU
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Rounds:
     def times_s(self, variant: int) -> list[float]:
         """Seconds per step of each block of a variant, two per round."""
         return [blocks[place].seconds for blocks in self.blocks for place in (variant, ~variant)]
+
+    def host_pct(self, variant: int) -> float | None:
+        """Percent of a step until the host has launched it, in the median; None: on a CPU."""
+        shares = [
+            blocks[place].host_share for blocks in self.blocks for place in (variant, ~variant)
+        ]
+        return 100 * median(known) if (known := [s for s in shares if s is not None]) else None
 
     def ratios(self, variant: int) -> list[float]:
         """Speed of a variant / that of the first one in each round; the median ignores outliers."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure.operator_times import time_operators
-from cl_train.measure.timed_step import LossFunction, Workload
+from cl_train.measure.timed_step import LossFunction, Workload, measurement_state
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
@@ -83,7 +83,8 @@ def audit(
         with recording(report):
             step()
         if measure:
-            _add_times(report, step, device)
+            with measurement_state(StepSettings(precision), device):
+                _add_times(report, step, device)
         is_trained = any(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad(set_to_none=True)
         if time:

@@ -19,7 +19,7 @@ from cl_train.measure.alternate import Stop
 from cl_train.measure.kept import keep, kept_file, read_kept
 from cl_train.measure.paired import benchmark_layouts, by_itself_text
 from cl_train.measure.parity_gate import parity_before_use
-from cl_train.measure.statistics import verdict_of
+from cl_train.measure.statistics import HOST_BOUND, verdict_of
 from cl_train.measure.timed_step import (
     TimedStep,
     Workload,
@@ -192,6 +192,8 @@ def _measured_choice(
     reason += _smaller(done.batch_size, measured, workload)
     if by_itself := by_itself_text(done.by_itself_pct):
         reason += f"; {by_itself}"
+    if done.is_host_bound:
+        reason += f"; {HOST_BOUND}"
     if disturbed or is_wide:
         reason += f"; {disturbed or 'the times vary too much'}, so the next run measures again"
     seconds = round(time.perf_counter() - started_at, 2)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.errors import ConfigError
-from cl_train.measure.alternate import Rounds, Stop, alternate
-from cl_train.measure.statistics import Interval, verdict_of
+from cl_train.errors import ConfigError, RecordingError
+from cl_train.measure.alternate import Block, Rounds, Stop, alternate
+from cl_train.measure.statistics import HOST_BOUND, Interval, are_host_bound, verdict_of
 from cl_train.measure.taken_time import TakenTime, timed_block
 from cl_train.measure.timed_step import (
     LossFunction,
@@ -27,11 +27,12 @@ from cl_train.measure.timed_step import (
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.models.facts import ModelFacts, images_of
+from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.step.utilisation import describe
 from cl_train.system.failures import failure_explained
-from cl_train.system.machine import gpu_state, is_out_of_memory, problem_of_gpu, release_memory
+from cl_train.system.machine import GpuWatch, is_out_of_memory, problem_of_gpu, release_memory
 from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.torch_state import own_torch_state
 
@@ -63,6 +64,7 @@ class LayoutSpeed:
     ratio: Interval
     verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
     block_ms: tuple[float, ...] = ()  # of a step in each block that counts, two blocks per round
+    host_pct: float | None = None  # of a step, until the host has launched it; None: on a CPU
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Comparison:
     stopped_by: str  # "target_ci" or "time_limit"
     others_pct: float | None = None  # share of the cores of other processes; None = unknown
     utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
-    gpu: dict[str, Any] | None = None  # as `machine.gpu_state`, at the end
+    gpu: dict[str, Any] | None = None  # as `GpuWatch.worst`
     rounds_left_out: int = 0  # because other processes took time from them
     lost_pct: float | None = None  # of their time, that others took from the rounds that count
     # Of the images that its convolutions compute, the contiguous side's in channels_last; None: no
@@ -89,6 +91,11 @@ class Comparison:
     def verdict(self) -> str:
         """Verdict on the last layout against the first."""
         return self.speeds[-1].verdict
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the host limits all layouts: their ratio says nothing of the device."""
+        return are_host_bound(speed.host_pct for speed in self.speeds)
 
     @property
     def ratio(self) -> Interval:
@@ -118,6 +125,8 @@ class Comparison:
             lines.append(describe(self.utilisation))
         if by_itself := by_itself_text(self.by_itself_pct):
             lines.append(by_itself)
+        if self.is_host_bound:
+            lines.append(HOST_BOUND)
         if self.batch_size != self.batch_size_requested:
             problem = f"out of memory at batch {self.batch_size_requested}"
             lines.append(f"{problem}: all layouts used {self.batch_size}")
@@ -224,7 +233,9 @@ def benchmark_variants(
             done = _benchmark(variants, workload, stop)
             return replace(done, batch_size_requested=requested)
         except Exception as error:
-            if not is_out_of_memory(error):
+            # The memory of a recording that failed is lost, and no smaller batch would fit.
+            can_go_on = CAN_GO_ON_AFTER_FAILURE or not isinstance(error, RecordingError)
+            if not (can_go_on and is_out_of_memory(error)):
                 raise
         release_memory()  # outside the except block: the exception no longer refers to tensors
         size = workload.batch_size
@@ -254,9 +265,15 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
 
         slowest_s = max(step.block_times_s(1)[0] for step in timed)
         count, taken = max(1, min(100, round(BLOCK_S / slowest_s))), TakenTime()
-        done = alternate([partial(timed_block, step, count, taken) for step in timed], stop)
+        watch = GpuWatch(workload.device)
+
+        def block(step: TimedStep) -> Block:
+            watch.look()
+            return timed_block(step, count, taken)
+
+        done = alternate([partial(block, step) for step in timed], stop)
         counted = done.undisturbed()
-        gpu = gpu_state(workload.device)
+        gpu = watch.worst()
         is_trusted = (counted.lost_pct or 0.0) < LOST_PCT and problem_of_gpu(gpu) is None
         names = [one.name for one in variants]
         speeds = _speeds(names, timed, counted, peaks_gib, is_trusted=is_trusted)
@@ -288,13 +305,16 @@ def _speeds(
     is_trusted: bool,
 ) -> list[LayoutSpeed]:
     speeds: list[LayoutSpeed] = []
+    is_host_bound = are_host_bound(map(counted.host_pct, range(len(timed))))
     measured = zip(names, timed, peaks_gib, counted.intervals(), strict=True)
     for number, (name, step, peak_gib, ratio) in enumerate(measured):
         times_s = counted.times_s(number)
         step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
         rate = step.workload.images_per_step / step_s
-        verdict = verdict_of(ratio) if is_trusted or not speeds else "not_comparable"
+        verdict = verdict_of(ratio, is_host_bound=is_host_bound and bool(speeds))
+        verdict = verdict if is_trusted or not speeds else "not_comparable"
         block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
-        speed = LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms)
+        host_pct = counted.host_pct(number)
+        speed = LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms, host_pct)
         speeds.append(speed)
     return speeds

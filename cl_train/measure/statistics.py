@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ LOOK_COST = 0.8
 MAX_REPEATS = 100  # that are recommended
 MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 
+HOST_BOUND_PCT = 90.0  # of a step, until the host has launched it
+HOST_BOUND = "the host limits the speed, not the GPU: use cuda_graph=true or a larger batch_size"
 ERROR = 0.05  # of an interval, and of all looks at a growing sweep together
 
 
@@ -150,16 +152,21 @@ def _interval(centre: float, half: float, count: int) -> Interval:
     return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half), count)
 
 
-def verdict_of(interval: Interval) -> str:
+def are_host_bound(host_pct: Iterable[float | None]) -> bool:
+    """Whether the host limits all sides: their ratio says nothing of the device."""
+    return all((pct or 0.0) >= HOST_BOUND_PCT for pct in host_pct)
+
+
+def verdict_of(interval: Interval, *, is_host_bound: bool = False) -> str:
     """The candidate is `faster` or `slower`, `no_difference` (by an equivalence test: the whole
-    interval is within 3 %), or `inconclusive`.
+    interval is within 3 %; never of the host's speed), or `inconclusive`.
     """
     if interval.low > 1 + SMALLEST_DIFFERENCE / 2 and interval.ratio >= 1 + SMALLEST_DIFFERENCE:
         return "faster"
     if interval.high < 1 - SMALLEST_DIFFERENCE / 2 and interval.ratio <= 1 - SMALLEST_DIFFERENCE:
         return "slower"
     is_within = interval.low >= 1 - NO_DIFFERENCE and interval.high <= 1 + NO_DIFFERENCE
-    return "no_difference" if is_within else "inconclusive"
+    return "no_difference" if is_within and not is_host_bound else "inconclusive"
 
 
 def repeats_to_decide(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cl_train.config.combinations import graph_conflict
 from cl_train.config.schema import BenchmarkSettings, OptimConfig
 from cl_train.config.validation import show
 from cl_train.errors import ConfigError
@@ -32,6 +33,7 @@ from cl_train.measure.timed_step import Workload, input_shape
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
 from cl_train.models import sources as models
+from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import choose_device
@@ -53,14 +55,34 @@ class Combination:
     workload: Workload
 
     def result(self) -> dict[str, Any]:
-        """The content of the JSON file: with `error` instead of speeds if it failed. A model may
-        raise any exception, which must not lose the results of the others.
+        """The content of the JSON file: with `error` instead of speeds if it failed; with
+        cuda_graph=auto eager steps are tried then. A model may raise any exception, which must not
+        lose the results of the others.
         """
-        try:
-            return {**self.described, **self._measured()}
-        except Exception as error:
-            why = explain_failure(error)
-            return {**self.described, "error": why, "text": f"  failed: {why}", "pairs": []}
+        result: dict[str, Any] = {}
+        for graph in self._graphs():
+            step = replace(self.workload.settings, cuda_graph=graph)
+            one = replace(
+                self,
+                described=self.described | {"cuda_graph": graph},
+                workload=replace(self.workload, settings=step),
+            )
+            try:
+                return one.described | one._measured()
+            except Exception as error:
+                why = explain_failure(error)
+                result = one.described | {"error": why, "text": f"  failed: {why}", "pairs": []}
+        return result
+
+    def _graphs(self) -> list[bool]:
+        """Whether the step is a CUDA graph, and what is tried after that. Graphs, because in eager
+        mode the host limits small models, and both layouts are as fast as it.
+        """
+        word, settings = self.described["cuda_graph"], self.workload.settings
+        is_auto = word == "auto" and self.workload.device.type == "cuda"
+        if is_auto and graph_conflict(settings.optim) is None:
+            return [True, False] if CAN_GO_ON_AFTER_FAILURE else [True]
+        return [word == "true"]
 
     def _measured(self) -> dict[str, Any]:
         """Parity, then speed, then the audit. Layouts that compute different results are not
@@ -145,6 +167,8 @@ class Combination:
         """The settings that describe this combination, as they are typed."""
         values = {name: value for name, value in self.described.items() if value}
         values["data.image_size"] = values.pop("image_size")
+        if self.settings.cuda_graph != BenchmarkSettings().cuda_graph:
+            values["cuda_graph"] = self.described["cuda_graph"]
         for name in ("compare_by", "channels_last", "layouts", "optimizer", "device"):
             if getattr(self.settings, name) != getattr(BenchmarkSettings(), name):
                 values[name] = getattr(self.settings, name)
@@ -154,9 +178,15 @@ class Combination:
         """The command that probably decides it; None if it is decided, or no hour decides it."""
         seconds = max(seconds_to_decide(speed.ratio, done.seconds) for speed in done.speeds[1:])
         is_undecided = any(speed.verdict == "inconclusive" for speed in done.speeds)
-        if not is_undecided or seconds > LONGEST_ADVISED_S:
+        if not is_undecided or (seconds > LONGEST_ADVISED_S and not done.is_host_bound):
             return None
-        values = self._words() | {"time_limit_s": math.ceil(seconds)}
+        values = self._words()
+        if not done.is_host_bound:
+            values["time_limit_s"] = math.ceil(seconds)
+        elif self.described["cuda_graph"]:
+            values["batch_size"] *= 4
+        else:
+            values["cuda_graph"] = True
         words = [f"{name}={show(value).strip('[]')}" for name, value in values.items()]
         return with_threads(f"cl-train benchmark {shlex.join(words)}")
 
@@ -214,7 +244,6 @@ def combinations_of(settings: BenchmarkSettings) -> list[Combination]:
             precision,
             OptimConfig(name=settings.optimizer),
             compile=described["compile"],
-            cuda_graph=described["cuda_graph"],
         )
         workload = Workload(described["batch_size"], shape, step, device, described["mode"])
         combinations.append(Combination(settings, described, workload))

@@ -29,7 +29,9 @@ def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:
     core may or may not delay the others. A GPU does not wait for a core.
     """
     if step.workload.device.type != "cpu":
-        return Block(median(step.block_times_s(steps)))
+        times_s, host_s = step.block_and_host_times_s(steps)
+        # The least: the host also waits where the device's queue is full.
+        return Block(median(times_s), host_share=min(host_s) / median(times_s))
     all_s, shares = [], []
     for _ in range(steps):
         taken_before_s = others.seconds()

@@ -1,10 +1,12 @@
 """The step that is timed: a copy of a model in one layout, and the step that training would run."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from cl_train.memory_format.model_call import call_model, mean_square, output_te
 from cl_train.models.facts import ModelFacts, facts_of
 from cl_train.models.sources import copy_model, usual_image_size
 from cl_train.step.backup import random_state_restored
-from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable
+from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable, use_tensor_rates
 from cl_train.step.precision import (
     Precision,
     autocast,
@@ -136,7 +138,7 @@ class TimedStep:
             self.facts.refuse_crash()
         self.parts = make_step(self.model, settings, device)
         if settings.cuda_graph:
-            make_capturable(self.parts.optimizer, device)
+            use_tensor_rates(self.parts.optimizer, device)
         self._called = self.parts.wrapped_model
 
     def _classes(self) -> int | None:
@@ -205,6 +207,8 @@ class TimedStep:
         if self._recorder is None:
             return
         parts, targets = self.parts, self.targets
+        if parts is not None:
+            make_capturable(parts.optimizer)
         if parts is None or targets is None:
             self.step = self._recorder.record(self.eager_step)
             return
@@ -231,6 +235,17 @@ class TimedStep:
         if gflop is None or step_gflop is None:
             return None
         return utilisation(gflop, step_gflop, images_per_s, workload.precision, workload.device)
+
+    def block_and_host_times_s(self, steps: int) -> tuple[list[float], list[float]]:
+        """The same as `block_times_s`, and the seconds until the host had launched each step."""
+        launched_at = [time.perf_counter()]
+
+        def launch() -> None:
+            self.step()
+            launched_at.append(time.perf_counter())
+
+        times_s = step_times_s(launch, steps, self.workload.device)
+        return times_s, [later - earlier for earlier, later in pairwise(launched_at)]
 
     def peak_memory_gib(self) -> float:
         """Memory of an eager step, without other models."""

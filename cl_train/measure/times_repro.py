@@ -20,6 +20,8 @@ def tensor(shape, strides, dtype):
     return values.to("{device}", dtype).as_strided(shape, strides)
 
 torch.set_num_threads({threads})
+torch.backends.cudnn.benchmark = True  # as in training
+torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = {tf32}
 if platform.libc_ver()[0] == "glibc":  # keep freed memory, or page faults are timed
     ctypes.CDLL(None).mallopt(-1, -1), ctypes.CDLL(None).mallopt(-4, 0)
 scratch = torch.zeros(16 * 2**20, device="{device}")
@@ -55,7 +57,7 @@ class _Source(str):
     __repr__ = str.__str__
 
 
-def reproduction(row: Row, model: str, device: str) -> str:
+def reproduction(row: Row, model: str, device: str, *, tf32: bool = False) -> str:
     """A program of torch alone that times the one call of a row in both layouts, to be pasted into
     an issue.
     """
@@ -67,5 +69,11 @@ def reproduction(row: Row, model: str, device: str) -> str:
     lines = "\n".join(f"    {layout!r}: {arguments!r}," for layout, arguments in described.items())
     kind, threads = device.partition(":")[0], torch.get_num_threads()
     return _PROGRAM.format(
-        row=row, call=call, arguments=lines, model=model, device=kind, threads=threads
+        row=row,
+        call=call,
+        arguments=lines,
+        model=model,
+        device=kind,
+        threads=threads,
+        tf32=tf32,
     )

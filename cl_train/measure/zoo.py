@@ -14,7 +14,6 @@ from cl_train.measure.timed_step import input_shape
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.models import sources as models
-from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
 from cl_train.system.failures import explain_failure
 from cl_train.system.files import read_json, write_json, write_text
 from cl_train.system.processes import StopRequest
@@ -99,12 +98,12 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, "image_size": shape[-1]}
     checked: dict[str, Any] = {}
     for mode in ("train", "infer") if settings.speed else ():
-        row[mode] = timed = _timed(combinations_for(name, mode, shape[-1], settings))
+        row[mode] = timed = combination_for(name, mode, shape[-1], settings).result()
         if "error" in timed:
             return {"model": name, "error": timed["error"]}
         checked = checked or timed
     if not checked:
-        checked = combinations_for(name, "train", shape[-1], settings)[0].checked()
+        checked = combination_for(name, "train", shape[-1], settings).checked()
     parity = checked["parity"]["channels_last"]
     row["parity"] = {"passed": parity["passed"], "why": parity["text"]}
     row["audit"] = checked["audit"][name]
@@ -115,35 +114,18 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     return {**row, "verdict": verdict(row), "seconds": round(time.perf_counter() - started_at, 1)}
 
 
-def combinations_for(
-    name: str, mode: str, image_size: int, settings: ZooSettings
-) -> list[Combination]:
-    """On a GPU as CUDA graphs, because the host would limit both layouts, and eager where that is
-    possible after a recording that fails.
-    """
-    is_cuda = settings.device.startswith("cuda")
-    options = [True, False] if is_cuda and CAN_GO_ON_AFTER_FAILURE else [is_cuda]
+def combination_for(name: str, mode: str, image_size: int, settings: ZooSettings) -> Combination:
     benchmark = BenchmarkSettings(
         model=[name],
         mode=[mode],
         precision=[settings.precision],
         batch_size=[settings.batch_size],
-        cuda_graph=options,
         image_size=image_size,
         frames=settings.frames,
         device=settings.device,
         time_limit_s=settings.time_limit_s,
     )
-    return combinations_of(benchmark)
-
-
-def _timed(combinations: list[Combination]) -> dict[str, Any]:
-    """The benchmark of the first combination that can be measured."""
-    for combination in combinations:
-        result = combination.result()
-        if "error" not in result:
-            break
-    return result
+    return combinations_of(benchmark)[0]
 
 
 def verdict(row: dict[str, Any]) -> str:

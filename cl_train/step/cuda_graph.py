@@ -114,12 +114,16 @@ class GraphedStep:
         self._recorder = recorder
         self._warm_up = warm_up
         self._fall_back = fall_back
-        make_capturable(parts.optimizer, parts.device)
+        use_tensor_rates(parts.optimizer, parts.device)
         self._static: list[Batch] = []
         self._layouts: list[Any] = []
         self._eager_calls_left = warm_up
         self.replay: Callable[[], torch.Tensor] | None = None
         self._is_eager = False  # after a recording that failed
+
+    @property
+    def is_warming_up(self) -> bool:
+        return self.replay is None and not self._is_eager
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
         """As `train_step`; the counts are float32, exact below 2**24 images."""
@@ -139,6 +143,7 @@ class GraphedStep:
             self._eager_calls_left -= 1
             result = self._recorder.run(self._train)
         else:
+            make_capturable(self._parts.optimizer)
             try:
                 self.replay = self.replay or self._recorder.record(self._train)
             except RecordingError as error:
@@ -180,10 +185,15 @@ class GraphedStep:
         _recorded.clear()
 
 
-def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def use_tensor_rates(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Learning rates become 0-d float32 tensors, which `optim.set_lr` fills in place."""
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
-        if "capturable" in group and device.type == "cuda":
-            group["capturable"] = True  # AdamW requires it
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Call it before a recording, which AdamW refuses otherwise; it warns in eager steps."""
+    for group in optimizer.param_groups:
+        if "capturable" in group and group["lr"].is_cuda:
+            group["capturable"] = True

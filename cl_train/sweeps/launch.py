@@ -73,7 +73,7 @@ def undecided_groups(sweep: Sweep) -> set[int]:
     return {
         group_of[pair.runs[0].folder.name]
         for pair in read_report(sweep.folder).pairs
-        if pair.verdict == "inconclusive" or pair.is_disturbed
+        if pair.is_disturbed or (pair.verdict == "inconclusive" and pair.bottleneck != "host")
     }
 
 

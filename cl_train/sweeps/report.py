@@ -13,6 +13,7 @@ from typing import Any
 from cl_train.config.validation import train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.charts import Bar, write_chart
+from cl_train.measure.statistics import HOST_BOUND
 from cl_train.sweeps.job import outcome_of
 from cl_train.sweeps.plan import Job, Sweep, read_sweep
 from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
@@ -198,6 +199,8 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     values = [str(runs[0].settings.get(report.by)) for runs in pair.sides.values()]
     if pair.verdict != "inconclusive" or values[0] == values[1]:
         return None
+    if pair.bottleneck == "host":
+        return f"first: {HOST_BOUND}"
     what = "not even 100 repeats would decide it at this spread; a quieter machine may"
     if count:
         more = 2 * count - (len(pair.runs) if sweep else 0)

@@ -9,8 +9,10 @@ from typing import Any
 from cl_train.config.schema import LAYOUT_NAMES, affects
 from cl_train.config.validation import show
 from cl_train.measure.statistics import (
+    HOST_BOUND,
     MIN_WINDOWS,
     Interval,
+    are_host_bound,
     interval_of_runs,
     repeats_to_decide,
     verdict_of,
@@ -53,7 +55,7 @@ class Pair:
     sides: dict[str, list[Run]]  # by name: the baseline, then the candidate
     interval: Interval | None
     verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
-    bottleneck: str  # compute or loader
+    bottleneck: str  # compute, loader or host
     loss_gap: float | None  # mean of candidate - baseline over the last quarter of the common steps
     repeats_to_decide: int | None  # runs per side that would probably decide an inconclusive pair
     notes: list[str]  # the first one is the reason if the verdict is not_comparable
@@ -118,13 +120,16 @@ def compare_pair(
     notes = list(_obstacles(sides, by))
     is_disturbed = len(notes) == 1 and any(run.is_disturbed for run in [*first, *second])
     speeds = [run.window_speeds for run in first], [run.window_speeds for run in second]
+    is_host_bound = are_host_bound(run.host_bound_pct for run in [*first, *second])
     interval, verdict = None, "not_comparable"
     if all(run.windows_after_warmup >= MIN_WINDOWS for run in [*first, *second]):
         interval = interval_of_runs(*speeds, looks=looks)
-        verdict = verdict if notes else verdict_of(interval)
+        verdict = verdict if notes else verdict_of(interval, is_host_bound=is_host_bound)
 
     waits_pct = [statistics.median(run.data_wait_pct for run in runs) for runs in sides.values()]
     is_loader_bound = max(waits_pct) >= LOADER_BOUND_PCT
+    if is_host_bound:
+        notes.append(HOST_BOUND)
     is_explained = _waiting_explains(verdict, *waits_pct)
     verdict = "not_comparable" if is_explained else verdict
     if is_loader_bound or is_explained:
@@ -143,7 +148,7 @@ def compare_pair(
         sides,
         interval,
         verdict,
-        "loader" if is_loader_bound else "compute",
+        "loader" if is_loader_bound else "host" if is_host_bound else "compute",
         _loss_gap(first, second),
         repeats_to_decide(*speeds, looks=looks) if verdict == "inconclusive" else None,
         notes,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torchvision
 from torch.profiler import ProfilerActivity, profile
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
+GPU_LOOK_S = 10.0
 _SLOWED = 0x8 | 0x20 | 0x40 | 0x80  # NVML: hardware slowdown, software and hardware heat, brake
 # Parts of messages, in lower case, of errors that have no type of their own.
 _OUT_OF_MEMORY = (
@@ -93,18 +95,50 @@ def _output_of(command: list[str]) -> str | None:
     return output.stdout.strip()
 
 
-def gpu_state(device: torch.device) -> dict[str, Any] | None:
-    """Clock, heat and power of a GPU, whether heat or a brake slows it, and the other processes on
-    it. None: a CPU, or nvidia-smi cannot tell, as for a part of a GPU (MIG).
-    """
-    if device.type != "cuda":
-        return None
-    gpu = f"--id=GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', None)}"
-    names = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,clocks_throttle_reasons.active"
-    state = _output_of(["nvidia-smi", gpu, f"--query-gpu={names}", "--format=csv,noheader,nounits"])
-    pids = _output_of(["nvidia-smi", gpu, "--query-compute-apps=pid", "--format=csv,noheader"])
+class GpuWatch:
+    """The worst state of a GPU while it works: an idle one has neither heat nor power."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._next_at = device, 0.0
+        self._queries: list[subprocess.Popen[str]] = []  # that run
+        self._states: list[dict[str, Any]] = []
+
+    def look(self) -> None:
+        """Call it beside the steps: starts nvidia-smi, every `GPU_LOOK_S` at most."""
+        if self._device.type != "cuda" or time.monotonic() < self._next_at:
+            return
+        self._next_at = time.monotonic() + GPU_LOOK_S
+        self._read()
+        gpu = f"--id=GPU-{getattr(torch.cuda.get_device_properties(self._device), 'uuid', None)}"
+        names = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw,clocks_throttle_reasons.active"
+        with suppress(OSError):  # there is no nvidia-smi
+            for query in (f"--query-gpu={names}", "--query-compute-apps=pid"):
+                command = ["nvidia-smi", gpu, query, "--format=csv,noheader,nounits"]
+                pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+                self._queries.append(subprocess.Popen(command, text=True, **pipes))
+
+    def worst(self) -> dict[str, Any] | None:
+        """None: a CPU, or nvidia-smi cannot tell, as for a part of a GPU (MIG)."""
+        self._read()
+        order = itemgetter("other_processes", "is_slowed")
+        return max(reversed(self._states), key=order, default=None)
+
+    def _read(self) -> None:
+        outputs = []
+        for query in self._queries:
+            try:
+                outputs.append(query.communicate(timeout=10)[0].strip())
+            except subprocess.TimeoutExpired:
+                query.kill()
+        self._queries = []
+        if len(outputs) == 2 and (state := _gpu_state(*outputs)):
+            self._states.append(state)
+
+
+def _gpu_state(state: str, pids: str) -> dict[str, Any] | None:
+    """Clock, heat and power, whether heat or a brake slows the GPU, and the processes on it."""
     try:
-        *numbers, reasons = (state or "").split(", ")
+        *numbers, reasons = state.split(", ")
         clock_mhz, max_clock_mhz, temperature_c, power_w = map(float, numbers)
         is_slowed = bool(int(reasons, 16) & _SLOWED)
     except ValueError:
@@ -116,7 +150,7 @@ def gpu_state(device: torch.device) -> dict[str, Any] | None:
         "power_w": power_w,
         "is_slowed": is_slowed,
         # In a container its own process has another number, or is not listed.
-        "other_processes": max(0, len((pids or "").split()) - 1),
+        "other_processes": max(0, len(pids.split()) - 1),
     }
 
 
@@ -242,6 +276,9 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+MAX_STEPS_AHEAD = 2  # that the device may be behind the host: each holds a batch in memory
+
+
 class DeviceClock:
     """Marks in the work of a device, which a GPU reaches later than the host sets them."""
 
@@ -256,6 +293,10 @@ class DeviceClock:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def has_reached(self, mark: Any) -> bool:
+        """Whether a GPU has, without waiting; a CPU never works behind the host."""
+        return self._is_cuda and mark.query()
 
     def wait(self, mark: Any) -> None:
         """Block the host until the device has reached `mark`."""

@@ -47,6 +47,7 @@ class Window:
     images: int = 0
     seconds: float = 0.0  # without pauses, such as for a checkpoint
     step_ms: float = math.nan
+    host_bound_pct: float = 0.0  # of the steps, that the device had done when they were submitted
     warmup: bool = False
     loss_scale: float | None = None
     skipped_steps: int = 0  # since the run began
@@ -166,7 +167,7 @@ class ProcessFacts:
     peak_memory_gib: float
     reserved_memory_gib: float | None  # of a GPU, by torch's allocator
     first_step_s: float | None  # until its end: selecting, compiling
-    gpu: dict[str, Any] | None  # as `machine.gpu_state`, at the end; None: unknown, or a CPU
+    gpu: dict[str, Any] | None  # as `machine.GpuWatch.worst`; None: unknown, or a CPU
     ended: str
     seconds: float
 
@@ -302,6 +303,10 @@ class Run:
     @property
     def data_wait_pct(self) -> float:
         return statistics.median(window.data_wait_pct for window in self.windows)
+
+    @property
+    def host_bound_pct(self) -> float:
+        return statistics.median(window.host_bound_pct for window in self.windows)
 
     @property
     def windows_after_warmup(self) -> int:

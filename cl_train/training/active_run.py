@@ -18,10 +18,11 @@ import torch
 from cl_train.data.build import Data
 from cl_train.data.loader_report import bottleneck_advice
 from cl_train.errors import TrainingFault
+from cl_train.measure.statistics import HOST_BOUND, HOST_BOUND_PCT
 from cl_train.step.backup import BufferBackup
 from cl_train.step.train_step import StepResult
 from cl_train.system.distributed import Dist, gather_objects, sum_over_ranks
-from cl_train.system.machine import DeviceClock, peak_memory_gib
+from cl_train.system.machine import MAX_STEPS_AHEAD, DeviceClock, GpuWatch, peak_memory_gib
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.system.run_folder import MAY_CHANGE, Window, after_warmup
 from cl_train.training.build import TrainState
@@ -39,7 +40,6 @@ ADVICE = (
 READ_AT_ONCE = ("cpu",)  # devices whose log lines are read without waiting
 MAX_BAD_STEPS = 10  # of on_nonfinite=skip
 BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
-MAX_STEPS_AHEAD = 2  # that the device may be behind the host: each holds a batch in memory
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Timing:
     # it and after the wait
     waits: list[tuple[float, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    steps_behind: int = 0  # whose batch was asked for when the device had nothing left to do
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class PendingWindow:
 class ThroughputMeter:
     """Counts images between calls of `close`.
 
-    A window is warm-up if it begins in the first `warmup_steps` steps on its image size: a new size
-    selects kernels or compiles.
+    A window is warm-up if it begins in the first `warmup_steps` steps on its image size (a new size
+    selects kernels or compiles), or has a step before or with the recording of a CUDA graph.
     """
 
     def __init__(
@@ -98,18 +99,20 @@ class ThroughputMeter:
         """The block waits for the batches of a step; before it the host waits for the device."""
         while len(self._ends) >= MAX_STEPS_AHEAD:
             self.clock.wait(self._ends.popleft())
+        self._window.steps_behind += self.clock.has_reached(self._idle_from)
         since = self._host_clock()
         yield
         self._window.waits.append((self._host_clock() - since, self._idle_from, self.clock.mark()))
 
-    def tick(self, images: int) -> None:
+    def tick(self, images: int, *, warmup: bool = False) -> None:
         """Count one submitted step over `images` (of all ranks)."""
+        self._window.warmup |= warmup
         self._idle_from = self._window.end = self.clock.mark()
         self._ends.append(self._idle_from)
         self._window.images += images
 
     def exclude_pause(self) -> None:
-        """Exclude the time since the last step, in which a checkpoint was saved."""
+        """Exclude the time since the last step, in which a file was written."""
         self._idle_from = self.clock.mark()
         self._window.pauses.append((self._window.end, self._idle_from))
 
@@ -138,6 +141,7 @@ class ThroughputMeter:
             "images_per_s": window.images / seconds,
             "step_ms": 1000 * seconds / len(window.waits),
             "data_wait_pct": 100 * min(waited_s / seconds, 1.0),
+            "host_bound_pct": 100 * window.steps_behind / len(window.waits),
             "warmup": window.warmup,
         }
 
@@ -164,6 +168,7 @@ class ActiveRun:
 
     def __post_init__(self) -> None:
         self.meter = ThroughputMeter(self.plan.cfg.warmup_steps, DeviceClock(self.dist.device))
+        self.gpu = GpuWatch(self.dist.device)
         models = {"model": self.state.model}
         average = self.state.parts.average
         if average is not None:
@@ -223,6 +228,8 @@ class ActiveRun:
         totals = totals.to("cpu", non_blocking=True)  # pinned memory if it comes from a GPU
         self.progress.pending_steps = []
         timing, copied = self.meter.close(), self.meter.clock.mark()
+        if self.dist.is_main and not timing.warmup:
+            self.gpu.look()
         step, epoch = self.progress.step, self.progress.epoch
         self.log_pending()
         self.pending = PendingWindow(timing, rows, totals, copied, step, epoch, lr)
@@ -294,6 +301,8 @@ class ActiveRun:
             seconds=sum(window.seconds for window in self.epoch_windows),
             data_wait_pct=mean(after_warmup(self.epoch_windows), "data_wait_pct"),
         )
+        if advice is None and mean(self.epoch_windows, "host_bound_pct") >= HOST_BOUND_PCT:
+            log.warning(HOST_BOUND)
         if advice is not None and self.dist.is_main:
             log.warning("%s (a slow loader can mask the gain of channels_last)", advice)
 

@@ -71,6 +71,11 @@ class TrainState:
     parity: str | None = None  # of channels_last, as in summary.json
     facts: Mapping[int, ModelFacts] = field(default_factory=dict)  # by image size of training
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the next step is not yet a replay, but will be."""
+        return isinstance(self.train_step, GraphedStep) and self.train_step.is_warming_up
+
 
 def build_train_state(
     cfg: Config,
@@ -307,6 +312,10 @@ def try_model(
             what = f"batch_size={shape[0]}: {describe_out_of_memory(error)}"
             advice = "Use a smaller batch_size (with accumulate_steps)"
             raise TrainingFault(f"{what}. {advice}") from None
+        operator, _, rest = str(error).partition(" does not have a deterministic implementation")
+        if rest:
+            what = f"deterministic=true: {operator} of this model has no deterministic kernel"
+            raise ConfigError(f"{what}; use deterministic=false") from error
         what = f"the model cannot train on {shape[-1]} px images"
         advice = "change batch_size or data.image_size, or mend the model"
         raise ConfigError(f"{what}: {explain_failure(error)}; {advice}") from error

@@ -199,11 +199,11 @@ class RunLog(logging.Handler):
 
 
 @contextmanager
-def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]]:
+def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], bool]]:
     """Trace three steps after seven, into `trace.json.gz` and `operators.txt`. Call what it gives
-    once per step.
+    once per step: whether they were written now.
     """
-    trace = folder / "trace.json.gz"
+    trace, written = folder / "trace.json.gz", list[Path]()
     key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
 
     def write(profiler: torch.profiler.profile) -> None:
@@ -212,12 +212,19 @@ def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], object]
             profiler.export_chrome_trace(str(temporary))  # its suffix tells that it is compressed
         operators = profiler.key_averages().table(sort_by=key, row_limit=40)
         write_text(folder / "operators.txt", operators)
+        written.append(trace)
         log.info("profile of 3 steps: %s (open it at ui.perfetto.dev)", trace)
 
     schedule = torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1)
     options: dict[str, Any] = {"schedule": schedule, "on_trace_ready": write}
     options["acc_events"] = True  # else torch 2.11 warns
     with torch.profiler.profile(record_shapes=True, **options) as profiler:
-        yield profiler.step
-    if not trace.is_file():
+
+        def step() -> bool:
+            count = len(written)
+            profiler.step()
+            return len(written) > count
+
+        yield step
+    if not written:
         log.warning("profile=true: no profile was taken; it needs a run of at least 10 steps")

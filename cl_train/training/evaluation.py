@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from cl_train.system.distributed import (
     sum_over_ranks,
 )
 from cl_train.system.failures import explain_failure
+from cl_train.system.machine import MAX_STEPS_AHEAD, DeviceClock
 from cl_train.system.processes import StopRequest
 from cl_train.training.console import progress_bar
 
@@ -64,8 +66,12 @@ def evaluate_model(
     batches = _until_signal(data.validation(batch_format), signals, data.val_images, dist)
     rows_of_batches = [torch.empty(0, len(COLUMNS), dtype=torch.float64, device=dist.device)]
     logits_and_targets = []
+    clock, ends = DeviceClock(dist.device), deque[Any]()
     for logits, targets in outputs(model, batches, precision, flip=flip):
         rows_of_batches.append(rows_of(logits, targets))
+        ends.append(clock.mark())
+        if len(ends) > MAX_STEPS_AHEAD:
+            clock.wait(ends.popleft())
         if metrics:
             logits_and_targets.append((logits.cpu(), targets.cpu()))
 

@@ -15,7 +15,6 @@ from cl_train.errors import TrainingFault
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import gather_objects, max_over_ranks, on_main
 from cl_train.system.files import continues
-from cl_train.system.machine import gpu_state
 from cl_train.system.run_folder import BAD_IMAGES, RunResult
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
@@ -66,7 +65,7 @@ def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult
         return finish(run)
 
 
-def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
+def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
     """Train to the end of the epoch, or to a signal; whether a checkpoint is due now."""
     cfg, plan, state, progress, meter = run.plan.cfg, run.plan, run.state, run.progress, run.meter
     first_batch = progress.step_in_epoch * cfg.accumulate_steps
@@ -83,13 +82,15 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
 
         lr = plan.lr_at(progress)
         set_lr(state.parts.optimizer, lr)
+        is_warming_up = state.is_warming_up
         progress.pending_steps.append(state.train_step(micro_batches))
         progress.advance(plan.global_batch_size)
         state.parts.update_average(progress.step)
 
-        meter.tick(plan.global_batch_size)
+        meter.tick(plan.global_batch_size, warmup=is_warming_up)
         run.note_first_step()
-        after_step()
+        if after_step():
+            meter.exclude_pause()
         is_epoch_end = plan.is_epoch_end(progress)
         if progress.step % cfg.log_every == 0 or is_epoch_end:
             run.log_steps(lr)
@@ -107,8 +108,10 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], object]) -> bool:
 
 
 @contextmanager
-def step_observers(run: ActiveRun) -> Iterator[Callable[[], object]]:
-    """What follows each step on rank 0: the progress bar and the profile."""
+def step_observers(run: ActiveRun) -> Iterator[Callable[[], bool]]:
+    """What follows each step on rank 0: the progress bar and the profile, and whether that was
+    written.
+    """
     is_main, progress = run.dist.is_main, run.progress
     with ExitStack() as stack:
         steps = run.plan.last_step
@@ -117,9 +120,9 @@ def step_observers(run: ActiveRun) -> Iterator[Callable[[], object]]:
         profiled = profile(run.folder, run.dist.device) if is_profiled else nullcontext(bool)
         profile_step = stack.enter_context(profiled)
 
-        def after_step() -> None:
-            profile_step()
+        def after_step() -> bool:
             bar.update(progress.step - bar.n)
+            return profile_step()
 
         yield after_step
 
@@ -214,7 +217,7 @@ def finish(run: ActiveRun) -> RunResult:
         others_pct=run.machine_load.others_pct(),
         lost_pct=None if None in each_lost_pct else max(each_lost_pct),
         first_step_s=run.first_step_s,
-        gpu=gpu_state(dist.device) if dist.is_main else None,
+        gpu=run.gpu.worst(),
     )
     summary = on_main(write, dist)  # on all ranks: a launcher may kill rank 0 when the others end
     for line in closing_lines(summary, run.folder, run.plan.cfg):

@@ -141,6 +141,26 @@ def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch):
             assert step._warm_up == warm_up
 
 
+def test_windows_before_a_replay_do_not_count(train, destroyed):
+    """Three eager steps, and the fourth records: 0.3 to 1 s on a GPU; DDP has eleven."""
+    run = train(*WORDS.split(), "warmup_steps=0", "log_every=2", "max_steps=8")
+    windows = run.records("train")
+    assert [(window["step"], window["warmup"]) for window in windows][:3] == [
+        (2, True), (4, True), (6, False),
+    ]  # fmt: skip
+
+
+def test_adamw_becomes_capturable_before_the_recording_not_before_eager_steps():
+    """torch warns at a capturable optimizer whose step is eager."""
+    group = {"lr": 0.1, "capturable": False}
+    optimizer = SimpleNamespace(param_groups=[group])
+    with fake_cuda():
+        cuda_graph.use_tensor_rates(optimizer, CUDA)
+        assert not group["capturable"]
+        cuda_graph.make_capturable(optimizer)
+        assert group["capturable"]
+
+
 class Halfway(StubRecorder):
     """The recording fails in the update, as for lack of memory: gradients are left, and GradScaler
     is in the middle of a step.
@@ -162,7 +182,7 @@ def test_auto_falls_back_to_eager_steps_with_the_same_results(
     precision, clip_norm, caplog, monkeypatch
 ):
     expected, parts = (make_parts(precision, clip_norm=clip_norm) for _ in range(2))
-    cuda_graph.make_capturable(expected.optimizer, CPU)
+    cuda_graph.use_tensor_rates(expected.optimizer, CPU)
 
     def graphed(*, can_go_on, fall_back):
         monkeypatch.setattr(cuda_graph, "CAN_GO_ON_AFTER_FAILURE", can_go_on)

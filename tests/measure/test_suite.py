@@ -17,7 +17,8 @@ from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.measure import parity_gate, suite, zoo
+from cl_train.measure import paired, parity_gate, suite, zoo
+from cl_train.measure.alternate import Block
 from cl_train.measure.auto import choose_memory_format
 from cl_train.measure.parity_gate import Parity
 from cl_train.measure.suite import run_suite
@@ -37,7 +38,12 @@ def settings(**changes):
     return BenchmarkSettings(**(given | changes))
 
 
-def test_a_video_model_has_speeds_pairs_parity_and_an_audit(capsys):
+def test_a_video_model_has_speeds_pairs_parity_and_an_audit(capsys, monkeypatch):
+    def planted(step, steps, taken):
+        step.step()
+        return Block(0.01)
+
+    monkeypatch.setattr(paired, "timed_block", planted)
     video = {"model": ["tests.networks:video"], "frames": 6, "image_size": 12}
     document = run_suite(settings(**video, parity="true", mode=["train", "infer"]))
     for mode, result in zip(("train", "infer"), document["results"], strict=True):
@@ -230,9 +236,9 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
     monkeypatch.setattr(suite, "choose_device", torch.device)
     given = replace(ZOO, device="cuda")
     for can_go_on, graphs in ((True, [True, False]), (False, [True])):
-        monkeypatch.setattr(zoo, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
+        monkeypatch.setattr(suite, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
         monkeypatch.setattr(suite, "parity_before_use", lambda *args: Parity(True))
-        timed = zoo._timed(zoo.combinations_for(SMALL, "train", 32, given))
+        timed = zoo.combination_for(SMALL, "train", 32, given).result()
         assert timed["cuda_graph"] is not can_go_on and ("error" in timed) is not can_go_on
         assert measured == graphs
         measured.clear()
@@ -265,7 +271,7 @@ def test_tables_are_continued_and_written_in_both_forms(tmp_path):
 
 @pytest.mark.slow
 def test_the_zoo_runs_continues_times_and_refuses(tmp_path, capsys):
-    given = "device=cpu precision=fp32 batch_size=2 data.image_size=64 time_limit_s=0.5"
+    given = "device=cpu precision=fp32 batch_size=2 data.image_size=64 time_limit_s=5"
     words = ["model=shufflenet_v2_x0_5", *given.split(), f"out={tmp_path}"]
     assert main(words) == 0
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])

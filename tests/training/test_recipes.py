@@ -222,7 +222,7 @@ def test_the_schedule_is_that_of_the_source(name):
 
 SMALL = "data=folder data.image_size=32 data.workers=0 device=cpu precision=fp32 batch_size=8"
 SMALL += " log_every=1 max_steps=2 data.size_schedule=[] data.val_size=null data.val_resize=null"
-SMALL += " checkpoint.every_epochs=0 log_to=[]"
+SMALL += " checkpoint.every_epochs=0 log_to=[] compile=false"
 
 
 @pytest.mark.slow
