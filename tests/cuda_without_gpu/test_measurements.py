@@ -237,7 +237,7 @@ def test_after_a_lost_recording_no_smaller_batch_is_tried(can_go_on, sizes, monk
     """Before torch 2.15 its memory is not returned."""
     tried = []
 
-    def failing(model, workload, layouts, stop):
+    def failing(variants, workload, stop):
         tried.append(workload.batch_size)
         raise RecordingError("it cannot be recorded as a CUDA graph: CUDA error: out of memory")
 
@@ -251,10 +251,9 @@ def test_after_a_lost_recording_no_smaller_batch_is_tried(can_go_on, sizes, monk
 def test_a_list_of_tensors_has_the_time_that_its_launch_takes(monkeypatch):
     slept = []
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    monkeypatch.setattr(time_recorder.TimeRecorder, "_now", lambda recorder: 0.0)
-    recorder = time_recorder.TimeRecorder("contiguous", True, lambda: 0.0, {})
-    recorder.start("update")
-    with recorder:
+    clock = SimpleNamespace(mark=lambda: 0.0)
+    recorder = time_recorder.TimeRecorder("contiguous", True, clock, {})
+    with recorder.watching():
         torch.ones(2).add_(1)
         torch._foreach_add_([torch.ones(2)] * 161, 1.0)
     assert slept[-1] == 10 * slept[0]
