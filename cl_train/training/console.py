@@ -164,7 +164,7 @@ class RunLog(logging.Handler):
         self._console = logging.StreamHandler(sys.stdout if _has_output() else None)
         self._console.setFormatter(_Printable())
         self._file: AppendFile | None = None
-        self._before = log.propagate, threading.excepthook
+        self._before = log.propagate, threading.excepthook, log.level
         log.propagate, threading.excepthook = False, self._on_thread_error
         log.setLevel(logging.INFO)
         log.addHandler(self)
@@ -194,7 +194,8 @@ class RunLog(logging.Handler):
         if self._file is not None:
             with suppress(OSError):  # the console has every line
                 self._file.flush()
-        log.propagate, threading.excepthook = self._before
+        log.propagate, threading.excepthook, level = self._before
+        log.setLevel(level)
         log.removeHandler(self)
 
 

@@ -19,7 +19,6 @@ from cl_train.config.schema import Config
 from cl_train.system.files import (
     AppendFile,
     read_json,
-    replacing,
     retry,
     write_json,
     write_text,
@@ -111,8 +110,8 @@ class Records:
             earlier = {row["file"]: row["reason"] for row in read if {"file", "reason"} <= {*row}}
         everything = earlier | dict(reasons)
         rows = [{"file": name, "reason": everything[name]} for name in sorted(everything)]
-        with suppress(OSError), replacing(path) as temporary:  # a full disk
-            write_csv(temporary, rows)
+        with suppress(OSError):  # a full disk
+            write_csv(path, rows)
 
     def seconds(self) -> float:
         """Since this process began its work."""

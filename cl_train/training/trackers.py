@@ -16,7 +16,7 @@ from typing import Any
 from cl_train.config.removed import removal_of
 from cl_train.config.validation import optional_module, suggest, user_function
 from cl_train.errors import ConfigError
-from cl_train.system.files import write_text
+from cl_train.system.files import refuse_link, write_text
 from cl_train.system.run_folder import Record
 
 log = logging.getLogger("cl_train")
@@ -193,6 +193,7 @@ class Wandb:
 
     def _begin(self, start: Record) -> Any:
         folder = Path(start["folder"])
+        refuse_link(folder / "wandb")
         id_file = folder / "wandb.run_id"
         if not (start["step"] and id_file.is_file()):  # a resumed run continues its run
             write_text(id_file, secrets.token_hex(4) + "\n")
