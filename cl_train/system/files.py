@@ -35,8 +35,10 @@ _LOGS = ("train.log", "bad_images.csv", "events.out.tfevents.*")  # alone: of a 
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """A descriptor of the file `path`; as `opener` of `open`, too. Raises OSError: it is a link."""
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    """A descriptor of the file `path`; as `opener` of `open`, too. Raises OSError: it is a link, or
+    a pipe that nobody reads.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags, 0o666)
     except OSError as error:

@@ -249,7 +249,7 @@ def try_run(
                 parts = trial()
         except ConfigError:  # perhaps the model only fails under the recorder
             parts = trial()
-        if parts is not None:
+        if parts is not None and cfg.evaluate_every >= 0:
             try_evaluation(parts, settings.precision, batch_format, evaluated)
     # A contiguous run loses nothing, also where the model permutes its images by itself.
     if batch_format.memory_format == torch.channels_last and report.of("lost"):

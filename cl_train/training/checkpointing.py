@@ -273,11 +273,13 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]
 ) -> dict[str, str]:
-    """What both have and differs, by key, as "batch_size: 8 -> 1"."""
+    """What both have and differs, by key, as "batch_size: 8 -> 1"; a type that has changed since
+    is no difference.
+    """
     return {
         key: f"{key}: {show(before[key]):.120} -> {show(now[key]):.120}"
         for key in keys
-        if key in before and key in now and before[key] != now[key]
+        if key in before and key in now and show(before[key]) != show(now[key])
     }
 
 

@@ -235,3 +235,11 @@ def test_a_lock_that_somebody_removed_is_taken_again_unless_another_has_it(how, 
         with pytest.raises(ConfigError, match="another run"):
             lock_file(run / ".lock").__enter__()
     assert (run / "checkpoints/step-00000002.pt").is_file()
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        files.new_folder(tmp_path, "hydra.sweep.dir=x", tmp_path / "pipe").__enter__()
+    with pytest.raises(OSError, match="pipe"):
+        AppendFile(tmp_path / "pipe")._write(b"x")

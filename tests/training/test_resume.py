@@ -115,6 +115,8 @@ def test_another_run_is_refused_with_what_differs_and_other_settings_are_noted(t
         with pytest.raises(ConfigError, match=message):
             check_compatible(FACTS, FACTS | change)
     assert check_compatible(FACTS, FACTS) == {}
+    both = [FACTS | {"config": {"data": {"max_bad_images": value}}} for value in (100, "100")]
+    assert check_compatible(*both) == {}
     change = {"memory_format": "channels_last", "world_size": 2}
     change["config"] = {"optim": {"lr": 0.2}, "resume": "auto"}
     assert list(check_compatible(FACTS, FACTS | change).values()) == [
