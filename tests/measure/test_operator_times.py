@@ -184,10 +184,13 @@ def test_batches_are_timed_and_the_model_is_unchanged(name, monkeypatch):
     model = cast_model(build(), precision)
     convert(model)
     state = {key: (value.clone(), value.stride()) for key, value in model.state_dict().items()}
+    modes = set()
+    model[0].register_forward_hook(lambda *_: modes.add(torch.is_inference_mode_enabled()))
     times = times_on(model, batch, precision=precision, backward=name != "no backward")
     trains = name not in ("frozen", "no backward")
     directions = {"forward", "backward", "update"} if trains else {"forward"}
     assert {call.direction for call in times.calls} == directions
+    assert modes == {False}  # there, composite operators would arrive whole
     assert times.utilisation == {"training": trains} and times.tables["convolutions"]
     for key, value in model.state_dict().items():
         assert torch.equal(value, state[key][0]) and value.stride() == state[key][1]
