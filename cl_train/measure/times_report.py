@@ -11,7 +11,7 @@ import numpy as np
 from cl_train.memory_format.audit_report import grouped, short_name
 from cl_train.memory_format.layout import classify
 from cl_train.step.utilisation import describe
-from cl_train.system.tables import markdown_table
+from cl_train.system.tables import markdown_table, two_digits
 from cl_train.system.tensors import tensors_in
 
 LAYOUTS = ("contiguous", "channels_last")
@@ -109,7 +109,7 @@ class Row:
 
 def _difference(row: Row) -> str:
     """The milliseconds of a call, or the total of a kind with the module that differs most."""
-    text = f"{abs(row.difference_ms):.2g} ms in {row.name}"
+    text = f"{two_digits(abs(row.difference_ms))} ms in {row.name}"
     if len(row.calls) == 1:
         return text
     ms = defaultdict[str, float](float)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, get_args
 
-from cl_train.system.tables import markdown_table
+from cl_train.system.tables import markdown_table, two_digits
 
 T = TypeVar("T")
 Outcome = Literal["kept", "lost", "restored", "created", "inherited", "ambiguous", "contiguous"]
@@ -197,8 +197,9 @@ class LayoutReport:
         ms = self._ms(calls)
         if ms is not None and self.step_ms:
             pct = 100 * ms / self.step_ms
-            return f"about {pct:.2g} % of the step ({ms:.2g} of {self.step_ms:.4g} ms)"
-        return f"{self._pct(calls):.2g} % of the step's bytes"
+            ms_of_step = f"{two_digits(ms)} of {self.step_ms:.4g} ms"
+            return f"about {two_digits(pct)} % of the step ({ms_of_step})"
+        return f"{two_digits(self._pct(calls))} % of the step's bytes"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values. "kept" and "contiguous" calls appear in the totals only."""

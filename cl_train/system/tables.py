@@ -19,6 +19,11 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]], header: Sequence[str] 
     write_text(path, text.getvalue())
 
 
+def two_digits(value: float) -> str:
+    """110 and 0.53, where `.2g` has 1.1e+02."""
+    return f"{float(f'{value:.2g}'):g}"
+
+
 def markdown_table(rows: list[dict[str, Any]]) -> str:
     """Rows with equal keys as a Markdown table with aligned columns; empty for no rows."""
     if not rows:

@@ -21,6 +21,7 @@ from cl_train.measure import audit as audit_module
 from cl_train.measure.audit import audit
 from cl_train.memory_format.layout_recorder import traits_of
 from cl_train.step.precision import Precision
+from cl_train.system.tables import two_digits
 from tests.ranks import group_of_one
 
 
@@ -322,3 +323,8 @@ def test_loops_are_guarded(loop, where, tmp_path):
     for name in ("contiguous", "contiguous gradient"):
         with pytest.raises(LayoutLost, match=where):
             loop(model_with(name), tmp_path)
+
+
+@pytest.mark.parametrize(("value", "text"), [(110.4, "110"), (0.534, "0.53"), (4.0, "4"), (0, "0")])
+def test_a_cost_has_no_exponent(value, text):
+    assert two_digits(value) == text
