@@ -127,7 +127,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
         summary[0] += f", {share_pct:.3f} % of {len(correct)} with a label are correct"
     if bad:
         summary.append(f"{len(bad)} left out: {first_reasons(bad)}")
-    if card.preprocessing and card.preprocessing.exif != settings.exif:
+    if card.preprocessing and card.preprocessing.exif not in (None, settings.exif):
         summary.append(f"the run had data.exif={card.preprocessing.exif}")
     if 0 < len(card.classes) < outputs_count:
         summary.append(f"the weights name {len(card.classes)} classes of {outputs_count} outputs")

@@ -61,7 +61,8 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 class EncodedImage:
     """An image of `height` x `width` with a checked header.
 
-    `needs_pillow`: simplejpeg is known not to decode it.
+    `size`: of what `decode` returns unless Pillow turns it. `needs_pillow`: simplejpeg is known not
+    to decode it.
     """
 
     def __init__(
@@ -88,16 +89,12 @@ class EncodedImage:
             self.width, self.height = self._with_pillow(lambda image: image.size)
         elif upright:
             self._turn = self.orientation()
+        size = self.height, self.width
+        self.size = size if self._turn < _TRANSPOSED else size[::-1]
         if not 0 < self.height * self.width <= MAX_PIXELS:
             raise BadImage(
                 f"{self.width} x {self.height} pixels, more than the limit of {MAX_PIXELS}"
             )
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of what `decode` returns, unless Pillow has to turn it."""
-        size = self.height, self.width
-        return size if self._turn < _TRANSPOSED else size[::-1]
 
     def decode(self, scratch: Pixels | None = None, reduction: int = 1) -> Pixels:
         """The pixels, uint8 [height, width, 3], of any strides, perhaps in the buffer `scratch`.
@@ -110,15 +107,10 @@ class EncodedImage:
             size = height * width * 3
             buffer = scratch[:size] if scratch is not None and scratch.size >= size else None
             # strict: libjpeg's warnings are errors too; then Pillow decodes
+            least = {"min_height": height, "min_width": width}
             with contextlib.suppress(Exception):
-                pixels: Pixels = simplejpeg.decode_jpeg(
-                    self._data,
-                    "RGB",
-                    min_height=height,
-                    min_width=width,
-                    buffer=buffer,
-                    strict=True,
-                )
+                decode = simplejpeg.decode_jpeg
+                pixels: Pixels = decode(self._data, "RGB", buffer=buffer, strict=True, **least)
                 return turned(pixels, self._turn)
             self.needs_pillow = True
         return self._with_pillow(partial(rgb, upright=self._upright))

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Preprocessing:
     interpolation: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    exif: str = "apply"  # files of before have none
+    exif: str | None = None  # published weights and older files leave it to the data
 
     @classmethod
     def of(cls, data: DataConfig) -> "Preprocessing":
@@ -50,15 +50,17 @@ class Preprocessing:
     def settings(self) -> dict[str, Any]:
         """The settings of `data` with which an evaluation has this preprocessing."""
         card = self.to_dict()
-        return {_SETTINGS.get(name, name): card[name] for name in _PREPROCESSING}
+        names = [name for name in _PREPROCESSING if name in card]
+        return {_SETTINGS.get(name, name): card[name] for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         lists = {"mean": list(self.mean), "std": list(self.std)}
-        return {"input_size": [3, self.crop, self.crop], **vars(self), **lists}
+        facts = {"input_size": [3, self.crop, self.crop], **vars(self), **lists}
+        return {name: value for name, value in facts.items() if value is not None}
 
     def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
         """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], as an evaluation does."""
-        upright = self.exif == "apply"
+        upright = self.exif != "ignore"
         pixels = rgb(image, upright=upright) if isinstance(image, Image.Image) else image
         rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         settings = DataConfig(**self.settings())
@@ -110,9 +112,10 @@ class ModelCard:
         readable = tuple(name for name in extensions if name.lower() in IMAGE_FORMATS)
         preprocessing = None
         with contextlib.suppress(ConfigError):
-            values["exif"] = values["exif"] or "apply"
-            data = {_SETTINGS.get(name, name): values[name] for name in _PREPROCESSING}
-            read = Preprocessing.of(from_mapping(DataConfig, data))
+            exif = values["exif"] or None
+            names = _PREPROCESSING if exif else _PREPROCESSING[:-1]
+            data = {_SETTINGS.get(name, name): values[name] for name in names}
+            read = replace(Preprocessing.of(from_mapping(DataConfig, data)), exif=exif)
             has_three_channels = len(read.mean) == len(read.std) == 3
             if has_three_channels and min(read.std) > 0 and read.resize >= read.crop:
                 preprocessing = read

@@ -346,7 +346,8 @@ def log_preprocessing(
     published = published_preprocessing(model, weights, entry)
     used = Preprocessing.of(data).settings()
     settings = published.settings() if published else used
-    other = {name: settings[name] for name in (names or used) if settings[name] != used[name]}
+    checked = {name: settings[name] for name in (names or used) if name in settings}
+    other = {name: value for name, value in checked.items() if value != used[name]}
     if other:
         shown = " ".join(f"data.{name}={show(value)}" for name, value in other.items())
         log.warning("weights=%s were published with other settings: %s", weights, shown)

@@ -4,6 +4,7 @@ import functools
 import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -20,6 +21,7 @@ from cl_train.data.decode import BadImage, EncodedImage
 from cl_train.data.prepare.resize import resize_folder
 from cl_train.data.transforms import ImageTransform
 from cl_train.models.card import ModelCard, Preprocessing
+from cl_train.models.sources import follow_published_preprocessing, log_preprocessing
 from cl_train.system.distributed import Dist
 from tests.data.image_folders import (
     CPU,
@@ -177,7 +179,7 @@ def test_a_model_knows_whether_its_photographs_were_upright():
     card = ModelCard(preprocessing=Preprocessing.of(DataConfig(image_size=32, exif="ignore")))
     assert ModelCard.read(card.to_dict()) == card
     before = {key: value for key, value in card.to_dict().items() if key != "exif"}
-    assert ModelCard.read(before).preprocessing.exif == "apply"
+    assert ModelCard.read(before).preprocessing == replace(card.preprocessing, exif=None)
     image = Image.open(io.BytesIO(turned(6)))
     applied = Preprocessing.of(DataConfig(image_size=32))
     assert applied(image).equal(applied(ImageOps.exif_transpose(image)))
@@ -187,6 +189,9 @@ def test_a_model_knows_whether_its_photographs_were_upright():
         is_published = name in ("imagenet", "shards")
         assert data.exif == ("ignore" if is_published else "apply")
         assert data.decode_scale == ("whole" if is_published else "auto")
+        # of published weights nobody knows it: the data decides; a run's is followed
+        assert follow_published_preprocessing(data, "resnet18", "DEFAULT", ()).exif == data.exif
+        assert not log_preprocessing(data, "resnet18", "DEFAULT", names=("exif",))
 
 
 def test_a_smaller_copy_keeps_the_orientation(photos, tmp_path):
