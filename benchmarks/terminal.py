@@ -76,14 +76,14 @@ def narrowed(line: str) -> str:
 
 
 def drawn(lines: list[str]) -> str:
-    """The lines as SVG; each appears half a second after the one before."""
+    """The lines as SVG; each appears a quarter of a second after the one before."""
     texts = []
     for number, line in enumerate(lines):
         short = line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
         colours = [COLOURS[start] for start in COLOURS if line.startswith(start)]
         fill = next(iter(colours), "#e6edf3")
         place = f'x="12" y="{LINE_PX * (number + 1.5):g}" fill="{fill}"'
-        delay = f'style="animation-delay: {number / 2:g}s"'
+        delay = f'style="animation-delay: {number / 4:g}s"'
         texts.append(f"<text {place} {delay}>{escape(short)}</text>")
     box = f"0 0 {WIDTH * 7.9 + 24:.0f} {LINE_PX * (len(lines) + 1)}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">'

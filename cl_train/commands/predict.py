@@ -7,9 +7,9 @@ predictions.
     cl-train predict weights=outputs/RUN entry=average data.root=D out=out.csv    the EMA
 
 Weights saved by cl_train carry what is needed: model, classes, preprocessing, layout. A line has
-the file of an image, its label if the folder that it is in is named like a class, and the five most
-probable classes. Damaged images are left out and named. Exit codes: 0 written; 1 no image can be
-read, or outputs are not finite; 2 wrong usage or unreadable weights.
+the file of an image below data.root, its label if the folder of the image is named like a class,
+and the five most probable classes, or the `error` of a damaged one. Exit codes: 0 written; 1 no
+image can be read, or outputs are not finite; 2 wrong usage or unreadable weights.
 """
 
 import sys
@@ -117,7 +117,13 @@ def predict(settings: PredictSettings, file: Path) -> str:
     if not rows:
         raise BadImageError(f"none of the {len(bad)} images could be decoded: {first_reasons(bad)}")
     files = [data.validation_name(index) for index in data.validation_indices()]
-    write_csv(file, [{"file": name} | row for name, row in zip(files, rows, strict=True)])
+    table = [{"file": name, **row, "error": ""} for name, row in zip(files, rows, strict=True)]
+    empty = dict.fromkeys(table[0], "")
+    table += [empty | {"file": name, "error": reason} for name, reason in bad.items()]
+    for row in table:  # the table stays true where the folder is moved
+        if Path(row["file"]).is_relative_to(settings.root):
+            row["file"] = str(Path(row["file"]).relative_to(settings.root))
+    write_csv(file, table)
     data.close()
 
     summary = [f"{len(rows)} images"]
