@@ -28,8 +28,8 @@ def matched_all(own: Sequence[str], known: Sequence[str], what: str) -> list[int
     places = matched(own, known)
     if others := [name for name, place in zip(own, places, strict=True) if place < 0]:
         raise ConfigError(
-            f"{what} has {len(known)} classes ({listed(known)}), and the data {len(others)} others:"
-            f" {listed(others)}; leave those out, or classify without labels: cl-train predict"
+            f"{what} has {len(known)} classes ({listed(known)}), and not these of the data:"
+            f" {listed(others)}; leave them out, or classify without labels: cl-train predict"
         )
     return places
 

@@ -253,7 +253,7 @@ def load_weights_file(
         _take_rows(model, weights, new_head, places)
         taken, names = sum(place >= 0 for place in places), listed(known)
         what = f"{taken} of {len(places)} classes are among those of the file ({names})"
-        log.info("weights=%s: new classifier, but for equal names: %s", path, what)
+        log.info("weights=%s: %s: the classifier is new, but for their rows", path, what)
     elif new_head:
         names = ", ".join(sorted(new_head))
         log.info("weights=%s: new classifier, the number of classes differs (%s)", path, names)

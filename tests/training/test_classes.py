@@ -46,7 +46,7 @@ def test_an_evaluation_on_fewer_classes_scores_by_name(source, run, train, image
     assert done.summary["val"]["images"] == images == 14
     assert correct > 0 and done.summary["val"]["top1"] == pytest.approx(100 * correct / images)
     other = links(tmp_path / "other", image_folder, {n: "red" for n in ("Red", "green", "x")})
-    with pytest.raises(ConfigError, match=r"3 classes \(blue, green, red\).* 2 others: Red, x"):
+    with pytest.raises(ConfigError, match=r"3 classes \(blue, green, red\).* of the data: Red, x;"):
         train(*words, f"data.root={other}")
 
 
