@@ -49,7 +49,7 @@ def write_report(
     np.add.at(counts, tuple(rows[:, :2].astype(int).T), 1)
     folder, classes = run_folder / "report", per_class(rows, counts, names)
     evaluated = datetime.now().astimezone().isoformat(" ", "minutes")
-    about = f"{facts.model}, run {run_folder}; {split}; evaluated {evaluated}"
+    about = f"{facts.model}, run {'/'.join(run_folder.parts[-2:])}; {split}; evaluated {evaluated}"
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     try:
         refuse_link(folder).mkdir(exist_ok=True)

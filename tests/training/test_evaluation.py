@@ -131,7 +131,7 @@ def check_report(run, images):
     content = json.loads(page.split('id="data">')[1].split("</script>")[0])
     figures = content["figures"]
     assert (content["images"], content["wrong"]) == (len(figures), images - correct)
-    for word in (run.summary["model"], str(run.folder), run.summary["started"][:10], "val of "):
+    for word in (run.summary["model"], run.folder.name, run.summary["started"][:10], "val of "):
         assert word in content["about"]
     assert [row["class"] for row in content["table"]] == [row["class"] for row in classes]
     assert content["images"] == images
