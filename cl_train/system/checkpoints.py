@@ -14,8 +14,9 @@ import shutil
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,13 @@ class CheckpointStore:
         if step in self._unwritten:
             self._best = step
             return
-        try:
+        with self._told():
             self._link_best(self._path(step))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             log.warning("%s was not written: %s", self.folder / "best.pt", error)
 
@@ -210,10 +216,11 @@ class CheckpointStore:
             for path in self.folder.glob(".*.pt.tmp-*"):
                 path.unlink()
 
-            if self._to_take is not None:
-                self._take_best(*self._to_take)
-                self._to_take = None
             write(self._path(step), self._unwritten[step])
+            if self._to_take is not None:
+                to_take, self._to_take = self._to_take, None
+                with self._told():
+                    self._take_best(*to_take)
             if step == self._best:
                 self._link_best(self._path(step))
             paths = self._steps()

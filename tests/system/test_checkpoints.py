@@ -163,6 +163,19 @@ def test_a_run_that_goes_back_deletes_the_checkpoints_of_the_way_that_it_left(tm
     assert newest(store) == ("step-00000018.pt", 0)
 
 
+def test_a_best_checkpoint_that_cannot_be_taken_keeps_no_other_from_being_written(
+    tmp_path, monkeypatch, caplog
+):
+    first = CheckpointStore(tmp_path / "first")
+    save_step(first, small_state() | {"progress": {"step": 1}}, 1, best=True)
+    store = CheckpointStore(tmp_path / "second")
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM))
+    monkeypatch.setattr(checkpoints.shutil, "copyfile", refusing(errno.ENOSPC))
+    store.take_best(first.folder / "step-00000001.pt", 1, 1)
+    save_step(store, small_state(), 2)
+    assert os.listdir(store.folder) == ["step-00000002.pt"] and "best.pt was not" in caplog.text
+
+
 def test_an_unreadable_folder_is_not_an_empty_one(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "listdir", refusing(errno.EACCES))
     monkeypatch.setattr(os, "scandir", refusing(errno.EACCES))
