@@ -5,8 +5,8 @@ perhaps without its suffix; `label`; perhaps `split`. All bad rows are reported 
 """
 
 import csv
-import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from cl_train.data.images import (
     packed,
     split_of,
     stored,
+    unreadable,
 )
 from cl_train.errors import ConfigError
 
@@ -128,6 +129,8 @@ class _Images:
             names = set(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
             return set()
+        except OSError as error:
+            unreadable(error)
         self.folders.append(path)
         return names
 
@@ -161,7 +164,9 @@ def _rows(
 def _cells(table: str, *, needs_label: bool) -> Iterator[tuple[int, str, str, str]]:
     """Line, image, label and split of each row. Raises ConfigError."""
     try:
-        with open(table, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        with open(
+            os.path.expanduser(table), newline="", encoding="utf-8-sig", errors="surrogateescape"
+        ) as file:
             header = file.readline()
             file.seek(0)
             reader = csv.reader(file, delimiter=_delimiter(header), strict=True)
@@ -175,7 +180,7 @@ def _cells(table: str, *, needs_label: bool) -> Iterator[tuple[int, str, str, st
             for row in reader:
                 cells = dict(zip(names, map(str.strip, row), strict=False))
                 if any(cells.values()):
-                    split = cells.get("split", "") if "split" in names else "train"
+                    split = cells.get("split", "").lower() if "split" in names else "train"
                     yield reader.line_num, cells.get(image, ""), cells.get("label", ""), split
     except csv.Error as error:
         raise ConfigError(f"{table}: line {reader.line_num}: {error}") from None
@@ -192,13 +197,8 @@ def _delimiter(header: str) -> str:
 
 def _sorted(labels: set[str]) -> list[str]:
     """As numbers if all are."""
-    try:
-        numbers = {label: float(label) for label in labels}
-    except ValueError:
-        return sorted(labels)
-    if not all(map(math.isfinite, numbers.values())):
-        return sorted(labels)
-    return sorted(labels, key=lambda label: (numbers[label], label))
+    are_numbers = all(re.fullmatch(r"[-+]?\d*\.?\d+", label) for label in labels)
+    return sorted(labels, key=lambda label: (float(label) if are_numbers else 0, label))
 
 
 def _refuse(table: str, problems: list[str], images: _Images) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,13 +76,13 @@ def test_the_images_their_order_and_their_batches_are_those_of_a_folder(root, he
 
 def test_a_split_column_or_a_fraction(root):
     both = rows_of(root, "train", "{path},{label},{split}", "path,label,split")
-    both += rows_of(root, "val", "{path},{label},valid", "").lstrip()
+    both += rows_of(root, "val", "{path},{label},Valid", "").lstrip()
     csv = table(root, both + "train/class_0/0000.jpg,class_0,train\n")
     source = listed(root, csv=csv)
     assert (len(source.train), len(source.val)) == (10, 4)
     assert source.notes == (f"1 rows of '{csv}' repeat others",)
     assert len(listed(root, csv=csv, training=False).train) == 4
-    csv = table(root, both.replace("class_1,valid", "class_1,test"))
+    csv = table(root, both.replace("class_1,Valid", "class_1,test"))
     source = listed(root, csv=csv)
     assert len(source.val) == 2 and "2 rows of other splits" in source.notes[0]
     assert source.val.labels.tolist() == [0, 0]
@@ -159,6 +160,16 @@ def test_no_file_and_settings_that_need_another(root):
     ):
         with pytest.raises(ConfigError, match=problem):
             checked_config({"data": data})
+
+
+def test_a_folder_that_cannot_be_read_is_named(root, monkeypatch):
+    refusal = Mock(
+        side_effect=PermissionError(13, "Permission denied", str(root / "train/class_0"))
+    )
+    csv = table(root, f"path,label\n{A},cat\n")
+    monkeypatch.setattr(os, "listdir", refusal)
+    with pytest.raises(ConfigError, match=r"class_0' cannot be read: Permission denied"):
+        listed(root, csv=csv, val_csv=csv)
 
 
 def test_a_large_list_is_stored_until_the_file_or_a_folder_changes(root, monkeypatch):
