@@ -35,7 +35,7 @@ Record = dict[str, Any]  # of all of them
 
 
 def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> Record:
-    """What operators, by shell patterns of names, keep, lose and compute wrong.
+    """What operators, by patterns of names, keep, lose and compute wrong.
 
     Raises ConfigError: no operator matches; the operator database needs a package.
     """
@@ -57,7 +57,7 @@ def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> 
 
 
 def _shown_by(text: str, what: str) -> str:
-    """The line of a program's output that begins like `what`, or how the program ends."""
+    """The line of a program's output that begins like `what`, or how it ends."""
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     start, lines = what.partition(":")[0], (ran.stdout + ran.stderr).splitlines()
     shown = [line for line in lines if line.startswith(start)]
@@ -68,7 +68,7 @@ def _rows(
     device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int = 0
 ) -> Iterator[Row]:
     """Of a child; where an operator crashes, of another one from the next operator on."""
-    # A fork knows what the caller has replaced in torch, but CUDA does not survive it.
+    # A fork knows what the caller replaced in torch; CUDA does not survive it.
     context: Any = multiprocessing.get_context("spawn" if device.type == "cuda" else "fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_examine_all, args=(sender, device, dtype, patterns, start))
@@ -82,7 +82,7 @@ def _rows(
                 yield row
     child.join()
     if child.exitcode and not row:
-        raise RuntimeError(f"torch's operator database ended with {child.exitcode}")
+        raise RuntimeError(f"the operator database ended with {child.exitcode}")
     if child.exitcode:
         counts = {"draws": 1, "faults": 1, "output": {}, "gradient": {}}
         yield {**row, **counts, "worst": {**row, "what": f"ended with {child.exitcode}"}}
@@ -182,7 +182,7 @@ def _examine_all(
             call = (sample.input, *sample.args), sample.kwargs
             if any(classify(one) in ("contiguous", "channels_last") for one in tensors_in(call)):
                 rows.send({**facts, "draw": draw})
-                fault = _fault(op, call, dtype, layouts)
+                fault = _fault(op, call, layouts)
                 draws += fault is not None
                 if fault and fault[0] > 1:
                     faults.append((*fault, draw))
@@ -193,16 +193,10 @@ def _examine_all(
         rows.send(row)
 
 
-def _fault(
-    op: Any, call: Any, dtype: torch.dtype, layouts: dict[str, Counter[str]]
-) -> tuple[float, str] | None:
+def _fault(op: Any, call: Any, layouts: dict[str, Counter[str]]) -> tuple[float, str] | None:
     """The largest error in multiples of its limit, in words; None: contiguous fails, too."""
 
     contiguous = partial(results, op, in_channels_last=False)
-
-    def in_fp32(call: Any) -> dict[str, torch.Tensor]:
-        return contiguous(tree_map(lambda v: torch.float32 if v is dtype else v, call))
-
     with suppress(Exception):  # of contiguous inputs
         contiguous(call)
         try:
@@ -213,14 +207,14 @@ def _fault(
             if tensor.dim() in CHANNELS_LAST_BY_DIM:
                 layouts[name.split()[0]][classify(tensor)] += 1
         errors = compare_results(
-            lambda values: found if values is call else contiguous(values), in_fp32, call
+            lambda values: found if values is call else contiguous(values), call
         )
         worst = max(errors, key=errors.__getitem__, default="")
         error, relative = errors.get(worst, (0.0, 0.0))
         if error > 1:
-            # A random operator gives something else with other numbers, too.
+            # A random operator differs with other numbers, too.
             others = compare_results(
-                lambda values: contiguous(values, seed=int(values is call)), in_fp32, call
+                lambda values: contiguous(values, seed=int(values is call)), call
             )
             if max(others.values())[0] <= 1:
                 return error, f"{worst}: relative error {relative:.2g}, {error:.2g} of the limit"
@@ -260,7 +254,7 @@ def _losses(orders: dict[str, int]) -> str:
 
 
 def _table(names: Sequence[str], rows: dict[Any, list[str]], count: int) -> str:
-    """Rows that are alike in several records are one."""
+    """Rows alike in several records are one."""
     return markdown_table(
         [
             dict(zip(names, row, strict=True))

@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from cl_train.memory_format.audit_report import Origin
 from cl_train.memory_format.operator_recorder import (
@@ -163,15 +164,15 @@ Limit = Callable[[Any, torch.Tensor, torch.Tensor], float]
 Errors = dict[Any, tuple[float, float]]  # of each result: in multiples of its limit, and relative
 
 
-def compare_results(run: Run, exact: Run, call: Values) -> Errors:
-    """Of `run` on `call` and on contiguous copies; `exact` takes 16 bits in fp32."""
+def compare_results(run: Run, call: Values) -> Errors:
+    """Of `run` on `call` and on contiguous copies."""
     contiguous = copied(call, torch.Tensor.contiguous)
     found, expected = run(call), run(contiguous)
     tensors = tensors_in((call, expected))
     if dtypes := _16_BIT & {tensor.dtype for tensor in tensors}:
         dtype = max(dtypes, key=lambda one: torch.finfo(one).eps)
-        true = exact(copied(contiguous, _in_fp32))
-        return compared(found, expected, true, partial(limit_by_exact, dtype=dtype))
+        exact = run(tree_map(_in_fp32, contiguous))
+        return compared(found, expected, exact, partial(limit_by_exact, dtype=dtype))
     generator = torch.Generator().manual_seed(_SEED)
     shaken = run(copied(contiguous, partial(_shaken, generator=generator)))
     longest = max(tensor.numel() for tensor in tensors)
@@ -191,17 +192,13 @@ def _errors(function: Any, call: Values) -> Errors:
         return compared(found, expected, expected, partial(limit_by_shaken, longest=1))
     generator = torch.Generator().manual_seed(_SEED)
     values = copied(call, partial(_without_constants, generator=generator))
-    return compare_results(run, partial(run, of_argument=_dtype_in_fp32), values)
+    return compare_results(run, values)
 
 
-def _results(
-    function: Any, call: Values, of_argument: Callable[[Any], Any] = lambda value: value
-) -> Results:
+def _results(function: Any, call: Values) -> Results:
     """The tensors that a call returns or writes; its arguments stay as they are."""
     written = _written_arguments(function)
     args, kwargs = copied(call, same_strides) if written else call
-    args = [of_argument(value) for value in args]
-    kwargs = {name: of_argument(value) for name, value in kwargs.items()}
     if torch.Tag.nondeterministic_seeded in function.tags:
         torch.manual_seed(_SEED)
     results = tensors_in(function(*args, **kwargs))
@@ -334,9 +331,8 @@ def _shaken(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return tensor * (1 + 4 * _epsilon(tensor) * noise.to(tensor.device))
 
 
-def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _16_BIT else tensor
-
-
-def _dtype_in_fp32(value: Any) -> Any:
+def _in_fp32(value: Any) -> Any:
+    """A tensor, or the dtype that a call asks for."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in _16_BIT else value
     return torch.float32 if isinstance(value, torch.dtype) and value in _16_BIT else value

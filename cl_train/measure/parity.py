@@ -48,9 +48,7 @@ class ParityReport:
     passed: bool | None  # None: inconclusive, for the reason in `note`
     precision: str
     batch: str  # what the model ran on, such as "[4, 3, 224, 224]"
-    # The operator with its module and line, the module whose input agrees and whose output does
-    # not, or an error's text.
-    first_divergence: str | None = None
+    first_divergence: str | None = None  # an operator or code, and its module, or an error's text
     worst: str | None = None  # what is nearest to its limit, or above it
     failed: list[str] = field(default_factory=list)
     note: str = ""
