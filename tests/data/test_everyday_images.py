@@ -18,6 +18,7 @@ from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import user_dataset
 from cl_train.data.build import images_of_folder
 from cl_train.data.decode import BadImage, EncodedImage
+from cl_train.data.prepare.folders import verify
 from cl_train.data.prepare.resize import resize_folder
 from cl_train.data.transforms import ImageTransform
 from cl_train.models.card import ModelCard, Preprocessing
@@ -285,7 +286,7 @@ def test_odd_pixels_are_right_or_refused_never_black(name, tmp_path):
         pixels = image.decode()
         for pixel, wanted in zip((pixels[0, 0], pixels[-1, -1]), expected, strict=True):
             assert pixel.tolist() == np.broadcast_to(wanted, 3).tolist()
-    # training, which reads the same way, and prediction agree with it
+    # training, which reads the same way, prediction and the check of a folder agree with it
     (tmp_path / "train/a").mkdir(parents=True)
     for number in range(4):
         (tmp_path / f"train/a/{number}.png").write_bytes(data)
@@ -298,3 +299,7 @@ def test_odd_pixels_are_right_or_refused_never_black(name, tmp_path):
     for data in (seen, folder):
         list(data.val_loader.batches())
         assert len(data.bad_images.reasons) == 4 * isinstance(expected, str)
+    problems = verify(tmp_path, deep=True, expect="any", extensions=extensions, workers=1)[1]
+    is_bad = isinstance(expected, str)
+    assert sum("bits per pixel" in problem for problem in problems) == 2 * is_bad
+    assert bool(problems) == is_bad
