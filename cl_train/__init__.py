@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cl_train.memory_format.layout import classify as classify
     from cl_train.models.load import load_model as load_model
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = {
     "DevicePrefetcher": "cl_train.data.device",
