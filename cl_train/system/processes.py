@@ -200,7 +200,10 @@ class MachineLoad:
         pid = os.getpid()
         of_threads_s = lost_s(pid) + throttled_s() - self._throttled_before_s
         of_children_s = max((lost_s(child) for child in cpu_ticks(pid).keys() - {pid}), default=0.0)
-        return 100 * of_threads_s / max(elapsed_s, 1e-9), 100 * of_children_s / max(elapsed_s, 1e-9)
+        of_threads, of_children = (
+            min(100.0, 100 * lost / max(elapsed_s, 1e-9)) for lost in (of_threads_s, of_children_s)
+        )
+        return of_threads, of_children
 
     def _clocks(self) -> tuple[float, float, float] | None:
         """Seconds: now, of the busy cores, and of this process's own work; None except on Linux."""

@@ -32,6 +32,7 @@ from cl_train.training.evaluation import outputs
 from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.models.test_facts import ComputesWithValues
 from tests.networks import small
+from tests.processes import wait_until
 
 FP32 = BY_NAME["fp32"]
 CUDNN = torch.backends.cudnn
@@ -168,8 +169,8 @@ def test_a_run_asks_between_its_first_and_its_last_step(train, nvidia_smi, monke
     def noted(meter, *arguments, **words):
         tick(meter, *arguments, **words)
         steps.append(time.time())
-        while len(steps) == 8 and (not times.exists() or len(times.read_text().split()) < 2):
-            time.sleep(0.01)  # it was started two steps before
+        if len(steps) == 8:  # it was started two steps before
+            wait_until(lambda: times.exists() and len(times.read_text().split()) == 2)
 
     monkeypatch.setattr(active_run.ThroughputMeter, "tick", noted)
     run = train("log_to=[]", "epochs=1", "log_every=2", "batch_size=8", "warmup_steps=4")
