@@ -51,7 +51,7 @@ def end(*_):  # as long as the program saves
     os._exit(143)
 if model == "vgg16" and not mended:  # like the program, it locks its folder and needs time to end
     lock = open(folder / ".lock", "a")
-    fcntl.lockf(lock, fcntl.LOCK_EX)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     signal.signal(signal.SIGTERM, end)
     (folder / "ready").touch()
     time.sleep(10_000)
