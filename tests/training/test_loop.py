@@ -318,7 +318,7 @@ def test_bad_images_are_counted_in_percent_and_named_once(train, tmp_path):
     words = ("data.on_bad_image=skip", "batch_size=8", "epochs=3", f"data.root={images}")
     at_most = (*words, "data.max_bad_images=7.7%")  # 9 of 117
     train(*at_most, "max_steps=13", folder=folder)
-    done = train(*at_most, "resume=auto", folder=folder)
+    done = train(*at_most, "max_steps=14", "resume=auto", folder=folder)
     assert done.log.count("9 of 117 images are bad (7.7 %)") == 1
     with (folder / "bad_images.csv").open(newline="") as file:
         reasons = {Path(row["file"]).name: row["reason"] for row in csv.DictReader(file)}
