@@ -63,10 +63,10 @@ def audit(
     # What was made in inference mode cannot be saved for a backward pass.
     batch = map_tensors(lambda value: value.clone() if value.is_inference() else value, batch)
     images = _first_images(batch)
-    if isinstance(precision, str):
-        precision = resolve_precision(precision, images.device)
-    loss = loss or (lambda result: mean_square(output_tensors(result, output)))
     device = images.device
+    if isinstance(precision, str):
+        precision = resolve_precision(precision, device)
+    loss = loss or (lambda result: mean_square(output_tensors(result, output)))
 
     def step() -> None:
         scalar = _scalar(model, batch, precision, device, loss if backward else None)
@@ -82,14 +82,14 @@ def audit(
             refuse_known_crash(model, batch)
         with recording(report):
             step()
+        settings = StepSettings(precision)
         if measure:
-            with measurement_state(StepSettings(precision), device):
+            with measurement_state(settings, device):
                 _add_times(report, step, device)
         is_trained = any(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad(set_to_none=True)
         if time:
-            mode, settings = "train" if is_trained else "infer", StepSettings(precision)
-            shape = tuple(images.shape[1:])
+            shape, mode = tuple(images.shape[1:]), "train" if is_trained else "infer"
             workload = Workload(images_of(batch), shape, settings, device, mode, batch, loss)
             report.times = time_operators(model, workload, time_limit_s)
             report.times.charge(report.inherited())

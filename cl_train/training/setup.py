@@ -153,9 +153,6 @@ def set_up(
     data = open_data(cfg, dist, stack, training=training)
     plan = Plan.of(cfg, data.train_images, dist.world_size)
 
-    if training and cfg.ema_decay and cfg.ema_every > plan.last_step and dist.is_main:
-        log.warning("ema_every=%d is never due: the average is the initial model", cfg.ema_every)
-
     # 3. The model, and its optimizer and step.
     weights = class_weights(cfg, data) if training else ()
     step = step_settings(cfg, precision, dist, weights)
@@ -178,9 +175,7 @@ def set_up(
         progress = starting_point(checkpoints, plan, folder)
     else:
         progress = evaluated_progress(checkpoints, cfg.resume)
-    saves = training and handles_signals() and signals.ends_process
-    hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if saves else ""
-    log.info("run folder: %s%s", folder, hint)
+    announce_folder(folder, saves=training and handles_signals() and signals.ends_process)
 
     # 5. Its records.
     trackers = Trackers(cfg.log_to if dist.is_main else ())
@@ -191,6 +186,12 @@ def set_up(
     return ActiveRun(
         dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress
     )
+
+
+def announce_folder(folder: Path, *, saves: bool) -> None:
+    """saves: the process has a handler for SIGUSR1."""
+    hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if saves else ""
+    log.info("run folder: %s%s", folder, hint)
 
 
 def record_failure(
@@ -374,3 +375,5 @@ def announce_work(data: Data, plan: Plan, state: TrainState, *, training: bool) 
     if plan.last_step < steps * cfg.epochs:  # max_steps
         length = f"the first {plan.last_step} steps of {length}"
     log.info("%s, %d images per step%s", length, images_per_step, dropped)
+    if cfg.ema_decay and cfg.ema_every > plan.last_step:
+        log.warning("ema_every=%d is never due: the average is the initial model", cfg.ema_every)
