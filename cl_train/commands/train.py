@@ -45,7 +45,7 @@ from cl_train.system.processes import read_launch
 from cl_train.system.torch_state import own_torch_state
 
 if TYPE_CHECKING:
-    from cl_train.system.run_folder import RunResult
+    from cl_train.training.records import RunResult
 
 USAGE = "cl-train train [-m] [group=choice] [key=value ...]"
 _train_lock = threading.Lock()  # a run sets switches of the whole process: kernels, seeds, signals

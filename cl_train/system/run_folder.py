@@ -247,30 +247,6 @@ def finite_or_null(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """What `cl_train.train` returns."""
-
-    folder: Path
-    summary: dict[str, Any]  # the content of summary.json
-    exit_code: int  # 0, or 128 + n if signal n stopped the run
-
-    @property
-    def history(self) -> list[Record]:
-        """The records of metrics.jsonl: a window per log line, and the evaluations."""
-        return read_records(self.folder)[0]
-
-    @property
-    def top1(self) -> float | None:
-        """Percent of the validation images; None without an evaluation."""
-        return (self.summary["val"] or {}).get("top1")
-
-    @property
-    def images_per_s(self) -> float | None:
-        """The median over the windows that count, with loading; None if nothing was trained."""
-        return (self.summary["images_per_s"]["end_to_end"] or {}).get("median")
-
-
 # --- read back ------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from cl_train.errors import TrainingFault
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import gather_objects, max_over_ranks, on_main
 from cl_train.system.files import continues
-from cl_train.system.run_folder import BAD_IMAGES, RunResult
+from cl_train.system.run_folder import BAD_IMAGES
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
 from cl_train.training.console import closing_lines, duration, profile, progress_bar
@@ -26,6 +26,7 @@ from cl_train.training.evaluation import (
     evaluate_model,
     score_of,
 )
+from cl_train.training.records import RunResult
 from cl_train.training.report import write_report
 from cl_train.training.setup import opened_run
 

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,30 @@ from cl_train.system.tables import write_csv
 from cl_train.training.evaluation import score_of
 from cl_train.training.plan import Progress
 from cl_train.training.trackers import SHOWN, Trackers
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What `cl_train.train` returns."""
+
+    folder: Path
+    summary: dict[str, Any]  # the content of summary.json
+    exit_code: int  # 0, or 128 + n if signal n stopped the run
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of metrics.jsonl: a window per log line, and the evaluations."""
+        return read_records(self.folder)[0]
+
+    @property
+    def top1(self) -> float | None:
+        """Percent of the validation images; None without an evaluation."""
+        return (self.summary["val"] or {}).get("top1")
+
+    @property
+    def images_per_s(self) -> float | None:
+        """The median over the windows that count, with loading; None if nothing was trained."""
+        return (self.summary["images_per_s"]["end_to_end"] or {}).get("median")
 
 
 class Records:
