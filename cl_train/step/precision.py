@@ -1,7 +1,7 @@
 """The dtype of each part of a step, fp32 master weights, and their moving average."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -80,18 +80,27 @@ def _fast_formats(device: torch.device) -> list[str]:
 
 @cache
 def bf16_is_faster_on_cpu() -> bool:
-    """Times a matrix product in fp32 and bf16, 40 ms, once per process: the names of a CPU's
-    instructions do not tell. With AMX bf16 was four times as fast as fp32; the same generation of
-    CPUs with AVX512-BF16 alone needed twice the time, and others emulate bf16.
+    """Times a matrix product and a convolution in fp32 and bf16, once per process, about 0.1 s: the
+    names of a CPU's instructions do not tell. With AMX bf16 was four times as fast as fp32; the
+    same generation of CPUs with AVX512-BF16 alone needed twice the time, others emulate bf16, and
+    without AVX-512 oneDNN has no convolution in it.
     """
-    fp32 = torch.rand(2, 512, 512, generator=torch.Generator().manual_seed(0))
-    products = [partial(torch.matmul, *values) for values in (fp32, fp32.bfloat16())]
+    values = torch.rand(2, 512, 512, generator=torch.Generator().manual_seed(0))
+    images, weights = values.view(8, 64, 32, 32), values[0, :72].reshape(64, 64, 3, 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the time of one thread excludes what other processes take
     try:
-        rounds = [[thread_s(product) for product in products] for _ in range(8)]
+        return _is_faster_in_bf16(torch.matmul, *values) and _is_faster_in_bf16(
+            torch.conv2d, images, weights
+        )
     finally:
         torch.set_num_threads(threads)
+
+
+def _is_faster_in_bf16(function: Callable[..., object], *values: torch.Tensor) -> bool:
+    narrow = [tensor.bfloat16() for tensor in values]
+    variants = partial(function, *values), partial(function, *narrow)
+    rounds = [[thread_s(variant) for variant in variants] for _ in range(8)]
     fp32_s, bf16_s = map(min, zip(*rounds, strict=True))
     return bf16_s < 0.8 * fp32_s
 

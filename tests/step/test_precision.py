@@ -28,10 +28,16 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted():
     assert resolve_precision("fp32", CPU) is BY_NAME["fp32"]
 
 
-@pytest.mark.parametrize("bf16_s, expected", [(0.25, "bf16"), (0.9, "fp32"), (2.0, "fp32")])
-def test_auto_is_bf16_on_a_cpu_only_where_a_product_is_faster(bf16_s, expected, monkeypatch):
-    def planted_s(product):
-        return bf16_s if product().dtype == torch.bfloat16 else 1.0
+@pytest.mark.parametrize(
+    ("product_s", "convolution_s", "expected"),
+    [(0.25, 0.25, "bf16"), (0.9, 0.25, "fp32"), (2.0, 2.0, "fp32"), (0.25, 2.0, "fp32")],
+)
+def test_auto_is_bf16_on_a_cpu_only_where_products_and_convolutions_are_faster(
+    product_s, convolution_s, expected, monkeypatch
+):
+    def planted_s(work):
+        of_bf16 = {torch.matmul: product_s, torch.conv2d: convolution_s}
+        return of_bf16[work.func] if work().dtype == torch.bfloat16 else 1.0
 
     monkeypatch.setattr(precision_module, "thread_s", planted_s)
     uncached = precision_module.bf16_is_faster_on_cpu.__wrapped__
