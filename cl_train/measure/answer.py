@@ -38,7 +38,7 @@ class Answer:
 def right_text(parity: Mapping[str, Parity], same_outputs: str = "") -> str:
     """`parity`: by what was compared, a layout or a model."""
     parts = [f"{name}: {found.text}" for name, found in parity.items() if found.passed is not True]
-    agreed = "not checked (parity=false)" if not parity else "both layouts compute the same"
+    agreed = "not checked" if not parity else "both layouts compute the same"
     return "; ".join(filter(None, [", ".join(parts) or agreed, same_outputs]))
 
 
@@ -78,8 +78,9 @@ def do_text(
     """
     last = done.speeds[-1]
     size = f"data.image_size={words['data.image_size']}"
-    if any(found.passed is False for found in parity.values()):
-        return f"cl-train compare parity=true model={words['model']} {size}"
+    if wrong := [name for name, found in parity.items() if found.passed is False]:
+        model = wrong[0] if words.get("compare_by") == "model" else words["model"]
+        return f"cl-train compare parity=true model={model} {size}"
     if last.verdict == "not_comparable":
         return "measure again on a quiet machine, or with OMP_NUM_THREADS=1"
     if to_decide:

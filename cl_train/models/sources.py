@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -129,6 +129,15 @@ def build_model(
     return model
 
 
+def _takes_by_name(function: Callable[..., Any], name: str) -> bool:
+    """Also where it is not known, as of some types written in C."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return True
+    return any(each.name == name or each.kind == each.VAR_KEYWORD for each in parameters)
+
+
 def _built(
     name: str,
     num_classes: int,
@@ -141,8 +150,7 @@ def _built(
     options: dict[str, Any] = {} if drop_path is None else {rate: drop_path}
     if is_own:
         function = user_function("model", name)
-        parameters = inspect.signature(function).parameters.values()
-        if any(each.name == "num_classes" or each.kind == each.VAR_KEYWORD for each in parameters):
+        if _takes_by_name(function, "num_classes"):
             return function(num_classes=num_classes, **options)
         return function(num_classes, **options)
     if weights is not None and not is_timm:

@@ -116,7 +116,7 @@ def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
     assert "planted" in result["answer"]["because"] and result["speeds"]
 
 
-def test_two_models_are_timed_in_turns_and_told_whether_they_compute_the_same():
+def test_two_models_are_timed_in_turns_and_told_whether_they_compute_the_same(monkeypatch):
     before_after = {"compare_by": "model", "parity": "auto"}
     [result] = run_suite(settings(model=[COPYING, SMALL], **before_after))["results"]
     assert [speed["layout"] for speed in result["speeds"]] == [COPYING, SMALL]
@@ -130,6 +130,10 @@ def test_two_models_are_timed_in_turns_and_told_whether_they_compute_the_same():
     for other, said in ((DOUBLED, "computes something else"), (DROPOUT, "differ in name or shape")):
         [result] = run_suite(settings(model=[SMALL, other], **before_after))["results"]
         assert said in result["answer"]["right"]
+    parities = iter([Parity(True), Parity(False, "planted")])
+    monkeypatch.setattr(suite, "parity_before_use", lambda *args: next(parities))
+    [result] = run_suite(settings(model=[SMALL, COPYING], **before_after))["results"]
+    assert result["answer"]["do"].startswith(f"cl-train compare parity=true model={COPYING} ")
     with pytest.raises(ConfigError, match="two or more models"):
         run_suite(settings(**before_after))
 
