@@ -255,7 +255,6 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
         for one in variants:
             timed.append(TimedStep(one.model, one.layout, workload, facts.get(one.model)))
             facts[one.model] = timed[-1].facts
-        by_itself_pct = timed[0].by_itself_pct()
         for step in timed:
             step.warm_up()
         # All eager work comes before the recordings, whose memory it could not use.
@@ -292,7 +291,7 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
             gpu=gpu,
             rounds_left_out=len(done) - len(counted),
             lost_pct=counted.lost_pct,
-            by_itself_pct=by_itself_pct,
+            by_itself_pct=timed[0].by_itself_pct,
         )
 
 

@@ -117,6 +117,9 @@ class TimedStep:
             if settings.compile:
                 self._called = compiled(self.model)
 
+        # Of the images that convolutions compute, those in channels_last though the model was given
+        # contiguous; None: it was not, it is compiled, or it has not run.
+        self.by_itself_pct: float | None = None
         self._steps = 0
         self.step: Callable[[], object] = self.eager_step
         self._recorder = Recorder(device) if settings.cuda_graph else None
@@ -183,21 +186,17 @@ class TimedStep:
         parts.update_average(self._steps)
 
     def warm_up(self) -> None:
-        """Run eager steps, which select kernels, compile and create the optimizer's state."""
-        with self._on_recorders_stream():
-            for _ in range(WARM_UP_STEPS):
-                self.eager_step()
-
-    def by_itself_pct(self) -> float | None:
-        """Of the images that convolutions compute in an eager step, those in channels_last though
-        the model was given contiguous; None: it was not, or it is compiled.
+        """Run eager steps, which select kernels, compile and create the optimizer's state; in the
+        first one of a contiguous model `by_itself_pct` is counted.
         """
-        if self.layout.is_channels_last or self.workload.settings.compile:
-            return None
         images = _ConvolvedImages()
-        with self._on_recorders_stream(), images:
-            self.eager_step()
-        return images.channels_last_pct
+        is_counted = not (self.layout.is_channels_last or self.workload.settings.compile)
+        with self._on_recorders_stream():
+            with images if is_counted else nullcontext():
+                self.eager_step()
+            for _ in range(WARM_UP_STEPS - 1):
+                self.eager_step()
+        self.by_itself_pct = images.channels_last_pct if is_counted else None
 
     def record(self) -> None:
         """Record the step as a CUDA graph, if the workload asks for it.
