@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cl_train.measure.audit import audit
+from cl_train.measure.code_paths import code_errors
 from cl_train.measure.paired import Comparison, by_itself_text
 from cl_train.measure.parity_gate import Parity
 from cl_train.measure.timed_step import Workload, model_in_layout, noise, place_batch
@@ -17,7 +18,6 @@ from cl_train.memory_format.convert import Layout
 from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.models.sources import copy_model
 
-SAME_OUTPUT = 1e-6  # relative L2 distance, in float64
 SMALL_SIDE = 64  # pixels of the images on which the outputs of two models are compared
 LEAST_LOSS_PCT = 1.0  # of a step's bytes: what is lost below it is not worth a change
 
@@ -125,7 +125,7 @@ def audit_summary(report: LayoutReport) -> dict[str, Any]:
 
 
 def same_outputs_text(first: nn.Module, other: nn.Module, workload: Workload) -> str:
-    """Whether `other` computes what `first` does, with the weights of `first`."""
+    """Whether `other` computes what `first` does, with the weights of `first`, in float64."""
     side = [min(size, SMALL_SIDE) for size in workload.input_shape[1:]]
     images = noise((2, workload.input_shape[0], *side)).double()
     models = [copy_model(model, "cpu").double().eval() for model in (first, other)]
@@ -135,9 +135,11 @@ def same_outputs_text(first: nn.Module, other: nn.Module, workload: Workload) ->
         return "the models' weights differ in name or shape, so their outputs are not compared"
     try:
         with torch.no_grad():
-            true, found = (output_tensors(call_model(model, images))[0] for model in models)
+            outputs = [output_tensors(call_model(model, images)) for model in models]
     except Exception as error:  # a model may raise any
         return f"their outputs cannot be compared: {error}"
-    if true.shape != found.shape or float((found - true).norm() / true.norm()) > SAME_OUTPUT:
+    true, found = ({f"result {n}": one for n, one in enumerate(each)} for each in outputs)
+    errors = code_errors(found, true, torch.float64)
+    if any(not error <= 1 for error, _ in errors.values()):
         return "with the same weights, the second model computes something else"
     return "with the same weights, both models compute the same"

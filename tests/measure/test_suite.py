@@ -29,6 +29,7 @@ from tests.measure.conftest import planted_comparison
 
 SMALL, DROPOUT = "tests.networks:small", "tests.networks:dropout"
 COPYING, DOUBLED = "tests.networks:copying", "tests.networks:doubled"
+UNDEFINED = "tests.networks:undefined"
 PERMUTING = "tests.networks:permuting"
 QUICK = {"batch_size": [2], "image_size": 32, "device": "cpu", "precision": ["fp32"]}
 
@@ -127,7 +128,11 @@ def test_two_models_are_timed_in_turns_and_told_whether_they_compute_the_same(mo
     assert result["answer"]["right"].endswith("both models compute the same")
     assert f"{SMALL}: no operator loses channels_last" in result["answer"]["because"]
 
-    for other, said in ((DOUBLED, "computes something else"), (DROPOUT, "differ in name or shape")):
+    for other, said in (
+        (DOUBLED, "computes something else"),
+        (UNDEFINED, "computes something else"),
+        (DROPOUT, "differ in name or shape"),
+    ):
         [result] = run_suite(settings(model=[SMALL, other], **before_after))["results"]
         assert said in result["answer"]["right"]
     parities = iter([Parity(True), Parity(False, "planted")])
