@@ -1,8 +1,7 @@
 """The share of a GPU's arithmetic that a model uses: its FLOPs per image against the data sheet."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,13 +27,6 @@ def flop_counter() -> FlopCounterMode:
     """Counts the FLOPs of convolutions and matrix products: two per multiply-add."""
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
     return FlopCounterMode(display=False, custom_mapping=formulas)
-
-
-def flops_of(work: Callable[[], object], *, gradients: bool = False) -> int:
-    """Returns those of `work`; gradients: it runs a backward pass, too."""
-    with flop_counter() as counter, nullcontext() if gradients else torch.no_grad():
-        work()
-    return counter.get_total_flops()
 
 
 def _convolution_backward_flops(
