@@ -5,10 +5,10 @@
 Batch n of an epoch lies in slot n % slots, where workers fill its rows in place: no pixel is
 pickled or copied between processes. It is requested in parts of at least 8 rows, which torch hands
 to the workers in turn and returns in order. Example: batches of 32 images, 4 workers and
-data.prefetch=3 make 4 parts of a batch, and 6 slots:
+data.prefetch=3 make 4 parts of a batch, and
 
-    on a GPU: 1 requested + 3 prefetched + 2 whose copies to the GPU are under way
-    on a CPU: 1 requested + 5 prefetched
+    on a GPU 5 slots: 1 requested + 3 prefetched + 1 whose copy to the GPU is under way
+    on a CPU 6 slots: 1 requested + 5 prefetched
 """
 
 import contextlib
@@ -41,6 +41,7 @@ from cl_train.system.processes import cores_of_process
 
 log = logging.getLogger(__name__)
 _NICE = 5  # of workers beside a GPU: the thread that launches its kernels never waits for a core
+_MORE_ON_CPU = 2  # prefetched batches: there none is kept until it is copied
 _MAX_WORKERS = 32
 _MIN_ROWS = 8  # of a part: smaller ones cost more in messages than the even distribution gains
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
@@ -259,7 +260,8 @@ class HostLoader:
         self.sample_count, self.workers = len(reader), settings.workers
         copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
         self._parts = max(1, min(self.batch_size // _MIN_ROWS, self.workers))  # of a batch
-        prepared = (settings.data.prefetch + (0 if copied else 2)) * self._parts
+        more = 0 if copied else _MORE_ON_CPU
+        prepared = (settings.data.prefetch + more) * self._parts
         self._parts_per_worker = -(-prepared // max(1, self.workers))
         # torch sends the next request just before it returns an item
         ahead = -(-self._parts_per_worker * self.workers // self._parts)
@@ -382,8 +384,7 @@ class HostLoader:
                 self._pinned.append(memory)
                 continue
             log.warning("the loader's memory cannot be page-locked: copies to the GPU are slower")
-            # CUDA reports the error again at the next kernel, which
-            # clears it.
+            # CUDA reports the error again at the next kernel, which clears it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._settings.dist.device)
 
