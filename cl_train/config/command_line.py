@@ -213,7 +213,9 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
     if not values:
         raise ConfigError(f"{word}: the pattern or the range has no value")
     typed = {"True": "true", "False": "false", "None": "null"}
-    return [typed.get(each, each) for each in values]
+    # Hydra escapes a colon, which outside of quotes means itself: package.module:function.
+    plain = [each if "'" in each or '"' in each else each.replace("\\:", ":") for each in values]
+    return [typed.get(each, each) for each in plain]
 
 
 def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:

@@ -78,7 +78,7 @@ def _begin_job() -> None:
 
 def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list[str]:
     """The settings with which a job that was started before goes on, or begins again: without a
-    checkpoint, or if it is completed, but damaged or disturbed.
+    checkpoint, or if it is completed, but damaged.
     """
     with lock_file(folder / ".lock", waiting_for=job.name, is_stopped=is_stopped):
         if _status(folder) == "completed" or not any((folder / "checkpoints").glob("*.pt")):

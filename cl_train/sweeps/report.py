@@ -250,7 +250,8 @@ def write_report(report: Report, folder: Path) -> None:
 
     bars = []
     for label, pair, _ in report.named:
-        reason = f": {pair.notes[0]}" if pair.verdict == "not_comparable" else ""
+        why = "busy machine" if pair.is_disturbed else "".join(pair.notes[:1])
+        reason = f": {why}" if pair.verdict == "not_comparable" else ""
         words = f"{pair.ratio} {pair.words}{reason}"
         bars.append(Bar(label, pair.interval, pair.verdict, words))
     baseline, candidate = report.sides

@@ -12,6 +12,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from cl_train.commands.dashboard import write_dashboard
 from cl_train.errors import ConfigError
+from cl_train.sweeps import report as reports
 from cl_train.sweeps.report import (
     Report,
     as_markdown,
@@ -113,6 +114,15 @@ def test_the_chart_shows_each_verdict_in_its_colour(written, tmp_path):
     assert {(0x1B, 0x78, 0x37), (0x76, 0x2A, 0x83)} <= colours
     assert "(comparison.png)" in (written / "comparison.md").read_text()
     assert not write_chart({"": []}, "Speed", ("a", "b"), tmp_path / "none.png")
+
+
+def test_a_bar_has_room_for_what_disturbed_its_pair(tmp_path, monkeypatch):
+    runs = [run_of(tmp_path), run_of(tmp_path, 150.0, channels_last="true")]
+    runs = [replace(run, summary=run.summary | {"lost_pct": 78.0}) for run in runs]
+    bars = []
+    monkeypatch.setattr(reports, "write_chart", lambda panels, *_: bars.extend(panels[""]))
+    write_report(Report(compare_runs(runs)), tmp_path)
+    assert [bar.words.partition("] ")[2] for bar in bars] == ["not comparable: busy machine"]
 
 
 def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path, monkeypatch):
