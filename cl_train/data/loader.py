@@ -18,11 +18,10 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -33,7 +32,7 @@ from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import Indices
 from cl_train.data.order import SizeSchedule, order_of_rank
 from cl_train.data.transforms import WorkerTimes
-from cl_train.data.workers import Progress, Workers, shared
+from cl_train.data.workers import Workers, begin_sample, shared
 from cl_train.errors import BadImageError, ConfigError, WorkerError
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
@@ -135,7 +134,6 @@ class Reader(Protocol):
 class BatchRequest(NamedTuple):
     """Rows of batch `number` from `first_row` on, for the samples `indices`."""
 
-    iteration: int
     epoch: int
     image_size: int
     number: int
@@ -143,11 +141,15 @@ class BatchRequest(NamedTuple):
     indices: Indices
 
 
+_NOTHING = BatchRequest(0, 1, 0, 0, np.empty(0, np.int64))
+
+
 class Filled(NamedTuple):
     """What a worker reports of a request; pixels and labels are in the slot."""
 
     bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
     missing: list[int]  # rows for which there was no good sample
+    times: WorkerTimes = WorkerTimes()
     error: str = ""
 
 
@@ -155,23 +157,15 @@ class SlotDataset(Dataset[Any]):
     """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC, and
     `targets` [slots, rows]. A worker fills requested rows in place.
 
-    `times`: [workers, parts of `WorkerTimes`]. `attempts`: samples that are tried for a row; 1: a
-    bad one is left out.
+    `attempts`: samples that are tried for a row; 1: a bad one is left out.
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        shape: tuple[int, int, int],  # slots, rows, image size
-        progress: Progress,
-        times: npt.NDArray[np.float64],
-        attempts: int,
+        self, reader: Reader, slots: int, rows: int, image_size: int, attempts: int
     ) -> None:
-        slots, rows, image_size = shape
         self.pixels = shared((slots, rows * image_size**2 * 3), reader.dtype)
         self.targets = shared((slots, rows), torch.int64)
         self._reader, self._attempts = reader, attempts
-        self._progress, self._times = progress, times
 
     def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
         """Returns batch `number`: images [rows that fit, 3, image_size, image_size], targets."""
@@ -184,58 +178,39 @@ class SlotDataset(Dataset[Any]):
     def __getitems__(self, request: BatchRequest) -> Filled:
         images, labels = self.batch(request.number, request.image_size)
         targets = labels.numpy()  # writing a number into a tensor takes ten times as long
-        filled = Filled([], [])
+        bad, missing, times = list[tuple[str, str, bool]](), list[int](), WorkerTimes()
         try:
             for row, index in enumerate(request.indices.tolist(), request.first_row):
-                if self._progress.wanted[0] != request.iteration:
-                    break
-                label = self._read_good(images[row], index, request.epoch, filled.bad)
-                if label is None:
-                    filled.missing.append(row)
+                for candidate in range(index, index + self._attempts):
+                    sample = candidate % len(self._reader)
+                    begin_sample(sample)
+                    try:
+                        targets[row], of_sample = self._reader.read(
+                            images[row], sample, request.epoch, random_index=index
+                        )
+                    except BadImage as error:
+                        bad.append((self._reader.name(sample), str(error), candidate == index))
+                    else:
+                        times = times.plus(of_sample)
+                        break
                 else:
-                    targets[row] = label
+                    missing.append(row)
         except Exception as error:  # a bug or lack of memory; perhaps not picklable
-            return Filled([], [], f"a loader worker failed: {type(error).__name__}: {error}")
-        return filled
-
-    def _read_good(
-        self, row: Tensor, index: int, epoch: int, bad: list[tuple[str, str, bool]]
-    ) -> int | None:
-        """Reads sample `index`, or the next good one, and returns its label."""
-        for candidate in range(index, index + self._attempts):
-            sample = candidate % len(self._reader)
-            self._progress.begin(sample)
-            try:
-                label, times = self._reader.read(row, sample, epoch, random_index=index)
-            except BadImage as error:
-                bad.append((self._reader.name(sample), str(error), candidate == index))
-                continue
-            self._times[self._progress.worker] += times
-            return label
-        return None
+            return Filled([], [], error=f"{type(error).__name__}: {error}")
+        return Filled(bad, missing, times)
 
 
 class _Requests:
-    """The batch sampler: `parts` requests for each batch, while their iteration is wanted.
-
-    `epoch`: its number and its image size.
+    """The batch sampler. It never ends, so that workers live on between epochs: without `pending`
+    requests it asks for nothing.
     """
 
-    numbers, indices, epoch = range(0), np.empty(0, np.int64), (0, 0)
-
-    def __init__(self, progress: Progress, batch_size: int, parts: int) -> None:
-        self._progress, self._batch_size, self._parts = progress, batch_size, parts
+    def __init__(self) -> None:
+        self.pending: Iterator[BatchRequest] = iter(())
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        iteration, size = int(self._progress.wanted[0]), self._batch_size
-        for number in self.numbers:
-            share = self.indices[number * size : (number + 1) * size]
-            bounds = [len(share) * part // self._parts for part in range(self._parts + 1)]
-            for first_row, end_row in itertools.pairwise(bounds):
-                if self._progress.wanted[0] != iteration:
-                    return
-                rows = share[first_row:end_row]
-                yield BatchRequest(iteration, *self.epoch, number, first_row, rows)
+        while True:
+            yield next(self.pending, _NOTHING)
 
 
 class HostLoader:
@@ -258,20 +233,17 @@ class HostLoader:
         self._settings, self._bad_images, self._order_of = settings, bad_images, order_of
         self._is_training = order_of is not None
         self.sample_count, self.workers = len(reader), settings.workers
+        self.times = WorkerTimes()  # of all workers together
         copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
         self._parts = max(1, min(self.batch_size // _MIN_ROWS, self.workers))  # of a batch
         more = 0 if copied else _MORE_ON_CPU
         prepared = (settings.data.prefetch + more) * self._parts
         self._parts_per_worker = -(-prepared // max(1, self.workers))
-        # torch sends the next request just before it returns an item
-        ahead = -(-self._parts_per_worker * self.workers // self._parts)
-        self._slot_count = ahead + 1 + copied
+        # torch sends the next request just before it returns an item: so many are always under way
+        self._parts_ahead = self._parts_per_worker * self.workers
+        self._slot_count = -(-self._parts_ahead // self._parts) + 1 + copied
         self._check_memory()
-        shape = self._slot_count, self.batch_size, sizes.largest
-        attempts = _SUBSTITUTES if self._is_training else 1
-        self._progress = Progress(self.workers, reader.name)
-        self._times = shared((max(1, self.workers), len(WorkerTimes())), torch.float64).numpy()
-        self._new_slots = partial(SlotDataset, reader, shape, self._progress, self._times, attempts)
+        self._requests = _Requests()
         self._slots: SlotDataset | None = None
         self._pool: Workers | None = None
         self._thread: threading.Thread | None = None  # that iterates
@@ -279,11 +251,6 @@ class HostLoader:
 
     def batch_count(self) -> int:
         return self._settings.batch_count(self.sample_count, training=self._is_training)
-
-    @property
-    def times(self) -> WorkerTimes:
-        """Of all workers together."""
-        return WorkerTimes(*self._times.sum(0).tolist())
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
@@ -300,18 +267,17 @@ class HostLoader:
             )
         workers, slots = self.start()
         self._pin(slots)
-        self._progress.wanted += 1
-        iteration = int(self._progress.wanted[0])
-        self._thread, self._iteration = thread, iteration
+        image_size, indices = self.sizes.image_size_at(epoch), self._indices_of(epoch)
+        numbers = range(first_batch, self.batch_count())
+        requests = _requests(numbers, indices, self.batch_size, self._parts, epoch, image_size)
+        self._thread = thread
         try:
-            while workers.next() is not None:  # what an earlier iteration prepared in advance
-                pass
-            image_size, indices = self.sizes.image_size_at(epoch), self._indices_of(epoch)
-            requests = self._requests
-            requests.epoch, requests.indices = (epoch, image_size), indices
-            requests.numbers = range(first_batch, self.batch_count())
-            workers.begin()
-            for number in requests.numbers:
+            # Nothing is requested until the workers have filled what an earlier iteration requested
+            for pending in (iter(()), requests):
+                self._requests.pending = pending
+                for _ in range(self._parts_ahead):
+                    workers.next()
+            for number in numbers:
                 filled = [workers.next() for _ in range(self._parts)]
                 rows = min(self.batch_size, len(indices) - number * self.batch_size)
                 good = self._good_rows(filled, rows)
@@ -319,25 +285,28 @@ class HostLoader:
                 # No copy, unless `good` is a list of rows.
                 images = images[good].to(memory_format=torch.channels_last)
                 yield RawBatch(images, targets[good], number, epoch)
-                if self._progress.wanted[0] != iteration:
+                if self._requests.pending is not requests:
                     raise RuntimeError("another iteration has begun, or the loader was closed")
-        finally:  # left early, the workers would go on with what is prepared in advance
-            if self._iteration == iteration:
-                self._progress.wanted += 1
+        finally:
+            if self._requests.pending is requests:
                 self._thread = None
 
     def start(self) -> tuple[Workers, SlotDataset]:
         """Starts the workers, unless they run."""
         if self._pool is None or self._slots is None or not self._pool.is_running:
             self.close()  # after a failure: new workers, in new memory
-            self._slots = self._new_slots()
-            self._requests = _Requests(self._progress, self.batch_size, self._parts)
-            options: dict[str, Any] = {"batch_sampler": self._requests}
-            if self.workers:
-                options |= {"prefetch_factor": self._parts_per_worker, "persistent_workers": True}
-            timeout_s = self._settings.data.worker_timeout_s
-            nice = _NICE if self._settings.dist.device.type == "cuda" else 0
-            self._pool = Workers(self._slots, self._progress, timeout_s, nice=nice, **options)
+            attempts = _SUBSTITUTES if self._is_training else 1
+            shape = self._slot_count, self.batch_size, self.sizes.largest
+            self._slots = SlotDataset(self.reader, *shape, attempts)
+            self._pool = Workers(
+                self._slots,
+                self.workers,
+                self.reader.name,
+                self._settings.data.worker_timeout_s,
+                nice=_NICE if self._settings.dist.device.type == "cuda" else 0,
+                batch_sampler=self._requests,
+                prefetch_factor=self._parts_per_worker if self.workers else None,
+            )
         return self._pool, self._slots
 
     def close(self) -> None:
@@ -347,6 +316,7 @@ class HostLoader:
         while self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._pool = self._slots = None
+        self._requests.pending = iter(())
 
     def _indices_of(self, epoch: int) -> Indices:
         """Returns the indices of this rank's samples in their order."""
@@ -362,9 +332,10 @@ class HostLoader:
         """
         if error := next((part.error for part in filled if part.error), ""):
             self.close()
-            raise WorkerError(error)
+            raise WorkerError(f"a loader worker failed: {error}")
         for name, reason, skipped in itertools.chain(*(part.bad for part in filled)):
             self._bad_images.add(name, reason, skipped=skipped)
+        self.times = reduce(WorkerTimes.plus, (part.times for part in filled), self.times)
         missing = {row for part in filled for row in part.missing}
         if not missing:
             return slice(rows)
@@ -398,3 +369,15 @@ class HostLoader:
                 f" {needed_gib:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: lower"
                 f" batch_size or data.prefetch={self._settings.data.prefetch}"
             )
+
+
+def _requests(
+    numbers: range, indices: Indices, batch_size: int, parts: int, epoch: int, image_size: int
+) -> Iterator[BatchRequest]:
+    """Yields `parts` requests for each batch."""
+    for number in numbers:
+        share = indices[number * batch_size : (number + 1) * batch_size]
+        bounds = [len(share) * part // parts for part in range(parts + 1)]
+        for first_row, end_row in itertools.pairwise(bounds):
+            rows = share[first_row:end_row]
+            yield BatchRequest(epoch, image_size, number, first_row, rows)

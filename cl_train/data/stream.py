@@ -14,7 +14,7 @@ from cl_train.data.device import RawBatch
 from cl_train.data.loader import BadImages, DataSettings
 from cl_train.data.transforms import WorkerTimes, seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, check_first, reason_of
-from cl_train.data.workers import Progress, Workers
+from cl_train.data.workers import Workers, begin_sample
 from cl_train.errors import ConfigError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class StreamLoader(IterableDataset[Any]):
         shape = self._settings.batch_size, form.size, form.size, 3
         images, labels = torch.empty(shape, dtype=form.dtype), list[int]()
         for number in itertools.count():
-            self._progress.begin(number)
+            begin_sample(number)
             index = (number * workers + worker) * dist.world_size + dist.rank
             try:
                 with seeded_everywhere(form.transform.seed, self._epoch, index):
@@ -101,8 +101,9 @@ class StreamLoader(IterableDataset[Any]):
             options["pin_memory"] = self._settings.dist.device.type == "cuda"
         count = -1
         while count and (count < 0 or self._is_training):
-            count, self._progress = 0, Progress(workers, self._form.name)
-            with closing(Workers(self, self._progress, data.worker_timeout_s, **options)) as items:
+            count, name_of = 0, self._form.name
+            items = Workers(self, workers, name_of, data.worker_timeout_s, **options)
+            with closing(items):
                 while (item := items.next()) is not None:
                     if isinstance(item[0], str):
                         self._bad_images.add(*item, skipped=True)

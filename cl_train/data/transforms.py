@@ -74,6 +74,9 @@ class WorkerTimes(NamedTuple):
     images: float = 0
     dataset_s: float = 0.0  # in the user's Dataset
 
+    def plus(self, other: "WorkerTimes") -> "WorkerTimes":
+        return WorkerTimes(*map(sum, zip(self, other, strict=True)))
+
 
 class ImageReader:
     """Reads the images of a split into rows of a batch: decodes, crops, resizes, flips."""

@@ -21,7 +21,7 @@ from cl_train.config.validation import user_function
 from cl_train.data.decode import BadImage, Pixels, rgb
 from cl_train.data.images import ImageSource
 from cl_train.data.transforms import ImageTransform, WorkerTimes, seeded_everywhere
-from cl_train.data.workers import Progress, Workers
+from cl_train.data.workers import Workers, begin_sample
 from cl_train.errors import ConfigError, WorkerError
 
 _SHOWN = 300  # characters of a message of the user's code
@@ -137,10 +137,9 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
 
     It is read in a worker: the workers must not share a file that the dataset opens when it reads.
     """
-    progress = Progress(1, form.name)
 
     def first(index: int) -> tuple[torch.dtype, str]:
-        progress.begin(index)
+        begin_sample(index)
         try:
             with seeded_everywhere(form.transform.seed, 0, 0):
                 form.take_from(read())
@@ -149,7 +148,7 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
         return form.dtype, ""
 
     try:
-        loaded = Workers([0], progress, timeout_s, batch_size=None, collate_fn=first)
+        loaded = Workers([0], 1, form.name, timeout_s, batch_size=None, collate_fn=first)
         with closing(loaded) as workers:
             form.dtype, problem = workers.next()
     except WorkerError as error:

@@ -35,29 +35,24 @@ class InstantWorkers:
     def close(self):
         pass
 
-    def __init__(self, slots, progress, timeout_s, *, batch_sampler, prefetch_factor=0, **options):
-        self.ahead, self.requests = progress.count * prefetch_factor, batch_sampler
-        self.begin()
-
-    def begin(self):
-        self.sent = iter(self.requests)
-        self.items = deque(islice(self.sent, self.ahead))
+    def __init__(self, slots, count, name_of, timeout_s, *, batch_sampler, prefetch_factor, **_):
+        self.sent = iter(batch_sampler)
+        self.items = deque(islice(self.sent, count * (prefetch_factor or 0)))
 
     def next(self):
-        self.items.extend(islice(self.sent, 0 if self.ahead else 1))
-        item = self.items.popleft() if self.items else None
-        self.items.extend(islice(self.sent, 1 if self.ahead else 0))
-        return item and Filled([], [])
+        self.items.append(next(self.sent))
+        self.items.popleft()
+        return Filled([], [])
 
 
 class SlotsWithoutData:
     """Tensors without data cannot be read or written."""
 
-    def __init__(self, reader, shape, *arguments):
+    def __init__(self, reader, slots, rows, *arguments):
         self.memory = []
-        for _ in range(shape[0]):
-            images = torch.zeros(shape[1], SIZE, SIZE, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-            self.memory.append((images, torch.zeros(shape[1]).long()))
+        for _ in range(slots):
+            images = torch.zeros(rows, SIZE, SIZE, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+            self.memory.append((images, torch.zeros(rows).long()))
 
     def batch(self, number, image_size):
         return self.memory[number % len(self.memory)]
@@ -76,15 +71,15 @@ def errors_of_an_epoch(monkeypatch, copies_under_way, **settings):
     monkeypatch.setattr(loader_module, "Workers", InstantWorkers)
     monkeypatch.setattr(loader_module, "SlotDataset", SlotsWithoutData)
     monkeypatch.setattr(loader_module, "COPIES_UNDER_WAY", copies_under_way)
-    requests = loader_module._Requests.__iter__
+    requests = loader_module._requests
 
-    def written(self):
-        for request in requests(self):
+    def written(*arguments):
+        for request in requests(*arguments):
             for memory in loader.start()[1].batch(request.number, SIZE):
                 device.write_on_host(memory)
             yield request
 
-    monkeypatch.setattr(loader_module._Requests, "__iter__", written)
+    monkeypatch.setattr(loader_module, "_requests", written)
     loader = loader_of(**settings)
     with fake_cuda() as device:
         normalise = Normalise([0.5] * 3, [0.25] * 3, FORMAT)

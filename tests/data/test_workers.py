@@ -122,7 +122,8 @@ def test_workers_are_nice_outlive_an_early_signal_and_leave_no_file(monkeypatch)
     files = len(os.listdir("/proc/self/fd"))
     pool = data_workers.Workers(
         [0],
-        data_workers.Progress(1, str),
+        1,
+        str,
         LIMIT_S,
         nice=5,
         batch_size=None,
