@@ -3,6 +3,7 @@
 import copy
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,12 +58,12 @@ def settings(**words):
     return checked_config({**fixed, **words})
 
 
-def put_together(cfg):
+def put_together(cfg, **step):
     torch.manual_seed(0)
     precision = resolve_precision(cfg.precision, SINGLE.device)
     for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
         part.fp32_precision = "tf32" if precision.tf32 else "ieee"
-    settings = step_settings(cfg, precision, SINGLE)
+    settings = replace(step_settings(cfg, precision, SINGLE), **step)
     return build_train_state(cfg, settings, 10, SINGLE, lr=0.0625)
 
 
@@ -109,7 +110,7 @@ def test_replays_equal_eager_steps_to_the_last_bit(name, optimizer):
 
 
 def test_an_overflow_in_a_replay_skips_and_halves_the_scale():
-    state = put_together(settings(cuda_graph=True, amp={"init_scale": 1024.0}))
+    state = put_together(settings(cuda_graph=True), init_scale=1024.0)
     train_steps(state, 6)
     weight = state.model.conv1.weight.detach()
     momenta = [one["momentum_buffer"] for one in state.parts.optimizer.state.values()]

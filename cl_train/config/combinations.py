@@ -64,8 +64,6 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
         yield f"data.extensions={data.extensions}: use some of {', '.join(defined.IMAGE_FORMATS)}"
     if data.val_resize is not None and data.val_resize < data.eval_size:
         yield f"data.val_resize={data.val_resize} is smaller than the crop of {data.eval_size} px"
-    if augment.crop_ratio_min > augment.crop_ratio_max:
-        yield "augment.crop_ratio_min is above augment.crop_ratio_max"
     policy = augment.policy
     if policy not in POLICIES and not re.match(TIMM_POLICIES, policy):
         there_are = f"(there are {', '.join(POLICIES)}, and timm's, such as rand-m9-mstd0.5-inc1)"

@@ -111,10 +111,8 @@ class AugmentConfig:
     """Augmentation of the training images; augment=imagenet has ImageNet's."""
 
     crop_scale_min: float = setting(
-        0.35, "smallest area of the crop / area of the image", Range(above=0, most=1)
+        0.35, "smallest area of the crop / of the image; 1 = the whole", Range(above=0, most=1)
     )
-    crop_ratio_min: float = setting(3 / 4, "smallest width / height of the crop", Range(above=0))
-    crop_ratio_max: float = setting(4 / 3, "largest width / height of the crop", Range(above=0))
     flip: float = setting(0.0, "probability of a horizontal flip", Range(0, 1))
     policy: str = setting(
         "none", f"operations on each image: {', '.join(POLICIES)}, or timm's name of some (--aa)"
@@ -195,13 +193,6 @@ class ScheduleConfig:
     final_lr_ratio: float = loss_setting(
         0.0, "cosine and linear: final learning rate / lr", Range(0, 1)
     )
-
-
-@dataclass(frozen=True)
-class AmpConfig:
-    """Dynamic loss scaling (fp16 and fp16_o2 only)."""
-
-    init_scale: float = loss_setting(65536.0, "initial loss scale", Range(above=0, most=2.0**64))
 
 
 @dataclass(frozen=True)

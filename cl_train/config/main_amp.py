@@ -18,7 +18,7 @@ _VALUES = (
     ("-p", "--print-freq", "log_every"),
     ("--resume", "resume"),
     ("--channels-last", "channels_last"),
-    ("--loss-scale", "amp.init_scale"),
+    ("--loss-scale", ""),  # none: ours is dynamic
 )
 _SWITCHES = (
     ("-e", "--evaluate", "evaluate_only=true"),
@@ -47,7 +47,7 @@ def settings_of_main_amp(words: Sequence[str]) -> list[str]:
     for key, value in vars(options).items():
         if value is True:
             settings.append(key)
-        elif value:
+        elif value and key:
             as_ours = _PRECISIONS[value] if key == "precision" else value
             settings.append(f"{key}={as_ours.lower() if key == 'channels_last' else as_ours}")
     root = [f"data.root={word}" for word in others if "=" not in word and not word.startswith("-")]

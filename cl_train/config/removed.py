@@ -15,11 +15,14 @@ _ALWAYS: dict[str, Any] = {
     "augment.randaugment_ops": 2,
     "augment.randaugment_magnitude": 9,
     "augment.crop_scale_max": 1.0,
+    "augment.crop_ratio_min": 3 / 4,
+    "augment.crop_ratio_max": 4 / 3,
     "data.download": False,
     "checkpoint.every_minutes": 0.0,
     "checkpoint.save_best": True,
     "checkpoint.background": True,
     "max_nonfinite": 10,
+    "amp.init_scale": 65536.0,
     "amp.growth_interval": 2000,
     "amp.min_scale": 1.0,
     "compile_mode": "default",
@@ -39,6 +42,8 @@ _INSTEAD = {
     "augment.policy=three_augment": "timm's augment.policy=3a comes nearest",
     "augment.policy=timm": "augment.policy=rand-m7-mstd0.5-inc1",
     "augment.timm_policy": "augment.policy=NAME",
+    "augment.crop_ratio_m*": "crops are 3:4 to 4:3; crop_scale_min=1 takes the whole image",
+    "amp.init_scale": "the scale finds its value in a few steps",
     "data.download": "unpack imagenette2-320.tgz of github.com/fastai/imagenette",
     "log_to=mlflow": "log_to=my.module:function, see docs/training.md",
     "parquet": "a Dataset reads it, see docs/data.md",
@@ -67,4 +72,5 @@ def removal_of(key: str, value: Any) -> str | None:
 
 def was_default(key: str, value: Any) -> bool:
     """Whether an older file says by a removed setting only what now always holds."""
-    return key in _ALWAYS and _ALWAYS[key] == value
+    is_whole = (key, value) in (("augment.crop_ratio_min", 0.01), ("augment.crop_ratio_max", 100.0))
+    return is_whole or (key in _ALWAYS and _ALWAYS[key] == value)  # whole: augment=none had them

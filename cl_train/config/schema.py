@@ -15,7 +15,6 @@ from cl_train.config.fields import (
     setting_fields,
 )
 from cl_train.config.groups import (
-    AmpConfig,
     AugmentConfig,
     CheckpointConfig,
     DataConfig,
@@ -202,7 +201,6 @@ class Config:
     augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    amp: AmpConfig = AmpConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launcher: LauncherConfig = LauncherConfig()
 

@@ -30,6 +30,7 @@ from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 
 _ATTEMPTS = 10
+_RATIOS = (3 / 4, 4 / 3)  # width / height of a crop
 _SCRATCH_PIXELS = 1_000_000  # images up to this size are decoded into a buffer that is kept
 RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, position
 
@@ -41,7 +42,9 @@ def random_resized_crop(
     deeper with convolutions", 2014), by `2 * _ATTEMPTS + 2` numbers in [0, 1).
     """
     area, least = height * width, augment.crop_scale_min
-    log_min, log_max = math.log(augment.crop_ratio_min), math.log(augment.crop_ratio_max)
+    if least == 1:  # the whole image, whatever its shape
+        return 0, 0, height, width
+    log_min, log_max = map(math.log, _RATIOS)
     for attempt in range(_ATTEMPTS):
         target = area * (least + (1 - least) * uniform[2 * attempt])
         ratio = math.exp(log_min + (log_max - log_min) * uniform[2 * attempt + 1])
@@ -53,10 +56,10 @@ def random_resized_crop(
             return top, left, crop_height, crop_width
     # a very long image: the largest central crop with an allowed ratio
     crop_height, crop_width = height, width
-    if width / height < augment.crop_ratio_min:
-        crop_height = round(width / augment.crop_ratio_min)
-    elif width / height > augment.crop_ratio_max:
-        crop_width = round(height * augment.crop_ratio_max)
+    if width / height < _RATIOS[0]:
+        crop_height = round(width / _RATIOS[0])
+    elif width / height > _RATIOS[1]:
+        crop_width = round(height * _RATIOS[1])
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 

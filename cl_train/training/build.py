@@ -169,7 +169,6 @@ def step_settings(
         precision,
         cfg.optim,
         Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold, class_weights),
-        cfg.amp.init_scale,
         accumulate_steps=cfg.accumulate_steps,
         ema_decay=cfg.ema_decay,
         ema_every=cfg.ema_every,

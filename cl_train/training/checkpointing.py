@@ -229,7 +229,7 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
     if not training:
         return
     if state.parts.scaler.is_enabled() and checkpoint["scaler"]:
-        # Else the scale starts at amp.init_scale.
+        # Else the scale starts anew.
         state.parts.scaler.load_state_dict(dict(checkpoint["scaler"]))
     optimizer, parameters = state.parts.optimizer, state.parts.weights.trainable()
     saved, name = checkpoint["optimizer"], type(optimizer).__name__

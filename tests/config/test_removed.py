@@ -12,6 +12,7 @@ optim.alpha=0.99
 batch_size=auto
 compile_mode=reduce-overhead
 max_nonfinite=0
+amp.init_scale=128
 amp.growth_interval=100
 amp.min_scale=0.5
 checkpoint.every_minutes=10
@@ -23,6 +24,8 @@ augment.timm_policy=v0
 augment.randaugment_ops=3
 augment.randaugment_magnitude=5
 augment.crop_scale_max=0.9
+augment.crop_ratio_min=0.5
+augment.crop_ratio_max=2
 optim.head_lr_ratio=10
 layer_scale=1e-4
 drop_path_constant=true
@@ -47,6 +50,9 @@ STILL_TRUE = {
     "augment.randaugment_ops": 2,
     "augment.randaugment_magnitude": 9,
     "augment.crop_scale_max": 1.0,
+    "augment.crop_ratio_min": 3 / 4,
+    "augment.crop_ratio_max": 100.0,
+    "amp.init_scale": 65536.0,
     "optim.head_lr_ratio": 1.0,
     "layer_scale": None,
     "drop_path_constant": False,

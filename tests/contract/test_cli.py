@@ -87,7 +87,6 @@ def test_help_states_name_default_meaning_type_and_range():
     # What a group sets is hidden, and numbers are rounded.
     text = command_help("", "", {"settings": Config})
     assert "  data.name=" not in text and "optim.lr=0.1" in text
-    assert "augment.crop_ratio_max=1.333333333\n" in text
 
 
 def test_audit_and_convert_measure_no_layouts():

@@ -84,6 +84,8 @@ def test_area_ratio_and_position_have_torchvisions_distribution(height, width):
 def test_boxes_lie_in_their_image_and_long_images_take_torchvisions_central_crop(height, width):
     for top, left, box_height, box_width in boxes(height, width, count=100):
         assert 0 <= top <= height - box_height < height and 0 <= left <= width - box_width < width
+    whole = boxes(height, width, AugmentConfig(crop_scale_min=1.0), count=1)
+    assert whole.tolist() == [[0, 0, height, width]]
     if not 1 / 2 < width / height < 2:
         ours = boxes(height, width, AugmentConfig(crop_scale_min=0.99), count=1)
         assert ours.tolist() == torchvisions(height, width, 0.99, 1).tolist()

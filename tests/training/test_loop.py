@@ -17,9 +17,11 @@ import yaml
 
 from cl_train.config.validation import checked_config
 from cl_train.errors import BadImageError, ConfigError, TrainingFault
+from cl_train.step.train_step import StepSettings
 from cl_train.sweeps.verdict import compare_pair
 from cl_train.system.distributed import Dist
 from cl_train.system.run_folder import read_run
+from cl_train.training import build
 from cl_train.training.active_run import ActiveRun, count_bad_steps
 from cl_train.training.console import RunLog
 from cl_train.training.plan import Plan
@@ -193,12 +195,13 @@ def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ActiveRun, "log_pending", failing)
     fp16 = "precision=fp16 data.image_size=16"
-    for words, problem in (
-        ("model=tests.networks:nan_at_third_step", "the loss is nan at step 3 on rank 0"),
-        (f"{fp16} amp.init_scale=1e19 epochs=7", "21 of 21 updates were skipped"),
-        (f"{fp16} amp.init_scale=0.5", "the loss scale fell to 0.5 at step 1:"),
+    for words, scale, problem in (
+        ("model=tests.networks:nan_at_third_step", 1.0, "the loss is nan at step 3 on rank 0"),
+        (f"{fp16} epochs=7", 1e19, "21 of 21 updates were skipped"),
+        (fp16, 0.5, "the loss scale fell to 0.5 at step 1:"),
     ):
-        folder = tmp_path / words.split()[-1]
+        monkeypatch.setattr(build, "StepSettings", partial(StepSettings, init_scale=scale))
+        folder = tmp_path / str(scale)
         with pytest.raises(TrainingFault, match=problem):
             train(*words.split(), folder=folder)
         summary = Run(folder, 1).summary

@@ -13,6 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.errors import ConfigError
+from cl_train.step.train_step import StepSettings
+from cl_train.training import build
 from cl_train.training.trackers import metrics_of
 from tests.conftest import SHRUNK
 from tests.faults.forkserver import Forked, train_script
@@ -97,9 +99,12 @@ def test_the_function_for_mlflow_in_the_docs(train, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(train):
+def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice(
+    train, monkeypatch
+):
     # Every step overflows, which is faster.
-    words = ("precision=fp16", "amp.init_scale=1e15", "data.image_size=16")
+    monkeypatch.setattr(build, "StepSettings", partial(StepSettings, init_scale=1e15))
+    words = ("precision=fp16", "data.image_size=16")
     done = train(*words)
     for path in (done.folder / "checkpoints").glob("*0006*"):
         path.unlink()
