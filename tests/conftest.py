@@ -157,11 +157,12 @@ class Run:
 
 @pytest.fixture
 def quick_auto(monkeypatch, tmp_path) -> None:
-    """`channels_last=auto` measures two rounds, and knows no earlier choice."""
+    """`channels_last=auto` measures two short rounds, and knows no earlier choice."""
     from dataclasses import replace
 
-    from cl_train.measure import auto
+    from cl_train.measure import auto, paired
 
+    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
     measure = auto.benchmark_layouts
     monkeypatch.setattr(
         auto,

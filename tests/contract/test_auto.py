@@ -57,7 +57,6 @@ WORDS = (f"model={__name__}:watched", "channels_last=auto", "epochs=1", "evaluat
     ("faster", "slower"), [("channels_last", "contiguous"), ("contiguous", "channels_last")]
 )
 def test_the_run_trains_in_the_faster_layout(faster, slower, train, quick_auto, monkeypatch):
-    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
     monkeypatch.setattr(paired, "TakenTime", Undisturbed)
     monkeypatch.setattr(timed_step, "step_times_s", planted_times_s)
     monkeypatch.setitem(globals(), "slow_layout", slower)

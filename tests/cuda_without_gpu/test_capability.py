@@ -2,9 +2,8 @@
 that it ends with. Forks that can use it.
 """
 
-import subprocess
-import sys
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +17,7 @@ from cl_train.step.precision import resolve_precision
 from cl_train.system import distributed
 from cl_train.system.distributed import choose_device
 from tests.cuda_without_gpu.fake_cuda import CUDA
+from tests.faults.forkserver import Forked
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
@@ -32,35 +32,31 @@ def plant_gpus(patch, capability, built, count=1):
 
 
 @pytest.mark.parametrize(
-    ("built", "expected", "capabilities"),
+    ("capability", "built", "expected"),
     [
-        # T4, A100, L4 with the kernels for 8.6, H100
-        (CUDA_13, "fp16", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)]),
-        (CUDA_13, REFUSED, [(6, 1), (7, 0), (7, 2), (13, 0)]),
-        (CUDA_12_6, "fp16", [(7, 0)]),  # V100
-        (CUDA_12_6, "fp32", [(6, 1)]),  # GTX 1080
-        (CUDA_12_6, REFUSED, [(10, 0), (12, 0)]),
-        ([*CUDA_12_6, "compute_90"], "fp16", [(12, 0)]),  # compiled when they are needed
-        (["gfx90a", "gfx942"], "fp16", [(9, 4)]),  # a build for AMD decides itself
-        ([], "fp16", [(7, 0)]),
+        ((7, 5), CUDA_13, "fp16"),
+        ((8, 9), CUDA_13, "fp16"),  # with the kernels for 8.6
+        ((6, 1), CUDA_12_6, "fp32"),
+        ((7, 2), CUDA_13, REFUSED),
+        ((12, 0), CUDA_12_6, REFUSED),
+        ((12, 0), [*CUDA_12_6, "compute_90"], "fp16"),  # compiled when they are needed
+        ((9, 4), ["gfx90a", "gfx942"], "fp16"),  # a build for AMD decides itself
     ],
 )
 def test_a_gpu_with_kernels_is_used_and_another_refused_with_the_build_to_install(
-    built, expected, capabilities, monkeypatch
+    capability, built, expected, monkeypatch
 ):
-    for capability in capabilities:
-        plant_gpus(monkeypatch, capability, built)
-        if expected == REFUSED:
-            said = rf"^Tesla V100 .*{capability[0]}\.{capability[1]},.*{built[0]}.*{REFUSED}[^\n]*$"
-            for name in ("auto", "cuda"):
-                with pytest.raises(ConfigError, match=said):
-                    choose_device(name)
-            continue
-        assert choose_device("auto") == choose_device("cuda") == CUDA
-        assert resolve_precision("auto", CUDA).name == expected
-        for doubted, cost in (("bf16", "slow"), ("tf32", "the same as fp32")):
-            reason = resolve_precision(doubted, CUDA).reason
-            assert (f"{cost} on" in reason) == (capability < (8, 0))
+    plant_gpus(monkeypatch, capability, built)
+    if expected == REFUSED:
+        said = rf"^Tesla V100 .*{capability[0]}\.{capability[1]},.*{built[0]}.*{REFUSED}[^\n]*$"
+        for name in ("auto", "cuda"):
+            with pytest.raises(ConfigError, match=said):
+                choose_device(name)
+        return
+    assert choose_device("auto") == choose_device("cuda") == CUDA
+    assert resolve_precision("auto", CUDA).name == expected
+    for doubted, cost in (("bf16", "slow"), ("tf32", "the same as fp32")):
+        assert (f"{cost} on" in resolve_precision(doubted, CUDA).reason) == (capability < (8, 0))
 
 
 def test_a_gpu_has_a_number(monkeypatch):
@@ -112,22 +108,22 @@ def is_bad_fork():
     return bool(os.fork() or os._exit(torch.cuda._is_in_bad_fork())) and os.wait()[1] > 0
 print(is_bad_fork(), end=" ")
 torch.cuda.is_available()  # asks for a device
-print(is_bad_fork(), end="")
+print(is_bad_fork())
 """
 
 
-def test_forks_can_use_cuda_as_no_import_has_asked_for_it():
+@pytest.mark.slow
+def test_forks_can_use_cuda_as_no_import_has_asked_for_it(tmp_path):
     """Such as those of the server of `zoo`, and of launchers in notebooks."""
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True)
-    assert done.stdout == "False True", done.stderr
+    done = Forked(partial(exec, FORK, {}), tmp_path / "log")
+    assert done.wait() == 0 and done.output() == "False True\n", done.output()
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(device, monkeypatch):
+def test_children_of_zoo_on_a_gpu_fork_from_torch_alone(monkeypatch):
     """What a user's packages import may ask for a device."""
     context = Mock()
     context.Pipe.return_value = receiver, _ = Mock(), Mock()
     receiver.recv.return_value = {}
     monkeypatch.setattr(zoo.multiprocessing, "get_context", lambda name: context)
-    zoo.row_from_child("resnet18", ZooSettings(device=device), Mock(stop=0))
+    zoo.row_from_child("resnet18", ZooSettings(device="cuda:1"), Mock(stop=0))
     context.set_forkserver_preload.assert_called_once_with(["torch"])
