@@ -3,7 +3,6 @@ costs.
 
     cl-train audit model=shufflenet_v2_x1_0                every loss with its module and line
     cl-train audit model=mobilenet_v2 time=true            every operator in both: why is it faster?
-    cl-train audit model=mobilenet_v2 time=true repro=slow.py         a program of the worst call
     cl-train audit model=my_package.my_model:build max_lost=0         for CI: exit code 1 beyond it
     cl-train audit model=my_package.my_model:segment output_entry=mask    an output that is a dict
     cl-train audit operators=true precision=bf16           what each operator does on this machine
@@ -13,8 +12,6 @@ Exit codes: 0 done, 1 more than max_lost calls lost the format, or more than max
 wrong, 2 wrong usage or a model that does not run.
 """
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +44,7 @@ class AuditSettings(ModelInput, JsonResult):
     measure: bool = setting(True, "time the step, and the copies by their bytes")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
     time_limit_s: float = setting(30.0, "time=true: for all rounds, at least four", Range(above=0))
-    repro: str | None = setting(None, "file for a program of the worst operator, or of a wrong one")
+    repro: str | None = setting(None, "operators=true: file for a program of a wrong one")
     chart: str | None = setting(None, "time=true: file (.png, .svg) for a bar chart")
     max_lost: int | None = setting(None, "exit with 1 if more calls lose channels_last", Range(0))
     operators: bool = setting(False, "instead of a model: what torch's operators do")
@@ -67,8 +64,8 @@ def measure(settings: AuditSettings) -> Result:
     problems = []
     if settings.max_wrong is not None and not settings.operators:
         problems.append("max_wrong= needs operators=true")
-    if settings.repro and not (has_times or settings.operators):
-        problems.append("repro= needs time=true, or operators=true")
+    if settings.repro and not settings.operators:
+        problems.append("repro= needs operators=true")
     if settings.chart and not has_times:
         problems.append("chart= needs time=true, of a model")
     if problems:
@@ -78,24 +75,14 @@ def measure(settings: AuditSettings) -> Result:
     with optional_file(settings, "repro") as program, optional_file(settings, "chart") as chart:
         if settings.operators:
             return _operators(settings, program)
-        return _model(settings, program, chart)
+        return _model(settings, chart)
 
 
-def _model(settings: AuditSettings, program: Path | None, chart: Path | None) -> Result:
+def _model(settings: AuditSettings, chart: Path | None) -> Result:
     from cl_train.measure.charts import write_times_chart
-    from cl_train.measure.times_repro import reproduction
 
     report = _audited(settings)
     result, text = report.to_dict(), str(report)
-    if program:
-        worst = report.times.worst()
-        program.write_text(
-            reproduction(worst, report.model, report.device, tf32=report.precision == "tf32"),
-            encoding="utf-8",
-        )
-        ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
-        result["alone"] = (ran.stdout or ran.stderr).splitlines()
-        text += "\n".join([f"\n\n{worst.name} alone, outside a step:", *result["alone"]])
     if chart:
         title = f"{report.model}, {report.precision} on {report.device}"
         write_times_chart(report.times, title, chart)

@@ -19,7 +19,7 @@ from torch import nn
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
 from cl_train.memory_format.audit_report import grouped
-from cl_train.memory_format.layout import have_other_strides
+from cl_train.memory_format.layout import classify, have_other_strides
 from cl_train.memory_format.operator_recorder import (
     COPIES,
     LIBRARIES,
@@ -29,12 +29,13 @@ from cl_train.memory_format.operator_recorder import (
     package_of,
 )
 from cl_train.system.machine import DeviceClock
-from cl_train.system.tensors import map_tensors, tensors_in
+from cl_train.system.tensors import strided_tensors_in, tensors_in
 
 # This quantile of the times between two events is the recorder's own: few modules compute there.
 _USUAL = 0.75
 # 0.2 to 0.3 ms of a GPU: the host needs less to launch an operator and the event after it.
 _SLEEP_CYCLES = 400_000
+_SHOWN_INPUTS = 3  # a gradient, an image and a weight
 _KINDS = {
     "convolution": "convolutions", "batch_norm": "batch norm", "norm": "normalisation",
     "pool": "pooling",
@@ -172,12 +173,9 @@ class TimeRecorder(OriginRecorder):
         self._seen[same] += 1
         key = (*same, self._seen[same])
         if (call := self._calls.get(key)) is None:
-            source = "" if phase == "update" else origin.source
-            call = TimedCall(str(function), phase, module, _kind(function, phase), source)
+            call = TimedCall(str(function), phase, module, _kind(function, phase))
+            call.source = "" if phase == "update" else origin.source
             self._calls[key] = call
-        is_new = self._layout not in call.arguments
-        if is_new:  # describing takes more time than recording
-            call.arguments[self._layout] = map_tensors(_on_meta, (*args, kwargs))
 
         if self._is_gpu:  # else the time from event to event would be the host's
             # The optimizer's operators take lists of tensors, up to ten times as long to launch.
@@ -187,19 +185,28 @@ class TimeRecorder(OriginRecorder):
         result = function(*args, **kwargs)
         self._last = self._clock.mark()
         self._spans[key] = start, self._last
-        if is_new and name_of(function) in COPIES:
-            copied = tensors_in(call.arguments[self._layout])[-1]
-            if copied.shape == result.shape and have_other_strides(copied, result):
-                call.kind = COPY_KIND
+        if self._layout not in call.inputs:  # describing takes more time than recording
+            self._describe(call, function, strided_tensors_in((args, kwargs)), result)
         self._go_on(module)
         return result
 
+    def _describe(
+        self, call: TimedCall, function: Any, inputs: list[torch.Tensor], result: Any
+    ) -> None:
+        call.inputs[self._layout] = [_described(tensor) for tensor in inputs[:_SHOWN_INPUTS]]
+        if call.direction != "update":
+            call.shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in inputs[:2])
+        if self._layout == "channels_last":
+            call.gets_contiguous = any(classify(tensor) == "contiguous" for tensor in inputs)
+        if inputs and name_of(function) in COPIES:
+            copied = inputs[-1]
+            if copied.shape == result.shape and have_other_strides(copied, result):
+                call.kind = COPY_KIND
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """The shape, strides and dtype of an argument."""
-    if tensor.layout != torch.strided:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+def _described(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)}, strides {list(tensor.stride())}"
 
 
 def _kind(function: Any, phase: str) -> str:

@@ -1,7 +1,6 @@
 """The result of timing operators: calls, rows that sum them up, and what they say."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from cl_train.memory_format.audit_report import grouped, short_name
-from cl_train.memory_format.layout import classify
 from cl_train.step.utilisation import describe
 from cl_train.system.tables import markdown_table, two_digits
-from cl_train.system.tensors import tensors_in
 
 LAYOUTS = ("contiguous", "channels_last")
 PYTHON = "python"
@@ -24,73 +21,49 @@ Times = np.ndarray[Any, Any]  # milliseconds, [rounds, layouts]
 
 @dataclass(eq=False)
 class TimedCall:
-    """One operator call in both layouts; where one lacks it, its time is 0, without arguments."""
+    """One operator call in both layouts; where one lacks it, its time is 0, without inputs."""
 
     operator: str  # such as aten.convolution.default, or `python`
     direction: str  # forward, backward or update
     module: str
     kind: str
+    shapes: str = ""
     source: str = ""
     cause: str = ""  # the line whose contiguous gradient it pays for
-    # By layout; tensors are on the meta device.
-    arguments: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    # By layout the first tensors that it reads: dtype, shape and strides
+    inputs: dict[str, list[str]] = field(default_factory=dict)
+    gets_contiguous: bool = False  # an image, in the channels_last run: the loss came before it
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
 
     @property
     def place(self) -> str:
         return self.module or "(top)"
 
-    @property
-    def convolution(self) -> str:
-        """What determines a convolution's kernel, its weight first; empty for other operators."""
-        arguments = next(iter(self.arguments.values()), ())
-        if "convolution" not in self.operator or len(arguments) < 9:
-            return ""
-        first = "backward" in self.operator  # there the gradient comes before the image
-        image, weight, _, stride, _, _, is_transposed, _, groups = arguments[first:][:9]
-        sizes = weight.shape[2:], image.shape, stride
-        kernel, size, strides = ("x".join(map(str, numbers)) for numbers in sizes)
-        channels = image.shape[1]
-        out = weight.shape[1] * groups if is_transposed else weight.shape[0]
-        grouped = "depthwise " if 1 < groups == channels else f"{groups} groups, " * (groups > 1)
-        images = f"images {size}, stride {strides}, {str(image.dtype).removeprefix('torch.')}"
-        return f"{grouped}{kernel}, {channels} to {out} channels; {images}"
-
-    @property
-    def gets_contiguous(self) -> bool:
-        """Whether an image arrives contiguous in the channels_last run: the loss came before it."""
-        tensors = tensors_in(self.arguments.get("channels_last"))
-        return any(classify(tensor) == "contiguous" for tensor in tensors)
-
     def __str__(self) -> str:
-        details = "; ".join(filter(None, (self.convolution.partition(";")[0], self.source)))
+        details = "; ".join(filter(None, (self.shapes, self.source)))
         name = short_name(self.operator)
         direction = "" if self.direction in name else f" {self.direction}"
         return f"{name}{direction} of `{self.place}`" + f" ({details})" * bool(details)
 
     def remedy(self) -> str:
         if self.kind == COPY_KIND:
-            place = self.source or "the operator before it"
-            return f"remove the copy at {place}, or keep four dimensions"
+            return "remove this copy, or keep four dimensions"
         if self.operator == PYTHON:
-            place = f"at {self.source}" if self.source else "of the module"
-            return f"this is the Python code {place}, not an operator"
+            return "this is Python code, not an operator"
         if self.cause:
             return f"it pays for the contiguous gradient that {self.cause} creates"
         if self.gets_contiguous:
             return "it gets a contiguous image: see where channels_last is lost"
-        settings = "batch_size=, precision= or torch" if self.convolution else "operator"
-        return f"try another {settings}, or send the program of repro=FILE to PyTorch"
+        return "its kernel is slower: try another batch_size=, precision= or torch"
 
 
 class Row:
-    """The calls of a kind, a module or a shape; a positive difference is channels_last's cost."""
+    """The calls of a kind, a module or one call; a positive difference is channels_last's cost."""
 
-    def __init__(self, name: str, calls: list[TimedCall], step_ms: float = math.inf) -> None:
+    def __init__(self, name: str, calls: list[TimedCall]) -> None:
         self.name, self.calls = name, calls
         ms: Times = np.sum([call.ms for call in calls], axis=0)
         self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
-        self.share_pct = 100 * self.channels_last_ms / step_ms  # of the step in channels_last
         ordered = np.sort(ms[:, 1] - ms[:, 0])
         self.difference_ms = float(np.median(ordered))
         # 95 % interval of the median, by ranks; with fewer than six rounds their whole range.
@@ -102,20 +75,17 @@ class Row:
         self.is_loss, self.is_gain = low > 0, high < 0
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms", "share_pct")
+        names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms")
         values = {name: getattr(self, name) for name in names}
         return {"name": self.name, "calls": len(self.calls), **values}
 
-
-def _difference(row: Row) -> str:
-    """The milliseconds of a call, or the total of a kind with the module that differs most."""
-    text = f"{two_digits(abs(row.difference_ms))} ms in {row.name}"
-    if len(row.calls) == 1:
-        return text
-    ms = defaultdict[str, float](float)
-    for call in row.calls:
-        ms[call.place] += abs(Row("", [call]).difference_ms)
-    return f"a total of {text} (most in `{max(ms, key=ms.__getitem__)}`)"
+    def __str__(self) -> str:
+        """The milliseconds of a call, or the total of several with the module that differs most."""
+        text = f"{two_digits(abs(self.difference_ms))} ms in {self.name}"
+        if len(self.calls) == 1:
+            return text
+        most = max(self.calls, key=lambda call: abs(Row("", [call]).difference_ms))
+        return f"a total of {text} (most in `{most.place}`)"
 
 
 @dataclass
@@ -139,15 +109,10 @@ class OperatorTimes:
 
     @property
     def tables(self) -> dict[str, list[Row]]:
-        kinds = self.rows(lambda call: f"{call.kind} {call.direction}")
-        kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
         return {
-            "kinds": kinds,
+            "kinds": self.rows(lambda call: f"{call.kind} {call.direction}"),
             "modules": self.rows(lambda call: call.place),
             "operators": self.rows(lambda call: call),
-            "convolutions": self.rows(
-                lambda call: call.convolution and f"{call.direction}: {call.convolution}"
-            ),
         }
 
     def charge(self, creators: Mapping[tuple[str, str, str], str]) -> None:
@@ -159,45 +124,33 @@ class OperatorTimes:
                 call.cause, call.kind = cause, f"contiguous gradient of {cause}"
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
-        """Calls with a key, grouped by it: differences beyond noise first, the largest on top."""
-        step_ms = float(np.median(self.step_ms[:, 1]))
-        groups = grouped(filter(key, self.calls), key)
-        rows = [Row(str(key(calls[0])), calls, step_ms) for calls in groups]
+        """Calls grouped by a key: differences beyond noise first, the largest on top."""
+        rows = [Row(str(key(calls[0])), calls) for calls in grouped(self.calls, key)]
         return sorted(
             rows, key=lambda row: (not (row.is_loss or row.is_gain), -abs(row.difference_ms))
         )
 
-    def worst(self) -> Row:
-        """The call by which channels_last loses most, by itself if one does; if it loses none, that
-        which differs most.
-        """
-        rows = self.rows(lambda call: call.operator != PYTHON and call)
-        losses = [row for row in rows if row.is_loss]
-        by_itself = [row for row in losses if not row.calls[0].gets_contiguous]
-        return (by_itself or losses or rows)[0]
-
     def main_differences(self, *, is_gain: bool) -> list[Row]:
-        """The three rows by which channels_last saves, or loses, most, and its copies: a call that
-        is a third of its kind's difference, else the kind.
+        """The three rows by which channels_last saves, or loses, most: calls that are a third of
+        their kind's difference, else the kind.
         """
         main: list[Row] = []
         for kind in self.rows(lambda call: call.kind):
             calls = [Row(str(call), [call]) for call in kind.calls]
             large = [row for row in calls if 3 * abs(row.difference_ms) > abs(kind.difference_ms)]
-            for rows in (large, [kind]):
-                if counted := [row for row in rows if (row.is_gain if is_gain else row.is_loss)]:
-                    main += counted
-                    break
-        main.sort(key=lambda row: -abs(row.difference_ms))
-        copies = [row for row in main[3:] if row.calls[0].kind == COPY_KIND]
-        return main[:3] + copies[:1]
+            counted = [
+                [row for row in rows if (row.is_gain if is_gain else row.is_loss)]
+                for rows in (large, [kind])
+            ]
+            main += counted[0] or counted[1]
+        return sorted(main, key=lambda row: -abs(row.difference_ms))[:3]
 
     def conclusions(self) -> list[str]:
         """Where channels_last saves and loses time, the step's time, how much the rows explain,
         and advice.
         """
         gained, lost = (
-            "; ".join(map(_difference, self.main_differences(is_gain=is_gain))) or "nothing"
+            "; ".join(map(str, self.main_differences(is_gain=is_gain))) or "nothing"
             for is_gain in (True, False)
         )
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
@@ -232,6 +185,10 @@ class OperatorTimes:
         ]
 
     def to_dict(self) -> dict[str, Any]:
+        tables = self.tables
+        with_inputs = [
+            row.to_dict() | {"inputs": row.calls[0].inputs} for row in tables["operators"]
+        ]
         return {
             "rounds": len(self.step_ms),
             "step_ms": dict(zip(LAYOUTS, np.median(self.step_ms, axis=0).tolist(), strict=True)),
@@ -239,16 +196,16 @@ class OperatorTimes:
             "explained_pct": self.explained_pct,
             "advice": self.advice(),
             "utilisation": self.utilisation,
-            **{name: [row.to_dict() for row in rows] for name, rows in self.tables.items()},
+            **{name: [row.to_dict() for row in rows] for name, rows in tables.items()},
+            "operators": with_inputs,
         }
 
     def tables_text(self) -> str:
         """The first rows of each table, as Markdown."""
-        tables = {name: [row.to_dict() for row in rows] for name, rows in self.tables.items()}
-        shown = (
-            f"{name}:\n\n{markdown_table(rows[:_SHOWN])}" for name, rows in tables.items() if rows
+        return "\n\n".join(
+            f"{name}:\n\n{markdown_table([row.to_dict() for row in rows[:_SHOWN]])}"
+            for name, rows in self.tables.items()
         )
-        return "\n\n".join(shown)
 
     def __str__(self) -> str:
         return "\n".join([*self.conclusions(), "", self.tables_text()])

@@ -39,7 +39,7 @@ from cl_train.memory_format.operator_recorder import (
     name_of,
     schema_of,
 )
-from cl_train.system.tensors import tensors_in
+from cl_train.system.tensors import strided_tensors_in
 
 # Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
 _OF_IMAGES = ("conv", "pool", "im2col", "col2im")
@@ -160,7 +160,7 @@ class LayoutRecorder(OriginRecorder):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = traits_of(function)
-        inputs = _strided((args, kwargs))
+        inputs = strided_tensors_in((args, kwargs))
         if traits.is_view:
             for tensor in inputs:
                 self._note_viewed(tensor)
@@ -171,7 +171,7 @@ class LayoutRecorder(OriginRecorder):
         # Described before the call, because an in-place operator changes its arguments.
         operands = [self._operand(tensor, traits) for tensor in _read(traits, inputs)]
         result = function(*args, **kwargs)
-        outputs = _strided(result)
+        outputs = strided_tensors_in(result)
         origin = self.origin()
         reduced = _dims(traits, args, kwargs)
         produced = [self._output(tensor, traits, origin, operands, reduced) for tensor in outputs]
@@ -362,10 +362,6 @@ def _dims(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequ
     """The dimensions that the argument `dim` names."""
     dim = {**dict(zip(traits.arguments, args, strict=False)), **kwargs}.get("dim")
     return [dim] if isinstance(dim, int) else dim
-
-
-def _strided(tree: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(tree) if tensor.layout == torch.strided]
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

@@ -23,6 +23,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in items for tensor in tensors_in(item)]
 
 
+def strided_tensors_in(value: Any) -> list[torch.Tensor]:
+    """Those of them that have strides: not the sparse ones."""
+    return [tensor for tensor in tensors_in(value) if tensor.layout == torch.strided]
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """`value` with `function` of each tensor, at any depth of dicts, lists and tuples, which are
     new; anything else in them stays the same object.
