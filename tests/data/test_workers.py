@@ -8,12 +8,11 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import time
 import types
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from tests.data.image_folders import (
     val_count,
     write_folder,
 )
+from tests.data.test_user_dataset import own_data
 from tests.processes import LIMIT_S, Process, wait_until
 
 
@@ -183,58 +183,37 @@ def test_memory_is_pinned_after_the_workers_are_forked(root, workers, monkeypatc
     assert not registered
 
 
-SCRIPT = """
-import multiprocessing, os, signal, time
-from cl_train.data import workers
-from tests.data.image_folders import folder_data
-from tests.data.test_user_dataset import own_data
-start, parent = workers._start_worker, os.getpid()
-def start_late(*arguments):
-    while {late} and arguments[-1] == 1 and os.getppid() == parent:
-        time.sleep(0.01)
-    start(*arguments)
-workers._start_worker = start_late
-signal.signal(signal.SIGINT, signal.default_int_handler)
-data = {kind}_data({place!r}, workers=2)
-batches = data.train_loader.batches(0)
-if not {late}:
-    next(batches)
-else:
-    data.train_loader.start()
-print(*[process.pid for process in multiprocessing.active_children()], flush=True)
-time.sleep(10_000)
-"""
+def load(make_data, late, pids):
+    """A program that loads; with `late` its second worker does not get beyond its start."""
+    start, parent = data_workers._start_worker, os.getpid()
+
+    def start_late(*arguments):
+        while late and arguments[-1] == 1 and os.getppid() == parent:
+            time.sleep(0.01)
+        start(*arguments)
+
+    data_workers._start_worker = start_late
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    loader = make_data(workers=2).train_loader
+    batches = loader.batches(0)
+    if late:
+        loader.start()
+    else:
+        next(batches)
+    pids.send([process.pid for process in multiprocessing.active_children()])
+    time.sleep(10_000)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize(("kind", "late"), [("folder", False), ("folder", True), ("own", False)])
 def test_workers_end_when_their_parent_is_stopped(root, number, kind, late):
-    place = "Numbers" if kind == "own" else str(root)
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    script = SCRIPT.format(kind=kind, place=place, late=late)
-    with subprocess.Popen([sys.executable, "-c", script], **options) as parent:
-        children = [Process(int(pid)) for pid in parent.stdout.readline().split()]
-        assert len(children) == 2 and all(process.is_running() for process in children)
-        parent.send_signal(number)
-        parent.wait(LIMIT_S)
+    make_data = partial(folder_data, root) if kind == "folder" else partial(own_data, "Numbers")
+    receiver, sender = multiprocessing.Pipe()
+    parent = ForkProcess(target=load, args=(make_data, late, sender))
+    parent.start()
+    assert receiver.poll(LIMIT_S)
+    children = [Process(pid) for pid in receiver.recv()]
+    assert len(children) == 2 and all(process.is_running() for process in children)
+    os.kill(parent.pid, number)
+    parent.join(LIMIT_S)
     wait_until(lambda: not any(process.is_running() for process in children))
-
-
-@pytest.mark.slow
-def test_memory_and_open_files_stay_constant_over_twenty_epochs(root, workers):
-    def resident_kib(pid):
-        return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0])
-
-    def epochs(numbers):
-        for number in numbers:
-            assert len(train_batches(data, number)) == 6 and val_count(data) == 17
-        pids = ["self", *(worker.pid for worker in workers())]
-        return [resident_kib(pid) for pid in pids], len(os.listdir("/proc/self/fd"))
-
-    with contextlib.closing(folder_data(root, workers=2, batch_size=8)) as data:
-        before, files = epochs(range(5))
-        after, files_after = epochs(range(5, 25))
-    growth = [new - old for new, old in zip(after, before, strict=True)]
-    assert max(growth) < 8 * 1024, f"KiB grown: {growth}"
-    assert files_after <= files, "other tests' files may be closed meanwhile"
