@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cl_train.config.schema import IMAGE_FORMATS, DataConfig
 from cl_train.data.decode import read_file
-from cl_train.data.walk import Files, files_below, is_hidden
+from cl_train.data.walk import files_below, is_hidden
 from cl_train.errors import ConfigError
 from cl_train.system.files import cache_folder, replacing
 
@@ -244,28 +244,27 @@ def _list(
 
     Raises ConfigError: a class without images; unless it `needs_all`, one with other files only.
     """
-    top = os.fsencode(folder)
-    found = files_below(top, b"", (), deep=False)  # beside the classes
-    of_classes = [
-        files_below(top, os.fsencode(name), extensions) if (folder / name).is_dir() else Files()
-        for name in classes
-    ]
-    for of_class in of_classes:
-        found.folders += of_class.folders
-        found.others += of_class.others
-        found.hidden += of_class.hidden
+    found = files_below(os.fsencode(folder), b"", extensions)
+    images: dict[bytes, list[bytes]] = {os.fsencode(name): [] for name in classes}
+    for name in found.images:
+        class_name, is_below, _ = name.partition(b"/")
+        if is_below:
+            images[class_name].append(name)
+        else:  # beside the classes
+            found.others.append(os.fsdecode(name))
     note = ignored_files(folder, found.others, extensions, found.hidden)
+    with_others = {name.partition("/")[0] for name in found.others}
     empty = [
         name
-        for name, of_class in zip(classes, of_classes, strict=True)
-        if not of_class.images and (needs_all or of_class.others)
+        for name, of_class in zip(classes, images.values(), strict=True)
+        if not of_class and (needs_all or name in with_others)
     ]
-    if empty or not any(of_class.images for of_class in of_classes):
+    if empty or not any(images.values()):
         raise ConfigError(
             f"'{folder}': no images ({', '.join(extensions)}) for {len(empty or classes)} of"
             f" {len(classes)} classes: {listed(empty or classes)}. {note}"
         )
-    return [of_class.images for of_class in of_classes], found.folders, note
+    return list(images.values()), found.folders, note
 
 
 def divided(

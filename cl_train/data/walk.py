@@ -25,9 +25,7 @@ class Files:
     hidden: list[str] = field(default_factory=list)
 
 
-def files_below(
-    top: bytes, folder: bytes, extensions: Sequence[str], *, deep: bool = True
-) -> Files:
+def files_below(top: bytes, folder: bytes, extensions: Sequence[str]) -> Files:
     """The files below `top/folder`, relative to `top`. Links to folders are followed, as in
     torchvision and timm, but for those that lead back to a folder above.
 
@@ -49,8 +47,7 @@ def files_below(
                     found.hidden.append(os.fsdecode(name))
                 # `is_dir` of a link that leads to itself raises
                 elif os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
-                    if deep:
-                        read(entry.path, above | {here})
+                    read(entry.path, above | {here})
                 elif name.lower().endswith(suffixes):
                     found.images.append(name)
                 else:
@@ -60,6 +57,7 @@ def files_below(
     above = {_identity(parent) for parent in Path(os.path.realpath(os.fsdecode(start))).parents}
     read(start, above | ({_identity(top)} if folder else set()))
     found.images.sort()
+    found.others.sort()
     return found
 
 
