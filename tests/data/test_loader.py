@@ -2,7 +2,6 @@
 epoch began. Bad images are named, counted, replaced or left out. Images grow.
 """
 
-import os
 import random
 from contextlib import closing
 
@@ -14,7 +13,7 @@ from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import checked_config
 from cl_train.data.loader_report import bottleneck_advice
 from cl_train.data.transforms import WorkerTimes
-from cl_train.errors import BadImageError, ConfigError
+from cl_train.errors import ConfigError
 from tests.data.image_folders import (
     CPU,
     FLOAT_CHANNELS_LAST,
@@ -75,9 +74,8 @@ def test_epochs_and_seeds_differ_and_a_second_iteration_ends_the_first_with_an_e
         next(batches)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_validate_every_image_once(root, world_size):
-    datas = [folder_data(root, rank=rank, world_size=world_size) for rank in range(world_size)]
+def test_ranks_validate_every_image_once(root):
+    datas = [folder_data(root, rank=rank, world_size=3) for rank in range(3)]
     hosts = (host for data in datas for host in data.val_loader.batches())
     seen = [image.numpy().tobytes() for host in hosts for image in host.images]
     assert len(seen) == len(set(seen)) == 17
@@ -193,15 +191,6 @@ def test_each_bottleneck_has_its_setting(times, workers, expected, setting):
     )
 
 
-def test_an_error_names_the_file_and_what_to_do(tmp_path):
-    root = write_folder(tmp_path, train=8, val=2)
-    os.mkfifo(root / "train/class_1/odd.jpg")
-    data = folder_data(root, batch_size=9, workers=2)
-    words = r"odd\.jpg' cannot be used: .*FIFO.*on_bad_image=skip"
-    with closing(data), pytest.raises(BadImageError, match=words):
-        train_batches(data)
-
-
 def test_skip_counts_and_substitutes_the_same_image_with_its_label_for_any_workers(tmp_path):
     root = write_folder(tmp_path / "one", train=12, val=11)
     (root / "train/class_0/0006.jpg").write_bytes(b"broken")
@@ -214,20 +203,6 @@ def test_skip_counts_and_substitutes_the_same_image_with_its_label_for_any_worke
             assert data.bad_images.skipped == 1
             assert val_count(data) == 10, "a substitute would count another image twice"
             assert data.bad_images.skipped == 2
-
-
-def test_the_limit_counts_each_bad_image_once_however_many_epochs(tmp_path):
-    root = write_folder(tmp_path, train=12, val=4)
-    (root / "train/class_0/0000.jpg").write_bytes(b"")
-    data = folder_data(root, on_bad_image="skip", max_bad_images=1)
-    for epoch in range(5):
-        train_batches(data, epoch)
-    assert data.bad_images.skipped >= 4
-    (root / "train/class_0/0002.jpg").write_bytes(TRUNCATED)
-    words = r"2 images cannot be used, more than data\.max_bad_images=1"
-    with pytest.raises(BadImageError, match=words):
-        for epoch in range(3):
-            train_batches(data, epoch)
 
 
 GROWING = {"size_schedule": [[0, 16], [2, 32]], "val_size": 24, "image_size": 20}
