@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -120,7 +120,7 @@ def compose(line: CommandLine) -> list[Composed]:
     axes: list[list[str]] = []
     for word in line.words:
         try:
-            axes.append(_expanded(word, line.folders, line.multirun))
+            axes.append(_expanded(word, line))
         except ConfigError as error:
             problems += error.problems
 
@@ -154,7 +154,7 @@ def _parsed(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
-def _expanded(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
+def _expanded(word: str, line: CommandLine) -> list[str]:
     """The arguments that key=value stands for: one, or one per value of a sweep.
 
     Raises ConfigError: it is wrong, besides the type and the range of the value.
@@ -166,13 +166,12 @@ def _expanded(word: str, folders: Sequence[Path], multirun: bool) -> list[str]:
         hint = "" if "=" in word else f"; settings are written key=value, such as model={example}"
         what = f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"
         raise ConfigError(what) from None
-    if problem := _problem_with(override, word, multirun):
+    if problem := _problem_with(override, word, line.multirun):
         raise ConfigError(f"{word}: {problem}")
     is_sweep = override.is_sweep_override()
-    values = _values_of_sweep(override, folders) if is_sweep else [str(override.value())]
-    problems = [_key_problem(override.key_or_group, each, folders) for each in values]
-    if any(problems):
-        raise ConfigError(list(dict.fromkeys(filter(None, problems))))
+    values = _values_of_sweep(override, line.folders) if is_sweep else [str(override.value())]
+    if problems := _problems_of(override.key_or_group, values, line.folders):
+        raise ConfigError(problems)
     if not is_sweep:
         return [str(override.input_line)]
     return [f"{override.get_key_element()}={each}" for each in values]
@@ -186,12 +185,8 @@ def _problem_with(override: Override, word: str, multirun: bool) -> str | None:
         return "a setting cannot be removed; give it another value"
     if is_sweep and not multirun:
         return f"several values need multirun, {train_program()} -m ..."
-    if key == "hydra.sweep.subdir":
-        return "the folder of a job is named after its settings"
     if key in HYDRA_KEYS and (is_sweep or not value):
         return "needs a folder"
-    if key in GROUPS and isinstance(value, dict):
-        return f"write {key}=NAME, or {key}.key=value"
     if key in CHOSEN_BY_GROUP:
         return _chosen_by_group(word)
     if key in (*FIELDS, *HYDRA_KEYS) and word.startswith("+"):
@@ -216,6 +211,11 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
     # Hydra escapes a colon, which outside of quotes means itself: package.module:function.
     plain = [each if "'" in each or '"' in each else each.replace("\\:", ":") for each in values]
     return [typed.get(each, each) for each in plain]
+
+
+def _problems_of(key: str, values: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    problems = (_key_problem(key, value, folders) for value in values)
+    return [problem for problem in problems if problem]
 
 
 def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:
@@ -304,7 +304,10 @@ def _composed(
     """The settings of the files of the groups, then of the file to start from, then as typed."""
     typed = {_parsed(word).key_or_group: _parsed(word).value() for word in words}
     start = StartFile.of(typed)
-    from_file = {} if start is None else _start_settings(start, typed, line.folders)
+    from_file = {} if start is None else start.settings(typed)
+    wrong = [_problems_of(key, [str(value)], line.folders) for key, value in from_file.items()]
+    if start is not None and any(wrong):
+        raise ConfigError([f"{start.path}: {problem}" for problem in itertools.chain(*wrong)])
     chosen = [f"{key}={value}" for key, value in from_file.items() if key in GROUPS]
     # The images of an own folder are of any size, unlike the sample's.
     if start is None and "data.root" in typed and not typed.keys() & {"data", "experiment"}:
@@ -332,21 +335,6 @@ def _composed(
     for key in typed.keys() & {*HYDRA_KEYS}:
         composed.folder(key.split(".")[1])
     return composed
-
-
-def _start_settings(
-    start: StartFile, typed: Mapping[str, Any], folders: Sequence[Path]
-) -> dict[str, Any]:
-    """Raises ConfigError: the file has settings that cannot be typed."""
-    settings = start.settings(typed)
-    problems = []
-    for key, value in settings.items():
-        if key in HYDRA_KEYS and not start.is_trusted:
-            problems.append(f"{key}: a run does not say where the next one writes")
-        problems += filter(None, [_key_problem(key, str(value), folders)])
-    if problems:
-        raise ConfigError([f"{start.path}: {problem}" for problem in problems])
-    return settings
 
 
 def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:

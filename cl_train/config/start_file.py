@@ -55,12 +55,14 @@ class StartFile:
         A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`.
         """
         settings: dict[str, Any] = {}
+        evaluates = typed.get("evaluate_only")
         for key, value in sorted(flatten(self._read(), FIELDS)):  # optim.library before optim.name
             group = key.partition(".")[0]
-            is_skipped = key in _HOW_STARTED or (key in GROUPS and value is None)
-            if is_skipped or was_default(key, value) or typed.keys() & {key, group}:
+            if key in _HOW_STARTED or was_default(key, value) or typed.keys() & {key, group}:
                 continue
-            if key == "weights" and typed.get("evaluate_only"):
+            if group == "hydra" and not self.is_trusted:  # a run does not say where others write
+                continue
+            if (key in GROUPS and value is None) or (key == "weights" and evaluates):
                 continue
             is_timms = key == "optim.name" and settings.get("optim") == "timm"
             if is_timms or key not in (*CHOSEN_BY_GROUP, "optim.name"):

@@ -13,6 +13,7 @@ import hydra
 import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 import cl_train
 from cl_train.cli import main
@@ -133,7 +134,8 @@ def test_what_the_user_names_is_trusted(tmp_path, monkeypatch):
     (tmp_path / "conf/experiment").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine.yaml").write_text("# @package _global_\nloss: mine:f\n")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    (tmp_path / "run/config.yaml").write_text("loss: mine:f\nlog_to: [tensorboard, mine:g]\n")
+    config = "loss: mine:f\nlog_to: [tensorboard, mine:g]\nhydra: {run: {dir: precious}}\n"
+    (tmp_path / "run/config.yaml").write_text(config)
     monkeypatch.chdir(tmp_path)
     for words in (
         ["experiment=mine"],
@@ -141,8 +143,11 @@ def test_what_the_user_names_is_trusted(tmp_path, monkeypatch):
         ["config=run", "loss=mine:f", "log_to=[]"],
         ["evaluate_only=true", "resume=run", "loss=mine:f", "log_to=[mine:g]"],
     ):
-        (cfg,) = check_command_line(words)
-        assert cfg.loss == "mine:f", words
+        (run,) = compose(CommandLine.parse(words))
+        is_trusted = words[0] == "config=run/config.yaml"
+        assert run.cfg.loss == "mine:f", words
+        writes_to = OmegaConf.to_container(run.raw.hydra)["run"]["dir"]
+        assert (writes_to == "precious") == is_trusted
 
 
 @pytest.mark.parametrize(
