@@ -21,14 +21,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from cl_train.errors import ConfigError
 from cl_train.measure.kernels import OF_MEMORY, compare_results
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, classify
 from cl_train.system.processes import end_with_parent
 from cl_train.system.tables import markdown_table
-from cl_train.system.tensors import tensors_in
+from cl_train.system.tensors import map_leaves, tensors_in
 
 Row = dict[str, Any]  # of an operator
 Record = dict[str, Any]  # of all of them
@@ -103,12 +102,11 @@ def placed(value: Any, in_channels_last: bool) -> Any:
 
 
 def results(op: Any, call: Any, in_channels_last: bool, seed: int = 0) -> dict[str, torch.Tensor]:
-    args, kwargs = tree_map(lambda value: placed(value, in_channels_last), call)
+    args, kwargs = map_leaves(lambda value: placed(value, in_channels_last), call)
     torch.manual_seed(seed)
-    tensors = [t for t in tree_leaves(op.op(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-    outputs = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    outputs = [t for t in tensors_in(op.op(*args, **kwargs)) if t.layout == torch.strided]
     roots = [output for output in outputs if output.requires_grad]
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "requires_grad", False)]
+    leaves = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     gradients: Any = ()
     if roots and leaves:
         numbers = [(torch.arange(t.numel(), device=t.device) % 7 - 3).view_as(t) for t in roots]
@@ -120,12 +118,15 @@ def results(op: Any, call: Any, in_channels_last: bool, seed: int = 0) -> dict[s
 
 _PROGRAM = """\
 # {operator} in channels_last: {what}
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db  # pip install expecttest
 from torch.testing._internal.common_utils import set_rng_seed
-from torch.utils._pytree import tree_leaves, tree_map
 
 
 {functions}
@@ -145,7 +146,7 @@ for name, one in results(op, call, False).items():
 
 def program(facts: Record, row: Row) -> str:
     """Shows the worst fault of an operator."""
-    functions = f"{inspect.getsource(placed)}\n\n{inspect.getsource(results)}"
+    functions = "\n\n".join(map(inspect.getsource, (tensors_in, map_leaves, placed, results)))
     return _PROGRAM.format(**facts | row | row["worst"], functions=functions)
 
 

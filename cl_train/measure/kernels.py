@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from cl_train.memory_format.audit_report import Origin
 from cl_train.memory_format.operator_recorder import (
@@ -27,7 +26,7 @@ from cl_train.memory_format.operator_recorder import (
     schema_of,
 )
 from cl_train.step.backup import random_state_restored
-from cl_train.system.tensors import map_tensors, tensors_in
+from cl_train.system.tensors import map_leaves, map_tensors, tensors_in
 
 # Of the change that one rounding of the inputs makes; 0.4 of it was seen in 51 correct models.
 FP32_ROUNDINGS = 64
@@ -171,7 +170,7 @@ def compare_results(run: Run, call: Values) -> Errors:
     tensors = tensors_in((call, expected))
     if dtypes := _16_BIT & {tensor.dtype for tensor in tensors}:
         dtype = max(dtypes, key=lambda one: torch.finfo(one).eps)
-        exact = run(tree_map(_in_fp32, contiguous))
+        exact = run(map_leaves(_in_fp32, contiguous))
         return compared(found, expected, exact, partial(limit_by_exact, dtype=dtype))
     generator = torch.Generator().manual_seed(_SEED)
     shaken = run(copied(contiguous, partial(_shaken, generator=generator)))

@@ -29,17 +29,20 @@ def strided_tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with `function` of each tensor, at any depth of dicts, lists and tuples, which are
-    new; anything else in them stays the same object.
+    """As `map_leaves`, of the tensors; anything else stays the same object."""
+    return map_leaves(lambda one: function(one) if isinstance(one, torch.Tensor) else one, value)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function` of all that is in dicts, lists and tuples, at any depth, which are
+    new.
     """
-    if isinstance(value, torch.Tensor):
-        return function(value)
     if isinstance(value, tuple):
-        items = [map_tensors(function, item) for item in value]
+        items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if not isinstance(value, dict | list | deque):
-        return value
+        return function(value)
     mapped: Any = copy.copy(value)  # of the same type, such as a defaultdict
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        mapped[key] = map_tensors(function, item)
+        mapped[key] = map_leaves(function, item)
     return mapped
