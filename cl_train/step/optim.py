@@ -3,6 +3,7 @@
 import fnmatch
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -113,37 +114,20 @@ def make_dense(model: nn.Module) -> None:
     """Give each tensor with gaps in memory, such as `big[:, :10]`, memory of its own: the fused
     kernels read by address, and would update what lies between.
 
-    Raises ConfigError: elements that train share memory, with each other or with another tensor.
+    Raises ConfigError: one that trains shares memory, within itself or with another tensor.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     strided = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
-    odd = {name: tensor for name, tensor in strided.items() if not _is_dense(tensor)}
-    for name, tensor in odd.items():
-        memory = tensor.untyped_storage().data_ptr()
-        near = [t for t in strided.values() if t.untyped_storage().data_ptr() == memory]
-        places = torch.cat([_places(t) for t in near])
-        if tensor.requires_grad and len(places.unique()) < len(places):
+    sharing = Counter(tensor.untyped_storage().data_ptr() for tensor in strided.values())
+    for name, tensor in strided.items():
+        if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+            continue  # only what is dense keeps its strides in a copy
+        memory = tensor.untyped_storage()
+        is_shared = sharing[memory.data_ptr()] > 1 or memory.nbytes() < tensor.nbytes
+        if tensor.requires_grad and is_shared:
             what = "elements that train share memory (an expanded tensor, a view of another one)"
             raise ConfigError(f"{name}: {what}; give the parameter memory of its own: .clone()")
-    for tensor in odd.values():
         tensor.data = tensor.data.clone()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected, sizes = 1, zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(each for each in sizes if each[1] != 1):
-        if stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
-
-
-def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """The indices of the elements in their memory, int64 [numel]."""
-    places = torch.full((1,), tensor.storage_offset())
-    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-        places = (places.unsqueeze(1) + stride * torch.arange(size)).flatten()
-    return places
 
 
 @contextmanager
