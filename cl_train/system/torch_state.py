@@ -5,7 +5,7 @@ torch is imported by the first call: the command line is checked without it.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
@@ -42,29 +42,20 @@ def new_torch_state() -> Iterator[None]:
     import torch
 
     dtype, deterministic = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
-    # Not `autocast(enabled=False)`: only the end of the outermost one drops the cast weights, which
-    # an optimizer has changed since.
-    casting = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    has_cache, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
-
-    def set_autocast(enabled: bool) -> None:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(has_cache or not enabled)
-        for kind in casting:
-            torch.set_autocast_enabled(kind, enabled)
-        for _ in range(depth):
-            (torch.autocast_increment_nesting if enabled else torch.autocast_decrement_nesting)()
-
-    set_autocast(False)
-    # A device costs time in every call of torch.
-    is_on_cpu = torch.get_default_device().type == "cpu"
-    try:
-        torch.set_default_dtype(torch.float32)
-        with torch.inference_mode(False), nullcontext() if is_on_cpu else torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_deterministic_debug_mode() != deterministic:
-            torch.set_deterministic_debug_mode(deterministic)
-        set_autocast(True)
+    with ExitStack() as stack:
+        is_in_autocast = torch.autocast_increment_nesting() > 1
         torch.autocast_decrement_nesting()
+        for kind in ("cpu", "cuda") if is_in_autocast else ():
+            # Without a cache: only the end of the outermost one drops the cast weights, which an
+            # optimizer changes.
+            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        if torch.get_default_device().type != "cpu":  # it costs time in every call of torch
+            stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
+        try:
+            torch.set_default_dtype(torch.float32)
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            if torch.get_deterministic_debug_mode() != deterministic:
+                torch.set_deterministic_debug_mode(deterministic)
