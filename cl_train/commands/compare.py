@@ -11,7 +11,6 @@ into the folder of a sweep. Exit codes: 0 done, 1 the layouts compute different 
 usage.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from cl_train.config import schema
 from cl_train.config.fields import Range, setting, suggest
 from cl_train.config.schema import FIELDS, OnDevice
 from cl_train.errors import ConfigError
-from cl_train.system.files import output_folder
+from cl_train.system.files import claim_output
 
 
 @dataclass
@@ -65,9 +64,9 @@ def main(words: list[str]) -> int:
         from cl_train.commands.dashboard import write_dashboard
         from cl_train.sweeps.report import compare_folders
 
-        claim = output_folder(out, overwrite=settings.overwrite, markers=MARKERS) if out else None
-        with claim or nullcontext():
-            compare_folders(folders, by, out=out, show_table=True, write_curves=write_dashboard)
+        if out:
+            claim_output(out, overwrite=settings.overwrite, markers=MARKERS)
+        compare_folders(folders, by, out=out, show_table=True, write_curves=write_dashboard)
     return 0 if has_parity else 1
 
 

@@ -20,7 +20,7 @@ from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.fields import suggest
 from cl_train.config.schema import ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.system.files import output_folder
+from cl_train.system.files import claim_output
 from cl_train.system.processes import StopRequest
 
 SETTINGS = {"settings": ZooSettings}
@@ -44,8 +44,8 @@ def main(words: list[str]) -> int:
     named += f"-{settings.frames}frames" if settings.frames else ""
     version = ".".join(str(environment["torch"]).split("+")[0].split(".")[:2])
     path = Path(settings.out) / f"zoo{named}-{settings.precision}-{device.type}-torch{version}.json"
-    with output_folder(path.parent, overwrite=True, markers=()):  # before the first model
-        table = zoo.open_table(path, settings, environment)
+    claim_output(path.parent, overwrite=True)  # before the first model
+    table = zoo.open_table(path, settings, environment)
     done = {row["model"] for row in table["rows"] if "error" not in row}
     missing = [name for name in names if name not in done]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")

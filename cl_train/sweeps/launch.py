@@ -26,7 +26,7 @@ from cl_train.sweeps.job import JOB_NAME, LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.places import Place, plan_places, visible_gpus
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import WriteCurves, compare_folders, read_report
-from cl_train.system.files import lock_file, new_folder, write_json
+from cl_train.system.files import create, lock_file, write_json
 from cl_train.system.processes import StopRequest, read_launch
 
 GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
@@ -50,8 +50,9 @@ def run_sweep(runs: Sequence[Composed], write_curves: WriteCurves | None = None)
         names = ", ".join(f"GPU {','.join(place.gpus)}" for place in places)
         print(f"{len(places)} jobs at a time, each with {len(places[0].cores)} CPU cores: {names}")
 
-    lock, setting = sweep.folder / ".sweep.lock", f"hydra.sweep.dir={sweep.folder}"
-    with new_folder(sweep.folder, setting, lock), lock_file(lock), StopRequest() as request:
+    lock = sweep.folder / ".sweep.lock"
+    create(lock, f"hydra.sweep.dir={sweep.folder}")
+    with lock_file(lock), StopRequest() as request:
         sweep.save()
         where = f"{sweep.folder}/<job>/{LOG_NAME}"
         print(f"sweep of {len(sweep.jobs)} jobs, {len(jobs)} to run, in {where}", flush=True)

@@ -5,7 +5,6 @@ whole. `torch.load` verifies no checksum, so every load does.
 """
 
 import argparse
-import errno
 import logging
 import os
 import pickle
@@ -14,9 +13,9 @@ import shutil
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 
 from cl_train.errors import CheckpointError as CheckpointError
 from cl_train.errors import ConfigError
-from cl_train.system.files import keep_lock, replacing, retry
+from cl_train.system.files import replacing, retry
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +96,8 @@ def _sync_folder(folder: Path) -> None:
     """Make a rename durable, except on network file systems that cannot sync a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+        with suppress(OSError):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -117,18 +114,17 @@ def _step_of(path: Path) -> int | None:
 def snapshot(tree: Any, where: str = "state") -> Any:
     """Returns a deep copy on the CPU with contiguous tensors; the host waits for the device.
 
-    A state dict keeps the versions of its modules (`_metadata`). Raises TypeError: a value or key
+    A state dict keeps its attributes: the versions of its modules. Raises TypeError: a value or key
     of another type.
     """
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(tree, Mapping) and all(type(key) in (str, int) for key in tree):
         copied = {key: snapshot(value, f"{where}[{key!r}]") for key, value in tree.items()}
-        versions = getattr(tree, "_metadata", None)
-        if versions is None:
+        if not isinstance(tree, OrderedDict):
             return copied
         state = OrderedDict(copied)
-        state._metadata = snapshot(versions, f"{where}._metadata")  # type: ignore[attr-defined]
+        vars(state).update(snapshot(vars(tree), where))
         return state
     if isinstance(tree, list | tuple):
         return [snapshot(value, f"{where}[{index}]") for index, value in enumerate(tree)]
@@ -150,7 +146,6 @@ class CheckpointStore:
         # States on the host, by step: at most that of the best model and the last one.
         self._unwritten: dict[int, dict[str, Any]] = {}
         self._best: int | None = None  # the unwritten step that will be `best.pt`
-        self._to_take: tuple[Path, int | None, int] | None = None  # of `take_best`
         # The interpreter's end waits for the work of an executor.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -158,7 +153,6 @@ class CheckpointStore:
     def write_step(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
         """Write `state` as `step-<n>.pt`, also as `best.pt` if `best`, after the current write."""
         self.wait()
-        keep_lock(self.folder.parent / ".lock")
         if best:
             self._best = step
         unwritten_best = {s: values for s, values in self._unwritten.items() if s == self._best}
@@ -170,22 +164,25 @@ class CheckpointStore:
         self.wait()
         if step in self._unwritten:
             self._best = step
-            return
-        with self._told():
-            self._link_best(self._path(step))
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            log.warning("%s was not written: %s", self.folder / "best.pt", error)
+        else:
+            self._try_to_link_best(self._path(step))
 
     def take_best(self, resumed: Path, step: int | None, last: int) -> None:
-        """With the next checkpoint `best.pt` becomes the one of `step` in the folder of `resumed`,
-        or if that is unknown, one up to `last`: another one is of a way that the run has left.
+        """`best.pt` becomes the one of `step` in the folder of `resumed`, or if that is unknown,
+        one up to `last`: another one is of a way that the run has left.
         """
-        self._to_take = resumed, step, last
+        best = self.folder / "best.pt"
+        saved = [] if step is None else [resumed, resumed.with_name(self._path(step).name)]
+        for path in (best, resumed.with_name("best.pt"), *saved):
+            found = _step_of(path)
+            if found is not None and (found == step if step else found <= last):
+                if path != best:
+                    self._try_to_link_best(path)
+                return
+        if best.exists() or step is not None:
+            why = "is not the best of the steps that this run goes on from, which is gone"
+            log.warning("%s %s: weights= takes the last one until a better one", best, why)
+            best.unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Wait for the current write."""
@@ -217,10 +214,6 @@ class CheckpointStore:
                 path.unlink()
 
             write(self._path(step), self._unwritten[step])
-            if self._to_take is not None:
-                to_take, self._to_take = self._to_take, None
-                with self._told():
-                    self._take_best(*to_take)
             if step == self._best:
                 self._link_best(self._path(step))
             paths = self._steps()
@@ -231,20 +224,6 @@ class CheckpointStore:
                 paths[old].unlink(missing_ok=True)
             del self._unwritten[step]
 
-    def _take_best(self, resumed: Path, step: int | None, last: int) -> None:
-        best = self.folder / "best.pt"
-        saved = [] if step is None else [resumed, resumed.with_name(self._path(step).name)]
-        for path in (best, resumed.with_name("best.pt"), *saved):
-            found = _step_of(path)
-            if found is not None and (found == step if step else found <= last):
-                if path != best:
-                    self._link_best(path)
-                return
-        if best.exists() or step is not None:
-            why = "is not the best of the steps that this run goes on from, which is gone"
-            log.warning("%s %s: weights= takes the last one until a better one", best, why)
-            best.unlink(missing_ok=True)
-
     def _link_best(self, path: Path) -> None:
         """Atomically; a copy if the file system has no hard links."""
         with replacing(self.folder / "best.pt") as temporary:
@@ -253,6 +232,12 @@ class CheckpointStore:
             except OSError:
                 shutil.copyfile(path, temporary)
         _sync_folder(self.folder)
+
+    def _try_to_link_best(self, path: Path) -> None:
+        try:
+            self._link_best(path)
+        except OSError as error:
+            log.warning("%s was not written: %s", self.folder / "best.pt", error)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -146,67 +146,52 @@ def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Pa
     Raises ConfigError at once: `path` is a folder, a link or a device, cannot be written, or exists
     without `overwrite`.
     """
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+    if not _is_file_or_absent(path):
         raise ConfigError(f"{key}={path} is a folder, a link or a device: choose another name")
     if path.exists() and not overwrite:
         raise ConfigError(f"{key}={path} exists: choose another name, or write overwrite=true")
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    with new_folder(path.parent, f"{key}={path}", temporary), replacing(path, temporary):
+    create(temporary, f"{key}={path}")
+    with replacing(path, temporary):
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)  # safetensors creates the file anew, for its owner alone
 
 
-@contextmanager
-def output_folder(path: Path, *, overwrite: bool, markers: Collection[str]) -> Iterator[None]:
-    """The folder `path`, which a command fills, perhaps in several calls.
+def claim_output(path: Path, *, overwrite: bool, markers: Collection[str] = ()) -> None:
+    """Create the folder `path`, or go on in one that has a file of the names `markers`.
 
-    The block writes the `markers` first. A folder that has one of them is continued; a new one with
-    nothing else in it is removed after a ConfigError. Raises ConfigError: `path` cannot be written,
-    or has files of others without `overwrite`.
+    Raises ConfigError: it cannot be written, or has files of others without `overwrite`.
     """
     probe = path / f".tmp-{os.getpid()}"
-    with new_folder(path, f"out={path}", probe, removable=markers):
-        probe.unlink()
-        names = set(os.listdir(path))
-        if names and names.isdisjoint(markers) and not overwrite:
-            what = f"out={path} holds files of something else"
-            raise ConfigError(f"{what}: choose another name, or write overwrite=true")
-        yield
+    create(probe, f"out={path}")
+    probe.unlink()
+    names = set(os.listdir(path))
+    if names and names.isdisjoint(markers) and not overwrite:
+        what = f"out={path} holds files of something else"
+        raise ConfigError(f"{what}: choose another name, or write overwrite=true")
 
 
-@contextmanager
-def new_folder(
-    folder: Path, setting: str, first: Path, *, removable: Collection[str] = ()
-) -> Iterator[None]:
-    """Create `folder` and its file `first`; after a ConfigError, remove a new folder that holds
-    only the names `removable`. Raises ConfigError: it cannot be written.
+def create(path: Path, setting: str) -> None:
+    """Create the file `path`, unless it exists, and the folders around it.
+
+    Raises ConfigError: `setting`, such as out=FOLDER, cannot be written.
     """
-    is_new = not folder.exists()
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            os.close(open_no_link(first, os.O_WRONLY | os.O_CREAT))
-        except OSError as error:
-            raise ConfigError(
-                f"{setting} cannot be written: {error.strerror or error}; choose another place"
-            ) from None
-        yield
-    except LockHeld:  # the folder is another run's
-        raise
-    except ConfigError:
-        with suppress(OSError):  # there is no folder, or one in it is not empty
-            if is_new and set(os.listdir(folder)) <= set(removable):
-                for path in folder.iterdir():
-                    (path.rmdir if path.is_dir() else path.unlink)()
-                folder.rmdir()
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(open_no_link(path, os.O_WRONLY | os.O_CREAT))
+    except OSError as error:
+        what = f"{setting} cannot be written: {error.strerror or error}"
+        raise ConfigError(f"{what}; choose another place") from None
+
+
+def _is_file_or_absent(path: Path) -> bool:
+    return not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode)
 
 
 @contextmanager
 def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
-    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else. A refused run leaves
-    nothing.
+    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else.
 
     Raises ConfigError: the folder cannot be written to, another run is writing to it, or an earlier
     run's results are in it and `resume` does not continue that run.
@@ -215,24 +200,16 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     if overwrite and is_continued:
         what = f"resume={resume} continues the run in {folder}, which overwrite=true deletes"
         raise ConfigError(f"{what}: leave out one")
-    lock = folder / ".lock"
-    checkpoints = refuse_link(folder / "checkpoints")
+    lock, checkpoints = folder / ".lock", refuse_link(folder / "checkpoints")
     for path in (lock, *(folder / name for name in _OWN_FILES)):
-        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        if not _is_file_or_absent(path):
             raise ConfigError(f"{path} is a link, a folder or a device: remove it")
-    elsewhere = "choose another hydra.run.dir=FOLDER"
-    removable = (lock.name, checkpoints.name, "train.log")
-    with (
-        new_folder(folder, f"hydra.run.dir={folder}", lock, removable=removable),
-        ExitStack() as stack,
-    ):
-        try:
-            stack.enter_context(lock_file(lock))
-            checkpoints.mkdir(exist_ok=True)
-            tempfile.TemporaryFile(dir=checkpoints).close()
-        except OSError as error:
-            where = error.filename or folder
-            raise ConfigError(f"{where}: {error.strerror}; {elsewhere}") from None
+    setting = f"hydra.run.dir={folder}"
+    create(lock, setting)
+    with lock_file(lock):
+        probe = checkpoints / f".tmp-{os.getpid()}"
+        create(probe, setting)
+        probe.unlink()
         results = [path for name in _RESULTS for path in folder.glob(name)]
         if overwrite:
             logs = [path for name in _LOGS for path in folder.glob(name)]
@@ -240,7 +217,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
                 path.unlink()
         elif not is_continued and any(path.stat().st_size for path in results):
             what = f"{folder} holds the results of an earlier run, or files of the same names"
-            advice = f"continue it with resume=auto, {elsewhere}"
+            advice = "continue it with resume=auto, choose another hydra.run.dir=FOLDER"
             raise ConfigError(f"{what}: {advice}, or delete them with overwrite=true")
         yield
 
@@ -298,7 +275,7 @@ class AppendFile:
                 raise
 
 
-_held: dict[Path, int] = {}  # descriptors of the locks of this process
+_held: set[int] = set()  # descriptors of the locks of this process
 
 
 @contextmanager
@@ -314,54 +291,34 @@ def lock_file(
     it. If it is held, raise LockHeld, or with a `waiting_for` say so on stderr and wait until
     `is_stopped`. Raises OSError.
     """
-    path = Path(path)
-    _held[path] = _locked(path, waiting_for, is_stopped)
+    descriptor = _locked(Path(path), waiting_for, is_stopped)
+    _held.add(descriptor)
     try:
+        me = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, me.encode(), 0)
         yield
     finally:
-        if path in _held:  # else this is a forked child
-            descriptor = _held.pop(path)
+        if descriptor in _held:  # else this is a forked child
+            _held.remove(descriptor)
             os.ftruncate(descriptor, 0)
             os.close(descriptor)
 
 
-def keep_lock(path: Path) -> None:
-    """Lock `path` again if somebody has removed or replaced it. Raises LockHeld: another process
-    has locked it since; OSError. Without a lock it does nothing.
-    """
-    if path in _held and not _is_at(_held[path], path):
-        log.warning("%s was removed or renamed: what this run writes now is in a new one", path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before, _held[path] = _held[path], _locked(path)
-        os.close(before)
-
-
-def _locked(
-    path: Path,
-    waiting_for: str | None = None,
-    is_stopped: Callable[[], bool] = lambda: False,
-) -> int:
+def _locked(path: Path, waiting_for: str | None, is_stopped: Callable[[], bool]) -> int:
     """The descriptor that the lock belongs to: a record lock would end when any other one of the
     same file is closed in this process.
     """
+    descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT)
     is_told = False
     while True:
-        descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT)
-        holder = None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
         except BlockingIOError:
             holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
-        else:
-            if _is_at(descriptor, path):
-                me = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, me.encode(), 0)
-                return descriptor
-        os.close(descriptor)
-        if holder is None:  # the file was removed meanwhile
-            continue
         if waiting_for is None or is_stopped():
+            os.close(descriptor)
             what = f"another run writes to {path.parent} ({holder})"
             elsewhere = "hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER"
             raise LockHeld(f"{what}: stop it, or choose another {elsewhere}")
@@ -372,16 +329,9 @@ def _locked(
         time.sleep(0.2)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except OSError:
-        return False
-
-
 def _leave_locks() -> None:
     """A forked child shares the descriptors, and would hold the locks when this process is dead."""
-    for descriptor in _held.values():
+    for descriptor in _held:
         os.close(descriptor)
     _held.clear()
 

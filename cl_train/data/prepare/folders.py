@@ -12,7 +12,7 @@ from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, EncodedImage, 
 from cl_train.data.images import EXTENSIONS, VAL_NAMES, class_names, listed, unreadable
 from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
-from cl_train.system.files import lock_file, output_folder, read_json, replacing, write_json
+from cl_train.system.files import claim_output, lock_file, read_json, replacing, write_json
 from cl_train.system.processes import map_in_processes
 
 CLASSES, IMAGES = 1000, {"train": 1_281_167, "val": 50_000}
@@ -35,11 +35,10 @@ def resumable_folder(
         if out.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"out={out} lies inside '{folder}', which is read: give another")
     record = out / SETTINGS
-    with (
-        output_folder(out, overwrite=overwrite, markers=(SETTINGS, _LOCK)),
-        lock_file(out / _LOCK, waiting_for=str(out)),
-    ):
-        start = read_json(record) if record.is_file() else settings
+    claim_output(out, overwrite=overwrite, markers=(SETTINGS, _LOCK))
+    with lock_file(out / _LOCK, waiting_for=str(out)):
+        is_started = {*os.listdir(out)} - {SETTINGS, _LOCK} and record.is_file()
+        start = read_json(record) if is_started else settings
         changed = [f"{key}={start.get(key)}" for key in settings if start.get(key) != settings[key]]
         if changed:
             what = f"out={out} was started with {', '.join(changed)}"
