@@ -146,7 +146,8 @@ for name, one in results(op, call, False).items():
 
 def program(facts: Record, row: Row) -> str:
     """Shows the worst fault of an operator."""
-    functions = "\n\n".join(map(inspect.getsource, (tensors_in, map_leaves, placed, results)))
+    parts: list[Any] = [tensors_in, map_leaves, placed, results]
+    functions = "\n\n".join(map(inspect.getsource, parts))
     return _PROGRAM.format(**facts | row | row["worst"], functions=functions)
 
 
