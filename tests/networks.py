@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ def small(num_classes: int) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(16, num_classes),
     )
+
+
+def state_of(cfg: Any, precision: Any, dist: Any, classes: int = 3) -> Any:
+    """The model of a run and its step, without data."""
+    from cl_train.training.parts import build_state
+
+    data: Any = SimpleNamespace(num_classes=classes, classes=(), class_counts=None)
+    return build_state(cfg, precision, dist, data, training=True)
 
 
 def video(num_classes: int) -> nn.Sequential:

@@ -3,7 +3,6 @@
 import copy
 import json
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,11 +21,10 @@ from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE, RecordingError
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.build import build_train_state, step_settings
 from cl_train.training.evaluation import outputs
 from tests.conftest import Run
 from tests.data.image_folders import data_of
-from tests.networks import small
+from tests.networks import small, state_of
 from tests.ranks import TINY, launch
 
 pytestmark = [
@@ -58,13 +56,17 @@ def settings(**words):
     return checked_config({**fixed, **words})
 
 
-def put_together(cfg, **step):
+def put_together(cfg, init_scale=None):
     torch.manual_seed(0)
     precision = resolve_precision(cfg.precision, SINGLE.device)
     for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv):
         part.fp32_precision = "tf32" if precision.tf32 else "ieee"
-    settings = replace(step_settings(cfg, precision, SINGLE), **step)
-    return build_train_state(cfg, settings, 10, SINGLE, lr=0.0625)
+    state = state_of(cfg, precision, SINGLE, classes=10)
+    set_lr(state.parts.optimizer, 0.0625)
+    if init_scale is not None:
+        scaler = state.parts.scaler
+        scaler.load_state_dict(scaler.state_dict() | {"scale": init_scale})
+    return state
 
 
 def batch_of(state, seed, images=16):

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,7 @@ def _without_confirmed_code(words: list[str], runs: list[Composed]) -> list[str]
 
 def _code_of(settings: list[Config], environments: list[str]) -> set[tuple[str, str]]:
     """The settings that name code, and the environments, as they are typed."""
-    code = {item for cfg in settings for item in code_named(cfg).items()}
+    code = {item for cfg in settings for item in code_named(asdict(cfg)).items()}
     return code | {("environment", quoted(name)) for name in environments}
 
 

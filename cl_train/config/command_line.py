@@ -328,7 +328,7 @@ def _composed(
     if cfg.overwrite and "overwrite" not in typed:
         raise ConfigError("overwrite=true deletes an earlier run: type it on the command line")
     if start is not None and not start.is_trusted:
-        named = code_named(cfg).items()
+        named = code_named(asdict(cfg)).items()
         refuse_code(start.path, [f"{key}={value}" for key, value in named if key not in typed])
     options = [f"--config-dir={line.config_dir}"] if line.config_dir else []
     composed = Composed(cfg, raw, (*options, *words))

@@ -4,12 +4,12 @@ A file that the user names is trusted like a script; what a run left is data.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cl_train.config.removed import was_default
-from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, SETTINGS_OF_CODE, Config
+from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, SETTINGS_OF_CODE
 from cl_train.config.validation import flatten, read_yaml, show
 from cl_train.errors import ConfigError
 
@@ -85,9 +85,9 @@ def on_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def code_named(cfg: Config) -> dict[str, str]:
-    """The settings that name code of the user's, and their values as they are typed."""
-    values = dict(flatten(asdict(cfg), FIELDS))
+def code_named(config: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of a run that name code of the user's, and their values as they are typed."""
+    values = dict(flatten(config, FIELDS))
     typed = {key: show(values[key]) for key in SETTINGS_OF_CODE}
     return {key: value for key, value in typed.items() if ":" in value}
 

@@ -292,7 +292,7 @@ def _first_jobs(
                 group=group,
                 on_cpu=cfg.device == "cpu",
                 has_loader=cfg.data.name != "synthetic",
-                code=code_named(cfg),
+                code=code_named(asdict(cfg)),
             )
             jobs.append(job)
     return jobs

@@ -196,3 +196,17 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
     if dist.world_size > 1:
         torch.distributed.all_gather_object(values, value, group=dist.hosts)
     return values
+
+
+def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
+    """Raises ConfigError: the ranks differ. DDP's own check fails on the other ranks alone, and its
+    broadcast permutes weights of another layout (NVIDIA/physicsnemo#1614).
+    """
+    ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
+    for rank, other in enumerate(ranks):
+        for name in ranks[0] | other:
+            ours, theirs = ranks[0].get(name), other.get(name)
+            if ours != theirs:
+                what = f"the ranks disagree: {name} is {ours} on rank 0 and {theirs} on rank {rank}"
+                advice = "start every node with the same command, code and data"
+                raise ConfigError(f"{what}; {advice}")

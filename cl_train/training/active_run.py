@@ -28,6 +28,7 @@ from cl_train.system.run_folder import MAY_CHANGE, Window, after_warmup
 from cl_train.training.build import TrainState
 from cl_train.training.checkpointing import Checkpoints
 from cl_train.training.console import console_line, mean
+from cl_train.training.evaluation import EvaluationSettings
 from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
 
@@ -38,7 +39,6 @@ ADVICE = (
     "(instead of fp16 also precision=bf16) or on_nonfinite=skip"
 )
 READ_AT_ONCE = ("cpu",)  # devices whose log lines are read without waiting
-MAX_BAD_STEPS = 10  # of on_nonfinite=skip
 BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
 
 
@@ -155,6 +155,7 @@ class ActiveRun:
     plan: Plan
     data: Data
     state: TrainState
+    evaluation: EvaluationSettings
     checkpoints: Checkpoints
     records: Records
     signals: StopRequest
@@ -167,7 +168,7 @@ class ActiveRun:
     is_loader_checked: bool = False  # once per run, after the first epoch
 
     def __post_init__(self) -> None:
-        self.meter = ThroughputMeter(self.plan.cfg.warmup_steps, DeviceClock(self.dist.device))
+        self.meter = ThroughputMeter(self.plan.warmup_steps, DeviceClock(self.dist.device))
         self.gpu = GpuWatch(self.dist.device)
         models = {"model": self.state.model}
         average = self.state.parts.average
@@ -206,9 +207,7 @@ class ActiveRun:
             if not math.isfinite(loss) or (skipped and not has_scale)
         ]
         of_ranks = [step for of_rank in gather_objects(bad, self.dist) for step in of_rank]
-        cfg = self.plan.cfg
-        limit = MAX_BAD_STEPS if cfg.on_nonfinite == "skip" else 0
-        return count_bad_steps(of_ranks, self.progress.bad_steps, limit)
+        return count_bad_steps(of_ranks, self.progress.bad_steps, self.plan.max_bad_steps)
 
     def log_steps(self, lr: float) -> None:
         """Submit the steps since the last log line for reading, and log those submitted before: a
@@ -242,7 +241,7 @@ class ActiveRun:
             return
         self.meter.clock.wait(self.meter.clock.mark())
         self.first_step_s = round(self.records.seconds(), 1)
-        if self.dist.device.type == "cuda" or self.plan.cfg.compile:
+        if self.dist.device.type == "cuda" or self.records.facts.compile:
             log.info("the first step is done after %.0f s", self.first_step_s)
 
     def log_pending(self) -> None:

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cl_train.config.combinations import graph_conflict
-from cl_train.config.schema import Config
 from cl_train.config.validation import show
 from cl_train.data.build import size_schedule
 from cl_train.data.device import Batch, DeviceFormat
@@ -39,7 +37,6 @@ from cl_train.step.precision import (
     kernel_selection,
 )
 from cl_train.step.train_step import (
-    Loss,
     StepParts,
     StepResult,
     StepSettings,
@@ -48,7 +45,7 @@ from cl_train.step.train_step import (
     train_step,
 )
 from cl_train.step.utilisation import utilisation
-from cl_train.system.distributed import Dist, gather_objects
+from cl_train.system.distributed import Dist, check_ranks_agree
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.machine import (
     describe_out_of_memory,
@@ -57,7 +54,7 @@ from cl_train.system.machine import (
 )
 from cl_train.system.run_folder import Speed
 from cl_train.training.console import is_importable
-from cl_train.training.layout_choice import convert_layout
+from cl_train.training.layout_choice import ModelSettings, convert_layout
 
 log = logging.getLogger(__name__)
 
@@ -78,28 +75,30 @@ class TrainState:
 
 
 def build_train_state(
-    cfg: Config,
+    wanted: ModelSettings,
     settings: StepSettings,
     num_classes: int,
     dist: Dist,
-    lr: float,
     classes: Sequence[str] = (),
 ) -> TrainState:
     """Raises ConfigError or TrainingFault: the model cannot train."""
-    model = model_of(cfg, num_classes, classes)
-    if cfg.weights:
-        refuse_nonfinite(model, f"weights={cfg.weights}")
+    model = model_of(wanted, num_classes, classes)
+    if wanted.weights:
+        if dist.is_main:
+            names = ("mean", "std")
+            models.log_preprocessing(wanted.data, wanted.name, wanted.weights, wanted.entry, names)
+        refuse_nonfinite(model, f"weights={wanted.weights}")
     head = models.head_parameters(model)
-    freeze(model, cfg.freeze, head)
-    facts = facts_by_size(cfg, model, size_schedule(cfg.data).image_sizes)
-    if cfg.sync_batchnorm and dist.world_size > 1:
+    freeze(model, wanted.freeze, head)
+    facts = facts_by_size(wanted, model, size_schedule(wanted.data).image_sizes)
+    if wanted.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        freeze(model, cfg.freeze, head)  # the new modules, too
+        freeze(model, wanted.freeze, head)  # the new modules, too
 
     model = cast_model(model.to(dist.device), settings.precision)
-    chosen = convert_layout(cfg, model, settings, dist, facts.values())
+    chosen = convert_layout(wanted, model, settings, dist, facts.values())
     batch_format = chosen.batch_format
 
     recorder = Recorder(dist.device) if settings.cuda_graph else None
@@ -107,41 +106,41 @@ def build_train_state(
         log.warning("cuda_graph=true: a CPU has no CUDA graphs, the steps run eagerly")
     on_stream = nullcontext if recorder is None else recorder.on_stream
     # On a CPU the shapes are known to fit.
-    is_untried = dist.device.type == "cuda" or ":" in cfg.model + cfg.loss
+    is_untried = dist.device.type == "cuda" or ":" in wanted.name + settings.loss.name
     is_channels_last = batch_format.memory_format == torch.channels_last
     if is_untried or is_channels_last:
         with on_stream():
-            try_run(cfg, model, settings, batch_format, num_classes)
+            try_run(wanted, model, settings, batch_format, num_classes)
     reset_peak_memory(dist.device)
 
     # DDP then knows when a gradient is complete; it has no such mode for accumulation.
-    is_static = settings.cuda_graph and cfg.accumulate_steps == 1
+    is_static = settings.cuda_graph and settings.accumulate_steps == 1
 
     def in_ddp(model: nn.Module) -> nn.Module:
         with on_stream():
             return wrap_in_ddp(model, dist, static_graph=is_static)
 
-    parts = make_step(model, settings, dist.device, lr, wrap=in_ddp)
+    parts = make_step(model, settings, dist.device, wrap=in_ddp)
     step: Callable[[Sequence[Batch]], StepResult] = partial(train_step, parts)
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
-        step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=cfg.cuda_graph == "auto")
+        step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=wanted.graph_may_fail)
     return TrainState(model, parts, batch_format, step, chosen.parity, facts)
 
 
 def build_evaluated_state(
-    cfg: Config, settings: StepSettings, num_classes: int, dist: Dist
+    wanted: ModelSettings, settings: StepSettings, num_classes: int, dist: Dist
 ) -> TrainState:
-    """The state of a run that only evaluates `weights`, or the checkpoint that `resume` names: the
-    model is tried on no step, wrapped or compiled. Raises ConfigError: it cannot be built.
+    """The state of a run that only evaluates its weights, or a checkpoint: the model is tried on no
+    step, wrapped or compiled. Raises ConfigError: it cannot be built.
     """
-    if cfg.resume is not None:
-        cfg = replace(cfg, weights=None)
-    model = model_of(cfg, num_classes, keep_classifier=cfg.resume is None)
-    facts_by_size(cfg, model, ())
+    model = model_of(wanted, num_classes, keep_classifier=True)
+    if wanted.weights and dist.is_main:
+        models.log_preprocessing(wanted.data, wanted.name, wanted.weights, wanted.entry)
+    facts_by_size(wanted, model, ())
     model = cast_model(model.to(dist.device), settings.precision)
     settings = replace(settings, compile=False, cuda_graph=False, accumulate_steps=1)
-    chosen = convert_layout(cfg, model, settings, dist, (), mode="infer")
+    chosen = convert_layout(wanted, model, settings, dist, (), mode="infer")
     parts = make_step(model, settings, dist.device)
     step = partial(train_step, parts)
     return TrainState(model, parts, chosen.batch_format, step, chosen.parity)
@@ -155,44 +154,23 @@ def refuse_nonfinite(model: nn.Module, source: str) -> None:
             raise ConfigError(f"{source} holds {value} in {name}")
 
 
-def balanced_weights(images: Sequence[int]) -> tuple[float, ...]:
-    """scikit-learn's `balanced`: the mean over all images is 1."""
-    return tuple(sum(images) / (len(images) * max(1, count)) for count in images)
-
-
-def step_settings(
-    cfg: Config, precision: Precision, dist: Dist, class_weights: tuple[float, ...] = ()
-) -> StepSettings:
-    is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
-    can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
-    return StepSettings(
-        precision,
-        cfg.optim,
-        Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold, class_weights),
-        accumulate_steps=cfg.accumulate_steps,
-        ema_decay=cfg.ema_decay,
-        ema_every=cfg.ema_every,
-        mixup=cfg.augment.mixup,
-        cutmix=cfg.augment.cutmix,
-        compile=cfg.compile,
-        image_sizes=len(size_schedule(cfg.data).image_sizes),
-        cuda_graph=cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record),
-    )
-
-
 def model_of(
-    cfg: Config, num_classes: int, classes: Sequence[str] = (), *, keep_classifier: bool = False
+    wanted: ModelSettings,
+    num_classes: int,
+    classes: Sequence[str] = (),
+    *,
+    keep_classifier: bool = False,
 ) -> nn.Module:
     """The model on the CPU with its weights. Raises ConfigError."""
     model = models.build_model(
-        cfg.model,
+        wanted.name,
         num_classes=num_classes,
         classes=classes,
-        weights=cfg.weights,
-        image_size=size_schedule(cfg.data).largest,
-        drop_path=cfg.drop_path,
+        weights=wanted.weights,
+        image_size=wanted.largest_size,
+        drop_path=wanted.drop_path,
         keep_classifier=keep_classifier,
-        entry=cfg.entry,
+        entry=wanted.entry,
     )
     refuse_lazy(model)
     for name, tensor in named_tensors(model).items():
@@ -202,19 +180,21 @@ def model_of(
     return model
 
 
-def facts_by_size(cfg: Config, model: nn.Module, trained: Collection[int]) -> dict[int, ModelFacts]:
+def facts_by_size(
+    wanted: ModelSettings, model: nn.Module, trained: Collection[int]
+) -> dict[int, ModelFacts]:
     """What `model` is at each `trained` size of images; it is run on that of evaluation, too.
 
     Raises ConfigError: the model cannot take images of a size, unless it is the user's: the trial
     step tells more of that.
     """
-    is_users = ":" in cfg.model
+    is_users = ":" in wanted.name
     facts = {}
-    for size in {cfg.data.eval_size, *trained}:
-        count = min(2, cfg.batch_size) if is_users else cfg.batch_size
+    for size in {wanted.data.eval_size, *trained}:
+        count = min(2, wanted.batch_size) if is_users else wanted.batch_size
         images = image_shapes(model, count, 3, size, size)
         task = "train on" if size in trained else "evaluate"
-        what = f"model={cfg.model} cannot {task} {cfg.batch_size} images of {size} px"
+        what = f"model={wanted.name} cannot {task} {wanted.batch_size} images of {size} px"
         advice = "change data.image_size, data.size_schedule or batch_size"
         with suppress(Exception) if is_users else failure_explained(what, advice):
             facts[size] = facts_of(model, images, training=size in trained)
@@ -222,7 +202,7 @@ def facts_by_size(cfg: Config, model: nn.Module, trained: Collection[int]) -> di
 
 
 def try_run(
-    cfg: Config,
+    wanted: ModelSettings,
     model: nn.Module,
     settings: StepSettings,
     batch_format: DeviceFormat,
@@ -234,13 +214,13 @@ def try_run(
     On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and before a
     compilation: the compiled step takes less memory.
     """
-    size = size_schedule(cfg.data).largest
-    is_whole = batch_format.device.type == "cuda" and not cfg.compile
-    shape = (cfg.batch_size if is_whole else min(2, cfg.batch_size), 3, size, size)
+    size = wanted.largest_size
+    is_whole = batch_format.device.type == "cuda" and not settings.compile
+    shape = (wanted.batch_size if is_whole else min(2, wanted.batch_size), 3, size, size)
     facts = (settings.precision.name, str(batch_format.device), torch.__version__)
-    report = LayoutReport(cfg.model, model_memory_format(model), str(shape), *facts)
+    report = LayoutReport(wanted.name, model_memory_format(model), str(shape), *facts)
     trial = partial(try_model, model, settings, batch_format, shape, num_classes)
-    evaluated = (*shape[:2], cfg.data.eval_size, cfg.data.eval_size)
+    evaluated = (*shape[:2], wanted.data.eval_size, wanted.data.eval_size)
     # Kernels for two images would never be used again.
     with kernel_selection(autotune=torch.backends.cudnn.benchmark and is_whole):
         try:
@@ -248,24 +228,29 @@ def try_run(
                 parts = trial()
         except ConfigError:  # perhaps the model only fails under the recorder
             parts = trial()
-        if parts is not None and cfg.evaluate_every >= 0:
+        if parts is not None and wanted.is_evaluated:
             try_evaluation(parts, settings.precision, batch_format, evaluated)
     # A contiguous run loses nothing, also where the model permutes its images by itself.
     if batch_format.memory_format == torch.channels_last and report.of("lost"):
-        where = audit_command(cfg, settings.precision, size)
+        where = audit_command(wanted, settings.precision, batch_format.device, size)
         log.info("%s; where and why: %s", report.headline(), where)
 
 
-def audit_command(cfg: Config, precision: Precision, image_size: int) -> str:
+def audit_command(
+    wanted: ModelSettings, precision: Precision, device: torch.device, image_size: int
+) -> str:
     """What tells more of the layouts in the step of this run."""
-    if not is_importable(cfg.model):
+    if not is_importable(wanted.name):
         return "cl_train.audit(model, images)"
-    used = {"model": cfg.model, "data.image_size": image_size, "batch_size": cfg.batch_size}
-    used["precision"] = precision.name
-    default = Config()
-    for key in ("device", "conversion", "select"):
-        if getattr(cfg, key) != getattr(default, key):
-            used[key] = getattr(cfg, key)
+    layout = wanted.channels_last_layout
+    used: dict[str, Any] = {"model": wanted.name, "data.image_size": image_size}
+    used |= {"batch_size": wanted.batch_size, "precision": precision.name}
+    if device.type == "cpu" and torch.cuda.is_available():
+        used["device"] = "cpu"
+    if layout.conversion != "full":
+        used["conversion"] = layout.conversion
+    if layout.select:
+        used["select"] = [*layout.select]
     return f"cl-train audit {shlex.join(f'{key}={show(value)}' for key, value in used.items())}"
 
 
@@ -339,20 +324,6 @@ def try_evaluation(
             images = batch_format.place(torch.randn(*shape, device=batch_format.device))
             model.eval()
             logits_of(model(images))
-
-
-def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
-    """Raises ConfigError: the ranks differ. DDP's own check fails on the other ranks alone, and its
-    broadcast permutes weights of another layout (NVIDIA/physicsnemo#1614).
-    """
-    ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
-    for rank, other in enumerate(ranks):
-        for name in ranks[0] | other:
-            ours, theirs = ranks[0].get(name), other.get(name)
-            if ours != theirs:
-                what = f"the ranks disagree: {name} is {ours} on rank 0 and {theirs} on rank {rank}"
-                advice = "start every node with the same command, code and data"
-                raise ConfigError(f"{what}; {advice}")
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:

@@ -135,12 +135,15 @@ def evaluated_progress(checkpoints: Checkpoints, source: str | None) -> Progress
     return progress or Progress()
 
 
-def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progress:
-    cfg, dist = plan.cfg, checkpoints.dist
+def starting_point(
+    checkpoints: Checkpoints, plan: Plan, folder: Path, source: str | None, best_by: str | None
+) -> Progress:
+    """Training begins at the checkpoint that `source`, of `resume=`, names, if there is one."""
+    dist = checkpoints.dist
     checkpoints.check()
-    if not cfg.resume:
+    if not source:
         return Progress()
-    progress = resume(checkpoints, cfg.resume)
+    progress = resume(checkpoints, source)
     records = on_main(lambda: read_records(folder)[0], dist)
     if progress is None:
         if records and dist.is_main:
@@ -149,16 +152,16 @@ def starting_point(checkpoints: Checkpoints, plan: Plan, folder: Path) -> Progre
     if progress.best is None and progress.best_score > -math.inf:  # an older version saved it
         for record in records:
             is_past = record["kind"] == "val" and record["step"] <= progress.step
-            if is_past and score_of({"val": record}, cfg.best_by) == progress.best_score:
+            if is_past and score_of({"val": record}, best_by) == progress.best_score:
                 progress.best = {name: record[name] for name in ("step", "epoch", "top1")}
                 break
     # The checkpoint was written before the evaluation of its epoch: the records say whether that
     # took place.
     evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}
-    is_closed = "val" in evaluated or not plan.is_epoch_due(cfg.evaluate_every, progress)
+    is_closed = "val" in evaluated or not plan.is_evaluation_due(progress)
     if plan.is_epoch_end(progress) and is_closed:
         if "val" in evaluated:
-            score = score_of(evaluated, cfg.best_by)
+            score = score_of(evaluated, best_by)
             progress.count_evaluation(score, evaluated["val"]["top1"])
         plan.close_epoch(progress)
     if checkpoints.resumed_from is not None and dist.is_main:

@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from cl_train.config.schema import Config
 from cl_train.config.start_file import code_named
 from cl_train.config.validation import train_program
 from cl_train.errors import Fault
@@ -101,11 +100,11 @@ def mean(windows: Sequence[Window], name: str) -> float:
     return sum(getattr(window, name) * window.images for window in windows) / images
 
 
-def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterator[str]:
+def closing_lines(summary: dict[str, Any], folder: Path, config: dict[str, Any]) -> Iterator[str]:
     """What came out, where it is, and the commands that come next."""
     checkpoints, best = folder / "checkpoints", summary["best"]
     what = f"{summary['status']} after {summary['steps']} steps"
-    if cfg.evaluate_only:
+    if config["evaluate_only"]:
         what = f"evaluation {summary['status']}"
     parts = [f"{what} in {duration(summary['seconds'])}"]
     if end_to_end := summary["images_per_s"]["end_to_end"]:
@@ -137,15 +136,15 @@ def closing_lines(summary: dict[str, Any], folder: Path, cfg: Config) -> Iterato
             more = f"hydra.run.dir={folder} resume=auto"
             yield f"saved: {newest.name}; to continue, repeat the command with {more}"
     elif summary["train"]["loss"] is not None and not (folder.parent / "sweep.json").is_file():
-        if "tensorboard" in cfg.log_to:  # which names a run by its path below logdir
+        if "tensorboard" in config["log_to"]:  # which names a run by its path below logdir
             yield f"curves of {folder.name}: tensorboard --logdir {shlex.quote(str(folder.parent))}"
-        yield f"to compare the layouts: {_comparing_command(folder, cfg)}"
+        yield f"to compare the layouts: {_comparing_command(folder, config)}"
 
 
-def _comparing_command(folder: Path, cfg: Config) -> str:
-    code = code_named(cfg)
+def _comparing_command(folder: Path, config: dict[str, Any]) -> str:
+    code = code_named(config)
     if not all(map(is_importable, code.values())):
-        return f"cl_train.compare_layouts(model, batch_size={cfg.batch_size})"
+        return f"cl_train.compare_layouts(model, batch_size={config['batch_size']})"
     words = [f"config={folder}", *(f"{key}={value}" for key, value in code.items())]
     return f"{train_program()} -m channels_last=true,false repeats=4 {shlex.join(words)}"
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import Config
-from cl_train.config.validation import suggest, user_function
+from cl_train.config.validation import suggest
 from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError, TrainingFault
@@ -31,7 +30,18 @@ from cl_train.system.machine import MAX_STEPS_AHEAD, DeviceClock
 from cl_train.system.processes import StopRequest
 from cl_train.training.console import progress_bar
 
+Metrics = Callable[[torch.Tensor, torch.Tensor], Mapping[str, float]]  # of logits and targets
 EVALUATED = ("loss", "top1", "top5", "balanced_accuracy", "images")
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    source: str | None  # of the weights of a run that only evaluates: checkpoint, run, file, name
+    metrics: Metrics | None
+    is_never: bool  # no epoch of training ends with one
+    best_by: str | None  # see `score_of`
+    flip: bool  # average the logits of each image and of its mirror image
+    reported: str | None  # the images, in the words of the report, if there is to be one
 
 
 @dataclass(eq=False)
@@ -49,8 +59,7 @@ def evaluate_model(
     dist: Dist,
     *,
     signals: StopRequest,
-    metrics: Callable[..., Any] | None,
-    flip: bool,
+    wanted: EvaluationSettings,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Loss and accuracies (percent) over all validation images, and the `rows_of` the images of
     this rank. `balanced_accuracy`: the mean of those of the classes that have images. `metrics` are
@@ -67,12 +76,12 @@ def evaluate_model(
     rows_of_batches = [torch.empty(0, len(COLUMNS), dtype=torch.float64, device=dist.device)]
     logits_and_targets = []
     clock, ends = DeviceClock(dist.device), deque[Any]()
-    for logits, targets in outputs(model, batches, precision, flip=flip):
+    for logits, targets in outputs(model, batches, precision, flip=wanted.flip):
         rows_of_batches.append(rows_of(logits, targets))
         ends.append(clock.mark())
         if len(ends) > MAX_STEPS_AHEAD:
             clock.wait(ends.popleft())
-        if metrics:
+        if wanted.metrics:
             logits_and_targets.append((logits.cpu(), targets.cpu()))
 
     rows = torch.cat(rows_of_batches)
@@ -91,7 +100,7 @@ def evaluate_model(
     result: dict[str, Any] = {"loss": loss / images, "top1": 100 * sum(correct) / images}
     result |= {"top5": 100 * correct5 / images, "images": int(images)}
     result["balanced_accuracy"] = 100 * statistics.fmean(recalls)
-    if metrics:
+    if metrics := wanted.metrics:
         of_ranks = gather_objects(logits_and_targets, dist)
         everything = [batch for of_rank in of_ranks for batch in of_rank]
         logits, targets = (torch.cat(column) for column in zip(*everything, strict=True))
@@ -131,15 +140,14 @@ def check_evaluation(loss: float | None) -> None:
         raise TrainingFault(f"{what}: weights or outputs hold NaN or Inf")
 
 
-def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
+def check_metrics(wanted: EvaluationSettings, data: Data, dist: Dist) -> None:
     """Rank 0 calls `metrics` with noise of an evaluation's size, before hours of training.
 
     Raises ConfigError: it does not return numbers, or there is no number `best_by`.
     """
     images, classes = data.val_images or 2 * data.num_classes, data.num_classes
     names = ["top1", "top5", "loss", "balanced_accuracy"]
-    if cfg.metrics is not None:
-        metrics = user_function("metrics", cfg.metrics)
+    if metrics := wanted.metrics:
 
         def names_of() -> list[str]:
             targets = torch.arange(images) % classes
@@ -150,15 +158,13 @@ def check_metrics(cfg: Config, data: Data, dist: Dist) -> None:
                 names += on_main(names_of, dist)
         except TrainingFault as error:
             raise ConfigError(f"{error} (called with {images} images of noise)") from error
-    name = (cfg.best_by or "top1").removeprefix("average.")
+    name = (wanted.best_by or "top1").removeprefix("average.")
     if name not in names:
         near = f"{suggest(name, names)} (there are {', '.join(names)})"
-        raise ConfigError(f"best_by={cfg.best_by}: no such number{near}")
+        raise ConfigError(f"best_by={wanted.best_by}: no such number{near}")
 
 
-def _numbers(
-    metrics: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor
-) -> dict[str, float]:
+def _numbers(metrics: Metrics, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
     try:
         numbers = {str(name): float(value) for name, value in metrics(logits, targets).items()}
         if clashes := numbers.keys() & {*EVALUATED, "epoch", "step", "kind"}:

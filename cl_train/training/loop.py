@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import Config
-from cl_train.config.validation import user_function
 from cl_train.data.loader_report import bad_share, first_reasons
 from cl_train.errors import TrainingFault
 from cl_train.step.optim import set_lr
@@ -18,7 +17,12 @@ from cl_train.system.files import continues
 from cl_train.system.run_folder import BAD_IMAGES
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
-from cl_train.training.console import closing_lines, duration, profile, progress_bar
+from cl_train.training.console import (
+    closing_lines,
+    duration,
+    profile,
+    progress_bar,
+)
 from cl_train.training.evaluation import (
     EVALUATED,
     Interrupted,
@@ -41,7 +45,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     checkpoint. Another `Fault`, or OSError: the run cannot continue.
     """
     with opened_run(cfg, folder, command, training=True) as run:
-        with step_observers(run) as after_step:
+        with step_observers(run, profiled=cfg.profile) as after_step:
             while not (run.stop_signal or run.plan.is_done(run.progress)):
                 save_due = train_epoch(run, after_step)
                 if not run.stop_signal:
@@ -62,22 +66,26 @@ def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult
     `folder` is evaluated in a folder of its own.
     """
     with opened_run(cfg, folder, command, training=False) as run:
-        record_evaluation(run, evaluate_model_and_ema(run))
+        evaluated = evaluate_model_and_ema(run)
+        if "val" in evaluated:
+            score = score_of(evaluated, run.evaluation.best_by)
+            run.progress.set_best(score, evaluated["val"]["top1"])
+        record_evaluation(run, evaluated)
         return finish(run)
 
 
 def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
     """Train to the end of the epoch, or to a signal; whether a checkpoint is due now."""
-    cfg, plan, state, progress, meter = run.plan.cfg, run.plan, run.state, run.progress, run.meter
-    first_batch = progress.step_in_epoch * cfg.accumulate_steps
+    plan, state, progress, meter = run.plan, run.state, run.progress, run.meter
+    first_batch = progress.step_in_epoch * plan.accumulate_steps
     batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
     run.epoch_windows = []
-    meter.start(plan.image_sizes[min(progress.epoch, cfg.epochs - 1)])
+    meter.start(plan.image_sizes[min(progress.epoch, plan.epochs - 1)])
     is_epoch_end = plan.is_epoch_end(progress)
     save_due = False
     while not (is_epoch_end or run.stop_signal):
         with meter.waiting():
-            micro_batches = list(islice(batches, cfg.accumulate_steps))
+            micro_batches = list(islice(batches, plan.accumulate_steps))
         if progress.step == 0:
             run.records.show(micro_batches[0].images)
 
@@ -93,11 +101,11 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
         if after_step():
             meter.exclude_pause()
         is_epoch_end = plan.is_epoch_end(progress)
-        if progress.step % cfg.log_every == 0 or is_epoch_end:
+        if progress.step % plan.log_every == 0 or is_epoch_end:
             run.log_steps(lr)
 
         # All ranks must stop or save at the same step: one all-reduce on the host per step.
-        is_due = plan.is_save_due(progress)
+        is_due = plan.is_step_save_due(progress)
         flags = [run.signals.stop or 0, run.signals.save_requested or is_due]
         run.stop_signal, save_flag = max_over_ranks(flags, run.dist)
         save_due = bool(save_flag)
@@ -109,7 +117,7 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def step_observers(run: ActiveRun) -> Iterator[Callable[[], bool]]:
+def step_observers(run: ActiveRun, *, profiled: bool) -> Iterator[Callable[[], bool]]:
     """What follows each step on rank 0: the progress bar and the profile, and whether that was
     written.
     """
@@ -117,9 +125,9 @@ def step_observers(run: ActiveRun) -> Iterator[Callable[[], bool]]:
     with ExitStack() as stack:
         steps = run.plan.last_step
         bar = stack.enter_context(progress_bar("training", steps, progress.step, shown=is_main))
-        is_profiled = run.plan.cfg.profile and is_main
-        profiled = profile(run.folder, run.dist.device) if is_profiled else nullcontext(bool)
-        profile_step = stack.enter_context(profiled)
+        is_profiled = profiled and is_main
+        profiler = profile(run.folder, run.dist.device) if is_profiled else nullcontext(bool)
+        profile_step = stack.enter_context(profiler)
 
         def after_step() -> bool:
             bar.update(progress.step - bar.n)
@@ -132,27 +140,27 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
     """Save, then evaluate: a kill or signal in a long evaluation does not lose the epoch, which
     stays open; the resumed run begins with its evaluation.
     """
-    cfg, progress, plan = run.plan.cfg, run.progress, run.plan
+    progress, plan = run.progress, run.plan
     run.warn_if_loader_bound()
-    if save_due or plan.is_epoch_due(cfg.checkpoint.every_epochs, progress):
+    if save_due or plan.is_save_due(progress):
         run.save()
-    if plan.is_epoch_due(cfg.evaluate_every, progress):
+    if plan.is_evaluation_due(progress):
         evaluated = evaluate_model_and_ema(run)
         if run.stop_signal:
             run.save()
             return
-        score = score_of(evaluated, cfg.best_by)
+        score = score_of(evaluated, run.evaluation.best_by)
         if progress.count_evaluation(score, evaluated["val"]["top1"]):
             run.checkpoints.mark_best(progress)
         record_evaluation(run, evaluated)
         if plan.is_out_of_patience(progress):
-            log.info("patience=%d: as many evaluations without a gain; the run ends", cfg.patience)
+            log.info("patience=%d: as many evaluations without a gain; the run ends", plan.patience)
             run.save()
         if run.epoch_windows:  # none: the run resumed at the end of an epoch
             took = duration(sum(window.seconds for window in run.epoch_windows))
             best = f"accuracy {progress.best_score:.2f} %"
-            if cfg.best_by is not None:
-                best = f"{cfg.best_by} {abs(progress.best_score):.4g}"
+            if run.evaluation.best_by is not None:
+                best = f"{run.evaluation.best_by} {abs(progress.best_score):.4g}"
             log.info("epoch %d: %s of training, best %s", progress.epoch, took, best)
     if (reasons := run.note_bad_images()) and progress.epoch == 0 and run.dist.is_main:
         share = bad_share(reasons, run.data.train_images + run.data.val_images)
@@ -166,26 +174,29 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
 
     A signal sets `run.stop_signal`.
     """
-    state, cfg = run.state, run.plan.cfg
+    state = run.state
     models = {"val": (state.model, state.parts.precision)}
     average = state.parts.average
     if average is not None:
         models["val_average"] = (average.module, state.parts.precision.for_fp32_weights)
-    metrics = None if cfg.metrics is None else user_function("metrics", cfg.metrics)
-    evaluate = partial(evaluate_model, signals=run.signals, metrics=metrics, flip=cfg.evaluate_flip)
     results = {}
     for kind, (model, precision) in models.items():
         try:
-            results[kind], predictions = evaluate(
-                model, run.data, state.batch_format, precision, run.dist
+            results[kind], predictions = evaluate_model(
+                model,
+                run.data,
+                state.batch_format,
+                precision,
+                run.dist,
+                signals=run.signals,
+                wanted=run.evaluation,
             )
         except Interrupted as interrupted:
             run.stop_signal = interrupted.signum
             break
-        if cfg.report and kind == "val":
-            images = cfg.data.root or cfg.data.dataset or cfg.data.name
-            split = f"{cfg.data.val_split or 'val'} of {images}"
-            write_report(predictions, run.data, run.dist, run.folder, run.records.facts, split)
+        if run.evaluation.reported is not None and kind == "val":
+            images, facts = run.evaluation.reported, run.records.facts
+            write_report(predictions, run.data, run.dist, run.folder, facts, images)
     return results
 
 
@@ -221,6 +232,6 @@ def finish(run: ActiveRun) -> RunResult:
         gpu=run.gpu.worst(),
     )
     summary = on_main(write, dist)  # on all ranks: a launcher may kill rank 0 when the others end
-    for line in closing_lines(summary, run.folder, run.plan.cfg):
+    for line in closing_lines(summary, run.folder, records.config):
         log.info("%s", line)
     return RunResult(run.folder, summary, 128 + stopped_by if stopped_by else 0)

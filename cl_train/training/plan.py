@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from cl_train.config.schema import Config
-from cl_train.data.build import size_schedule
+from cl_train.config.schema import CheckpointConfig, ScheduleConfig
 from cl_train.step.optim import lr_at
 from cl_train.step.train_step import StepResult
 
@@ -40,10 +39,13 @@ class Progress:
             return False
         self.evaluated_step, is_best = self.step, score > self.best_score
         if is_best:
-            self.best_score = score
-            self.best = {"step": self.step, "epoch": self.epoch, "top1": top1}
+            self.set_best(score, top1)
         self.evaluations_without_gain = 0 if is_best else self.evaluations_without_gain + 1
         return is_best
+
+    def set_best(self, score: float, top1: float) -> None:
+        self.best_score = score
+        self.best = {"step": self.step, "epoch": self.epoch, "top1": top1}
 
     def advance(self, images: int) -> None:
         self.step += 1
@@ -55,33 +57,32 @@ class Progress:
 class Plan:
     """The length of a run in steps, and what its settings make due at a step."""
 
-    cfg: Config
     image_sizes: tuple[int, ...]  # pixels, of each epoch
     global_batch_size: int
+    accumulate_steps: int
     steps_per_epoch: int
     last_step: int  # the end of this run, which `max_steps` may set earlier
+    lr: float  # at the global batch size
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig
+    log_every: int  # steps
+    evaluate_every: int  # epochs
+    patience: int | None  # evaluations without a gain
+    warmup_steps: int  # that are no part of the speed
+    max_bad_steps: int  # whose loss or gradient is not finite; more end the run
 
-    @classmethod
-    def of(cls, cfg: Config, train_images: int, world_size: int) -> Self:
-        global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
-        steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
-        sizes, total_steps = size_schedule(cfg.data), steps_per_epoch * cfg.epochs
-        image_sizes = tuple(map(sizes.image_size_at, range(cfg.epochs)))
-        last_step = min(cfg.max_steps or total_steps, total_steps)
-        return cls(cfg, image_sizes, global_batch_size, max(1, steps_per_epoch), last_step)
+    @property
+    def epochs(self) -> int:
+        return len(self.image_sizes)
 
     def lr_at(self, progress: Progress) -> float:
-        """The learning rate of the next step, linear in the batch size (Goyal et al. 2017)."""
-        steps_per_epoch, optim = self.steps_per_epoch, self.cfg.optim
-        lr = optim.lr
-        if optim.reference_batch_size:
-            lr *= self.global_batch_size / optim.reference_batch_size
+        """The learning rate of the next step."""
         return lr_at(
-            progress.epoch * steps_per_epoch + progress.step_in_epoch,
-            self.cfg.schedule,
-            lr=lr,
-            steps_per_epoch=steps_per_epoch,
-            total_steps=steps_per_epoch * len(self.image_sizes),
+            progress.epoch * self.steps_per_epoch + progress.step_in_epoch,
+            self.schedule,
+            lr=self.lr,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.steps_per_epoch * self.epochs,
         )
 
     def is_epoch_end(self, progress: Progress) -> bool:
@@ -93,17 +94,23 @@ class Plan:
         return is_over and progress.closed_step == progress.step
 
     def is_out_of_patience(self, progress: Progress) -> bool:
-        patience = self.cfg.patience
-        return patience is not None and progress.evaluations_without_gain >= patience
+        return self.patience is not None and progress.evaluations_without_gain >= self.patience
 
-    def is_epoch_due(self, every_epochs: int, progress: Progress) -> bool:
-        """At the end of an epoch, before `close_epoch`; 0: at the end of the run, -1: never."""
+    def is_evaluation_due(self, progress: Progress) -> bool:
+        """At the end of an epoch, before `close_epoch`."""
+        return self._is_epoch_due(self.evaluate_every, progress)
+
+    def is_save_due(self, progress: Progress) -> bool:
+        """As `is_evaluation_due`."""
+        return self._is_epoch_due(self.checkpoint.every_epochs, progress)
+
+    def _is_epoch_due(self, every_epochs: int, progress: Progress) -> bool:
         at_end = every_epochs >= 0 and progress.step >= self.last_step
         return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)
 
-    def is_save_due(self, progress: Progress) -> bool:
+    def is_step_save_due(self, progress: Progress) -> bool:
         """Between two steps of an epoch."""
-        every_steps = self.cfg.checkpoint.every_steps
+        every_steps = self.checkpoint.every_steps
         return every_steps > 0 and progress.step % every_steps == 0
 
     def close_epoch(self, progress: Progress) -> None:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from cl_train.config.schema import Config
 from cl_train.system.files import (
     AppendFile,
     read_json,
@@ -41,7 +40,6 @@ from cl_train.system.run_folder import (
     windows_of,
 )
 from cl_train.system.tables import write_csv
-from cl_train.training.evaluation import score_of
 from cl_train.training.plan import Progress
 from cl_train.training.trackers import SHOWN, Trackers
 
@@ -79,16 +77,15 @@ class Records:
     def __init__(
         self,
         folder: Path | None,
-        cfg: Config,
+        config: dict[str, Any],
         trackers: Trackers,
         facts: RunFacts,
         progress: Progress,
     ) -> None:
-        self.facts = facts
+        self.facts, self.config = facts, config
         self._folder = folder
         self._trackers = trackers
         self._progress = progress
-        self._cfg = cfg
         self._earlier: list[Record] = []  # of earlier processes
         self._new: list[Record] = []  # of this process
         if folder is None:
@@ -104,7 +101,7 @@ class Records:
         self._metrics = AppendFile(folder / METRICS)
         lines = [json.dumps(record) + "\n" for record in self._earlier]
         write_text(self._metrics.path, "".join(lines))
-        write_text(folder / CONFIG, yaml.safe_dump(asdict(cfg), sort_keys=False))
+        write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
 
     def append(self, record: Record) -> None:
         """Append a line to `metrics.jsonl`, and send it to the trackers."""
@@ -167,7 +164,7 @@ class Records:
         records = self._new if status == "failed" or self.of_kind("train") else everything
         windows, facts = windows_of(records), self.facts
         has_loader = facts.data != "synthetic"
-        speed = Speed.of(windows, self._cfg.data.image_size, has_loader=has_loader)
+        speed = Speed.of(windows, self.config["data"]["image_size"], has_loader=has_loader)
         peak_gib = peak_memory_gib(torch.device(facts.device))
         lost = lost_pct and lost_pct[0] + min(lost_pct[1], speed.data_wait_pct or 0.0)
         process = ProcessFacts(
@@ -208,24 +205,22 @@ class Records:
             train={"loss": last.loss if last else None},
             val=last_evaluation(records, "val"),
             val_average=last_evaluation(records, "val_average"),
-            best=self._best(last_evaluation(records, "val")),
+            best=self._best(),
             amp={"scale": scale, "skipped_steps": progress.skipped_steps},
             skipped_images=skipped_images,
             resumed_with=progress.resumed_with or None,
         )
 
-    def _best(self, val: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _best(self) -> dict[str, Any] | None:
         """Top-1 and epoch of the best evaluation, and what it is the best by: of the whole run, in
-        another folder too, or the one of a run that only evaluates.
+        another folder too.
         """
-        best, by, score = self._progress.best, self._cfg.best_by, self._progress.best_score
-        if self._cfg.evaluate_only and val is not None:
-            best = val | {"epoch": self._progress.epoch}
-            score = score_of({r["kind"]: r for r in self._new}, by)
+        best, by = self._progress.best, self.config["best_by"]
         if best is None:
             return None
         values = {"top1": best["top1"], "epoch": best["epoch"]}
-        return values if by in (None, "top1") else values | {str(by): abs(score)}
+        is_top1 = by in (None, "top1")
+        return values if is_top1 else values | {by: abs(self._progress.best_score)}
 
     def _of_all_processes(self, name: str, pct: float | None) -> float | None:
         """The most during any process of this run; None if one of them was killed, and so left no

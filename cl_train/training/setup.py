@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from cl_train.config.schema import Config
+from cl_train.config.schema import Config, DataConfig
 from cl_train.config.validation import flatten, user_function
-from cl_train.data.build import Data, ImageData, build_data
+from cl_train.data.build import Data
 from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import image_augment
 from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
-from cl_train.models.sources import check_model, classes_of, log_preprocessing
+from cl_train.models.sources import check_model
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import check_optimizer
@@ -37,13 +37,19 @@ from cl_train.step.train_step import Loss
 from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import (
     Dist,
+    check_ranks_agree,
     choose_device,
     gather_objects,
     on_main,
     processes,
 )
 from cl_train.system.files import claimed_folder, continues, refuse_link
-from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
+from cl_train.system.machine import (
+    describe_environment,
+    device_name,
+    git_state,
+    keep_freed_memory,
+)
 from cl_train.system.processes import (
     MachineLoad,
     StopRequest,
@@ -54,22 +60,16 @@ from cl_train.system.run_folder import RunFacts
 from cl_train.training.active_run import ActiveRun
 from cl_train.training.build import (
     TrainState,
-    balanced_weights,
-    build_evaluated_state,
-    build_train_state,
-    check_ranks_agree,
-    step_settings,
 )
 from cl_train.training.checkpointing import Checkpoints, evaluated_progress, starting_point
 from cl_train.training.console import RunLog
-from cl_train.training.evaluation import check_metrics
-from cl_train.training.plan import Plan, Progress
+from cl_train.training.evaluation import EvaluationSettings, check_metrics
+from cl_train.training.parts import build_state, open_data, plan_of
+from cl_train.training.plan import Plan
 from cl_train.training.records import Records
 from cl_train.training.trackers import Trackers, find_tracker, start_record
 
 log = logging.getLogger(__name__)
-
-_UNEVEN = 10  # images of the largest class / those of the smallest one, from which it is said
 
 
 def check_runs(runs: list[Config]) -> None:
@@ -139,40 +139,48 @@ def set_up(
     """
     # 1. The process. A program that asked torch for deterministic algorithms keeps them.
     is_deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
-    cfg = replace(cfg, deterministic=is_deterministic)
-    prepare_process(cfg, dist)
-    cfg = with_micro_steps(cfg, dist) if training else cfg
+    micro_steps = micro_steps_of(cfg, dist) if training else cfg.accumulate_steps
+    cfg = replace(cfg, deterministic=is_deterministic, accumulate_steps=micro_steps)
+    prepare_process(dist, deterministic=is_deterministic)
     machine_load = MachineLoad()  # it measures from here on
     precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
-    stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not cfg.deterministic))
+    stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not is_deterministic))
     announce(cfg, precision, dist, training=training)
 
     # 2. The data. From here on the ranks draw the same numbers: their models must be equal.
     stack.enter_context(random_state_restored(dist.device))
     seed_generators(cfg.seed)
-    data = open_data(cfg, dist, stack, training=training)
-    plan = Plan.of(cfg, data.train_images, dist.world_size)
+    evaluation = EvaluationSettings(
+        cfg.resume or cfg.weights,
+        user_function("metrics", cfg.metrics) if cfg.metrics else None,
+        cfg.evaluate_every < 0,
+        cfg.best_by,
+        cfg.evaluate_flip,
+        images_of(cfg.data) if cfg.report else None,
+    )
+    settings = DataSettings(
+        cfg.data, cfg.augment, cfg.batch_size, cfg.seed, dist, cfg.accumulate_steps, training
+    )
+    data = open_data(settings, evaluation, stack)
+    check_same_run(cfg, data, dist)
+    data.start()
+    check_metrics(evaluation, data, dist)
+    plan = plan_of(cfg, data.train_images, dist.world_size)
 
     # 3. The model, and its optimizer and step.
-    weights = class_weights(cfg, data) if training else ()
-    step = step_settings(cfg, precision, dist, weights)
-    check_metrics(cfg, data, dist)
-    if training:
-        lr, classes = plan.lr_at(Progress()), data.classes
-        state = build_train_state(cfg, step, data.num_classes, dist, lr, classes)
-    else:
-        state = build_evaluated_state(cfg, step, data.num_classes, dist)
+    state = build_state(cfg, precision, dist, data, training=training)
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
-    announce_work(data, plan, state, training=training)
+    announce_work(cfg, data, plan, state, training=training)
 
     # 4. Where the run begins.
-    facts = describe_run(plan, data, state, dist, command)
+    facts, config = describe_run(cfg, plan, data, state, dist, command), asdict(cfg)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep)
-    checkpoints = Checkpoints(store, state, identity_of_run(facts, data, cfg), dist)
+    identity = identity_of_run(facts, data, cfg.data) | {"config": config}
+    checkpoints = Checkpoints(store, state, identity, dist)
     if training:
-        progress = starting_point(checkpoints, plan, folder)
+        progress = starting_point(checkpoints, plan, folder, cfg.resume, evaluation.best_by)
     else:
         progress = evaluated_progress(checkpoints, cfg.resume)
     announce_folder(folder, saves=training and handles_signals() and signals.ends_process)
@@ -180,12 +188,24 @@ def set_up(
     # 5. Its records.
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
-    start = start_record(folder, dict(flatten(asdict(cfg))), progress.step, data.num_classes)
+    start = start_record(folder, dict(flatten(config)), progress.step, data.num_classes)
     on_main(lambda: trackers.send(start), dist)
-    records = Records(folder if dist.is_main else None, cfg, trackers, facts, progress)
-    return ActiveRun(
-        dist, folder, plan, data, state, checkpoints, records, signals, machine_load, progress
-    )
+    records = Records(folder if dist.is_main else None, config, trackers, facts, progress)
+    parts = (plan, data, state, evaluation, checkpoints, records)
+    return ActiveRun(dist, folder, *parts, signals, machine_load, progress)
+
+
+def check_same_run(cfg: Config, data: Data, dist: Dist) -> None:
+    """Raises ConfigError: the ranks have other settings or images."""
+    names = ("root", "csv", "val_csv", "workers", "prefetch", "dataset")
+    of_machine = [f"data.{name}" for name in names]
+    of_all_ranks = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
+    check_ranks_agree(of_all_ranks | {"data": data.fingerprint}, dist)
+
+
+def images_of(cfg: DataConfig) -> str:
+    """The evaluated ones, in words."""
+    return f"{cfg.val_split or 'val'} of {cfg.root or cfg.dataset or cfg.name}"
 
 
 def announce_folder(folder: Path, *, saves: bool) -> None:
@@ -211,9 +231,9 @@ def record_failure(
             run.checkpoints.store.wait()
 
 
-def prepare_process(cfg: Config, dist: Dist) -> None:
+def prepare_process(dist: Dist, *, deterministic: bool) -> None:
     """Set switches of the whole process; but for those of `new_torch_state` for good."""
-    if cfg.deterministic:
+    if deterministic:
         if not torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(True)
         # cuBLAS reads its variable once, before any work
@@ -223,19 +243,19 @@ def prepare_process(cfg: Config, dist: Dist) -> None:
         torch.set_num_threads(cores_of_process(dist.world_size))
 
 
-def with_micro_steps(cfg: Config, dist: Dist) -> Config:
-    """`cfg` with the `accumulate_steps` that `global_batch_size` requires.
+def micro_steps_of(cfg: Config, dist: Dist) -> int:
+    """The `accumulate_steps` that `global_batch_size` requires.
 
     Raises ConfigError: it cannot be split evenly.
     """
     if cfg.global_batch_size is None:
-        return cfg
+        return cfg.accumulate_steps
     micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
     batches = f"batch_size={cfg.batch_size} x {dist.world_size} processes"
     request = f"global_batch_size={cfg.global_batch_size} with {batches}"
     if rest or not micro_steps:
         raise ConfigError(f"{request}: it is not a multiple; choose another batch_size")
-    return replace(cfg, accumulate_steps=micro_steps)
+    return micro_steps
 
 
 def seed_generators(seed: int) -> None:
@@ -244,53 +264,9 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def open_data(cfg: Config, dist: Dist, stack: ExitStack, *, training: bool) -> Data:
-    """The images of the run. Raises ConfigError: they do not fit, or differ between the ranks."""
-    settings = DataSettings(
-        cfg.data,
-        cfg.augment,
-        batch_size=cfg.batch_size,
-        seed=cfg.seed,
-        dist=dist,
-        accumulate_steps=cfg.accumulate_steps,
-        training=training,
-    )
-    data = build_data(settings)
-    stack.callback(data.close)
-    if not training and isinstance(data, ImageData):
-        what = f"resume={cfg.resume}" if cfg.resume else f"weights={cfg.weights}"
-        if known := on_main(lambda: classes_of(cfg.resume or cfg.weights), dist):
-            data.evaluate_as(known, what)
-    if data.val_images == 0 and not (training and cfg.evaluate_every < 0):
-        raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
-    names = ("root", "csv", "val_csv", "workers", "prefetch", "dataset")
-    of_machine = [f"data.{name}" for name in names]
-    of_all_ranks = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
-    check_ranks_agree(of_all_ranks | {"data": data.fingerprint}, dist)
-    data.start()
-    return data
-
-
-def class_weights(cfg: Config, data: Data) -> tuple[float, ...]:
-    """Those of the loss; a line without them if the classes differ much.
-
-    Raises ConfigError: the labels are unknown.
-    """
-    counts = data.class_counts
-    if cfg.class_weight is None:
-        if counts and max(counts) >= _UNEVEN * max(1, min(counts)):
-            images = f"classes from {min(counts)} to {max(counts)} images"
-            equal = "class_weight=balanced counts them equally, as balanced_accuracy does"
-            log.info("%s: %s", images, equal)
-        return ()
-    if counts is None:
-        needs = "a Dataset with its labels as the attribute `targets`, or your own loss="
-        raise ConfigError(f"class_weight={cfg.class_weight} needs {needs}")
-    return balanced_weights(counts)
-
-
-def describe_run(plan: Plan, data: Data, state: TrainState, dist: Dist, command: str) -> RunFacts:
-    cfg = plan.cfg
+def describe_run(
+    cfg: Config, plan: Plan, data: Data, state: TrainState, dist: Dist, command: str
+) -> RunFacts:
     settings = ("model", "seed", "conversion", "compile", "cuda_graph", "epochs")
     return RunFacts(
         **{name: getattr(cfg, name) for name in settings},
@@ -312,15 +288,15 @@ def describe_run(plan: Plan, data: Data, state: TrainState, dist: Dist, command:
     )
 
 
-def identity_of_run(facts: RunFacts, data: Data, cfg: Config) -> dict[str, Any]:
+def identity_of_run(facts: RunFacts, data: Data, cfg: DataConfig) -> dict[str, Any]:
     """What identifies the run of a checkpoint (see `check_compatible`), with its `ModelCard`."""
     card = ModelCard(
         facts.memory_format,
         facts.model,
         facts.precision,
         tuple(data.classes),
-        Preprocessing.of(cfg.data),
-        tuple(cfg.data.extensions),
+        Preprocessing.of(cfg),
+        tuple(cfg.extensions),
     )
     shared = ("world_size", "workers", "global_batch_size")
     packages = ("torch", "torchvision", "python")
@@ -330,7 +306,6 @@ def identity_of_run(facts: RunFacts, data: Data, cfg: Config) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "data_fingerprint": data.fingerprint,
         "versions": {name: facts.environment[name] for name in packages},
-        "config": asdict(cfg),
     }
 
 
@@ -343,9 +318,6 @@ def announce(cfg: Config, precision: Precision, dist: Dist, *, training: bool) -
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
     if len(set(nodes)) > 1:
         log.info("ranks: %s", "; ".join(f"{rank} on {node}" for rank, node in enumerate(nodes)))
-    if dist.is_main and cfg.weights is not None:
-        names = ("mean", "std") if training else None
-        log_preprocessing(cfg.data, cfg.model, cfg.weights, cfg.entry, names)
     if not training:
         return
     if dist.device.type == "cuda":
@@ -355,8 +327,10 @@ def announce(cfg: Config, precision: Precision, dist: Dist, *, training: bool) -
         log.warning("data.val_split=train: the accuracy on other images is lower")
 
 
-def announce_work(data: Data, plan: Plan, state: TrainState, *, training: bool) -> None:
-    cfg, parameters = plan.cfg, list(state.model.parameters())
+def announce_work(
+    cfg: Config, data: Data, plan: Plan, state: TrainState, *, training: bool
+) -> None:
+    parameters = list(state.model.parameters())
     total = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     images = f"{data.train_images:,} training and " if training else ""

@@ -21,7 +21,7 @@ from cl_train.training import active_run, build, layout_choice, setup
 from cl_train.training.console import describe_failure
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
-from tests.networks import small
+from tests.networks import small, state_of
 from tests.step.test_train_step import make_batch, make_parts
 
 CPU = torch.device("cpu")
@@ -133,8 +133,7 @@ def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch):
         # DDP times its first ten iterations with events, which cannot be recorded.
         for ranks, warm_up in ((1, 3), (2, 11)):
             dist = Dist(0, ranks, CUDA)
-            settings = build.step_settings(cfg, BY_NAME["fp16"], dist)
-            state = build.build_train_state(cfg, settings, 3, dist, lr=0.1)
+            state = state_of(cfg, BY_NAME["fp16"], dist)
             step = state.train_step
             assert set(streams.values()) == {step._recorder.stream} != {device.current}
             rates = [group["lr"] for group in state.parts.optimizer.param_groups]

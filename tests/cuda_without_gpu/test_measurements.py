@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks import peers
-from cl_train.config.schema import Config
 from cl_train.data import loader
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError, RecordingError
@@ -29,6 +28,7 @@ from cl_train.system.machine import DeviceClock, GpuWatch, problem_of_gpu
 from cl_train.system.run_folder import read_run
 from cl_train.training import active_run, build, evaluation
 from cl_train.training.evaluation import outputs
+from cl_train.training.layout_choice import ModelSettings
 from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.models.test_facts import ComputesWithValues
 from tests.networks import small
@@ -66,8 +66,8 @@ def test_not_for_the_two_images_of_a_trial(monkeypatch):
     form = DeviceFormat(CUDA, torch.float32, torch.channels_last)
     with kernel_selection(autotune=True):
         for is_compiled in (False, True):
-            cfg = Config(batch_size=4, compile=is_compiled)
-            build.try_run(cfg, small(3), StepSettings(FP32), form, 3)
+            settings = StepSettings(FP32, compile=is_compiled)
+            build.try_run(ModelSettings("small", batch_size=4), small(3), settings, form, 3)
     assert tried == [(4, True, 10), (2, False, 10)]
 
 

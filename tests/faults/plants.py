@@ -12,6 +12,7 @@ import torch
 
 import cl_train.system.checkpoints
 import cl_train.training.checkpointing
+import cl_train.training.parts
 import cl_train.training.setup
 from tests.faults.forkserver import Function
 from tests.processes import is_signal_received, wait_until
@@ -24,10 +25,10 @@ def on_rank(rank: int, hook: Function) -> None:
 
 def before_step(act: Callable[[int, Any, Any], None]) -> None:
     """Call `act(number of the step, its parts, its batches)` before each step of the run."""
-    original, numbers = cl_train.training.setup.build_train_state, itertools.count(1)
+    original, numbers = cl_train.training.setup.build_state, itertools.count(1)
 
-    def build_train_state(*arguments: Any) -> Any:
-        state = original(*arguments)
+    def build_state(*arguments: Any, **named: Any) -> Any:
+        state = original(*arguments, **named)
 
         def train_step(micro_batches: Any) -> Any:
             act(next(numbers), state.parts, micro_batches)
@@ -35,7 +36,7 @@ def before_step(act: Callable[[int, Any, Any], None]) -> None:
 
         return replace(state, train_step=train_step)
 
-    cl_train.training.setup.build_train_state = build_train_state
+    cl_train.training.setup.build_state = build_state
 
 
 def slow_steps(ms: int) -> None:
@@ -96,4 +97,4 @@ def slow_data() -> None:
         print("reading the data", flush=True)
         time.sleep(10_000)
 
-    cl_train.training.setup.build_data = build_data
+    cl_train.training.parts.build_data = build_data

@@ -23,11 +23,12 @@ from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert, layout_of
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
+from cl_train.step.optim import set_lr
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import processes
-from cl_train.training.build import build_train_state, step_settings
 from tests.faults.forkserver import Forked
+from tests.networks import state_of
 from tests.ranks import fork_two_ranks, group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process groups
@@ -266,8 +267,8 @@ def loss_after_looking(words, dist):
         settings = {"model": "tests.networks:small", "precision": "fp32", "channels_last": True}
         cfg = checked_config({**settings, "device": "cpu", "data": {"name": "synthetic"}, **words})
         precision = resolve_precision("fp32", dist.device)
-        step = step_settings(cfg, precision, dist)
-        state = build_train_state(cfg, step, 3, dist, lr=0.1)
+        state = state_of(cfg, precision, dist)
+        set_lr(state.parts.optimizer, 0.1)
         for number in range(6):
             generator = torch.Generator().manual_seed(10 * number + dist.rank)
             images = torch.randn(4, 3, 32, 32, generator=generator)

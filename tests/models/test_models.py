@@ -8,10 +8,11 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from cl_train.config.schema import Config, DataConfig
+from cl_train.config.schema import DataConfig
 from cl_train.errors import ConfigError
 from cl_train.models.sources import build_model, model_names, replace_classifier
 from cl_train.training import build
+from cl_train.training.layout_choice import ModelSettings
 from tests import networks
 
 SMALL = "tests.networks:small"
@@ -74,9 +75,10 @@ def test_a_pretrained_head_is_replaced(name):
 
 def test_images_that_a_model_cannot_take_are_refused_at_once():
     def built(model, batch_size, size, trained=True):
-        cfg = Config(model=model, batch_size=batch_size, data=DataConfig(image_size=size))
-        model = build.model_of(cfg, 3)
-        build.facts_by_size(cfg, model, [size] if trained else [])
+        data = DataConfig(image_size=size)
+        wanted = ModelSettings(model, batch_size=batch_size, data=data)
+        model = build.model_of(wanted, 3)
+        build.facts_by_size(wanted, model, [size] if trained else [])
         return model
 
     with pytest.raises(ConfigError, match=r"train on 4 images of 32 px.*data.image_size"):

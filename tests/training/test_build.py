@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cl_train.config.schema import Config, OptimConfig
+from cl_train.config.schema import DataConfig, OptimConfig
 from cl_train.data.device import DeviceFormat
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
@@ -18,6 +18,7 @@ from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist
 from cl_train.training import build
 from cl_train.training.build import try_model
+from cl_train.training.layout_choice import ModelSettings
 from tests.measure.conftest import unchanged
 from tests.networks import small
 
@@ -34,9 +35,9 @@ def test_a_frozen_batch_norm_stays_frozen_when_it_is_synchronised(monkeypatch):
     stop = Mock(side_effect=ConfigError("enough"))
     monkeypatch.setattr(build, "convert_layout", stop)
     monkeypatch.setattr(nn.Module, "to", lambda model, device: model)
-    cfg = Config(model="tests.networks:small", freeze=["1"], sync_batchnorm=True)
+    wanted = ModelSettings("tests.networks:small", freeze=["1"], sync_batchnorm=True)
     with pytest.raises(ConfigError, match="enough"):
-        build.build_train_state(cfg, StepSettings(FP32), 3, Dist(0, 2, torch.device("cuda")), 0.1)
+        build.build_train_state(wanted, StepSettings(FP32), 3, Dist(0, 2, torch.device("cuda")))
     norm = stop.call_args.args[1].train()[1]
     assert isinstance(norm, nn.SyncBatchNorm) and not norm.training
 
@@ -50,9 +51,8 @@ def test_ddp_is_told_that_recorded_steps_are_alike(
 ):
     wrap = Mock(side_effect=lambda model, dist, static_graph: model)
     monkeypatch.setattr(build, "wrap_in_ddp", wrap)
-    cfg = Config(model="tests.networks:small", accumulate_steps=accumulate_steps)
-    settings = StepSettings(FP32, cuda_graph=cuda_graph)
-    build.build_train_state(cfg, settings, 3, Dist(0, 1, CPU), 0.1)
+    settings = StepSettings(FP32, cuda_graph=cuda_graph, accumulate_steps=accumulate_steps)
+    build.build_train_state(ModelSettings("tests.networks:small"), settings, 3, Dist(0, 1, CPU))
     assert wrap.call_args.kwargs == {"static_graph": is_static}
 
 
@@ -87,8 +87,7 @@ def test_the_trial_tells_that_the_model_loses_channels_last_unless_it_trains_con
     if loses:
         model[0].register_forward_hook(lambda module, inputs, output: output.contiguous())
     convert(model)
-    cfg = Config(model=name, batch_size=2)
-    cfg = replace(cfg, data=replace(cfg.data, image_size=32))
+    wanted = ModelSettings(name, batch_size=2, data=DataConfig(image_size=32))
     form = DeviceFormat(CPU, torch.float32, torch.channels_last)
     if is_contiguous:
         convert(model, memory_format=torch.contiguous_format)
@@ -97,7 +96,7 @@ def test_the_trial_tells_that_the_model_loses_channels_last_unless_it_trains_con
         )
         form = replace(form, memory_format=torch.contiguous_format)
     with caplog.at_level("INFO"):
-        build.try_run(cfg, model, StepSettings(FP32), form, 3)
+        build.try_run(wanted, model, StepSettings(FP32), form, 3)
     lines = [line for line in caplog.messages if "loses channels_last in " in line]
     assert len(lines) == (loses and not is_contiguous)
     assert all(line.endswith(command) for line in lines)

@@ -5,12 +5,18 @@ resume.
 import json
 import shutil
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
 
-from cl_train.config.schema import Config, DataConfig, OptimConfig, ScheduleConfig
+from cl_train.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
 from cl_train.system.machine import DeviceClock
 from cl_train.system.run_folder import (
     ProcessFacts,
@@ -23,7 +29,8 @@ from cl_train.system.run_folder import (
 )
 from cl_train.training.active_run import ThroughputMeter
 from cl_train.training.console import progress_bar
-from cl_train.training.plan import Plan, Progress
+from cl_train.training.parts import plan_of
+from cl_train.training.plan import Progress
 from cl_train.training.records import Records
 from cl_train.training.trackers import Trackers
 
@@ -34,7 +41,7 @@ def test_the_learning_rate_follows_the_global_batch_and_images_that_grow_change_
     cfg = replace(cfg, data=data, schedule=schedule)
     for reference_batch_size, peak in ((256, 48 / 256), (0, 1.0)):
         optim = OptimConfig(reference_batch_size=reference_batch_size, lr=1.0)
-        plan = Plan.of(replace(cfg, optim=optim), 500, 2)
+        plan = plan_of(replace(cfg, optim=optim), 500, 2)
         assert plan.image_sizes == (64, 96, 128, 128) and plan.global_batch_size == 48
         assert plan.steps_per_epoch == 10 and plan.last_step == 30
         rates = [plan.lr_at(Progress(epoch=epoch, step_in_epoch=5)) for epoch in range(4)]
@@ -45,13 +52,14 @@ def test_evaluations_and_checkpoints_come_at_their_epochs_and_at_the_end():
     for epochs, max_steps, every, evaluations in (
         (5, None, 2, [8, 16, 20]), (1, 2, 0, [2]), (1, 2, 1, [2]), (1, 2, -1, []),
     ):  # fmt: skip
-        plan = Plan.of(Config(batch_size=10, epochs=epochs, max_steps=max_steps), 40, 1)
+        cfg = Config(batch_size=10, epochs=epochs, max_steps=max_steps, evaluate_every=every)
+        plan = plan_of(replace(cfg, checkpoint=CheckpointConfig(every_epochs=3)), 40, 1)
         progress, evaluated, saved = Progress(), [], []
         while not plan.is_done(progress):
             progress.advance(plan.global_batch_size)
             if plan.is_epoch_end(progress):
-                evaluated += [progress.step] * plan.is_epoch_due(every, progress)
-                saved += [progress.step] * plan.is_epoch_due(3, progress)
+                evaluated += [progress.step] * plan.is_evaluation_due(progress)
+                saved += [progress.step] * plan.is_save_due(progress)
                 assert not plan.is_done(progress)
                 plan.close_epoch(progress)
         assert evaluated == evaluations and saved == ([12, 20] if plan.last_step == 20 else [2])
@@ -125,7 +133,7 @@ def records(folder, step=0):
     known = {item.name: None for item in fields(RunFacts)}
     known |= {"started": "2026-01-01T00:00:00+00:00", "device": "cpu"}
     progress = Progress(step=step, closed_step=step)
-    return Records(folder, Config(), Trackers([]), RunFacts(**known), progress)
+    return Records(folder, asdict(Config()), Trackers([]), RunFacts(**known), progress)
 
 
 def test_no_key_of_the_summary_comes_from_two_of_its_parts():

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, 
 from cl_train.config.command_line import check_command_line, group_choices
 from cl_train.config.validation import flatten
 from cl_train.training.loop import train
-from cl_train.training.plan import Plan, Progress
+from cl_train.training.parts import plan_of
+from cl_train.training.plan import Progress
 from tests.conftest import Run
 
 NAMES = [name for name in group_choices("experiment") if name != "smoke"]
@@ -202,7 +203,7 @@ def test_the_schedule_is_that_of_the_source(name):
     ranks = (cfg.global_batch_size or 8 * cfg.batch_size) // cfg.batch_size
     if name == "main_amp":  # one GPU; its learning rate grows with the batch
         ranks, batch, scale = 1, cfg.batch_size, cfg.batch_size / batch
-    plan = Plan.of(cfg, IMAGENET_IMAGES, ranks)
+    plan = plan_of(cfg, IMAGENET_IMAGES, ranks)
     assert plan.global_batch_size == batch
     expected = [scale * lr for lr in source_lrs(name, cfg.epochs)]
     rates = [plan.lr_at(Progress(epoch=epoch)) for epoch in range(cfg.epochs)]

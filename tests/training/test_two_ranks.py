@@ -18,7 +18,7 @@ from cl_train.system.distributed import processes
 from cl_train.training import build, checkpointing
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
-from tests.networks import small
+from tests.networks import small, state_of
 from tests.ranks import fork_two_ranks
 from tests.training.test_evaluation import check_report
 
@@ -42,8 +42,7 @@ def evaluation_is_eager_with_compile(folder):
     """
     with processes("cpu") as dist:
         cfg = settings(folder, compile=True)
-        step = build.step_settings(cfg, BY_NAME["fp32"], dist)
-        state = build.build_train_state(cfg, step, 3, dist, lr=0.1)
+        state = state_of(cfg, BY_NAME["fp32"], dist)
         assert state.model._compiled_call_impl is None
         assert state.parts.wrapped_model._compiled_call_impl is not None
 

@@ -1,0 +1,124 @@
+"""The parts of a run, made of its settings: here the whole `Config` ends, and what is below gets
+the values that it needs.
+"""
+
+import logging
+from contextlib import ExitStack
+
+import torch
+
+from cl_train.config.combinations import graph_conflict
+from cl_train.config.schema import Config
+from cl_train.data.build import Data, ImageData, build_data, size_schedule
+from cl_train.data.loader import DataSettings
+from cl_train.errors import ConfigError
+from cl_train.memory_format.convert import Layout
+from cl_train.models.sources import classes_of
+from cl_train.step.precision import Precision
+from cl_train.step.train_step import Loss, StepSettings
+from cl_train.system.distributed import Dist, on_main
+from cl_train.training.build import TrainState, build_evaluated_state, build_train_state
+from cl_train.training.evaluation import EvaluationSettings
+from cl_train.training.layout_choice import ModelSettings
+from cl_train.training.plan import Plan
+
+log = logging.getLogger(__name__)
+
+MAX_BAD_STEPS = 10  # of on_nonfinite=skip
+_UNEVEN = 10  # images of the largest class / those of the smallest one, from which it is said
+
+
+def open_data(settings: DataSettings, evaluation: EvaluationSettings, stack: ExitStack) -> Data:
+    """The images of the run. Raises ConfigError: they do not fit."""
+    data, source = build_data(settings), evaluation.source
+    stack.callback(data.close)
+    known = () if settings.training else on_main(lambda: classes_of(source), settings.dist)
+    if known and isinstance(data, ImageData):
+        data.evaluate_as(known, f"the model of {source}")
+    if data.val_images == 0 and not (settings.training and evaluation.is_never):
+        raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
+    return data
+
+
+def plan_of(cfg: Config, train_images: int, world_size: int) -> Plan:
+    """The learning rate is linear in the batch size (Goyal et al. 2017)."""
+    global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
+    steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
+    total_steps, lr = steps_per_epoch * cfg.epochs, cfg.optim.lr
+    if cfg.optim.reference_batch_size:
+        lr *= global_batch_size / cfg.optim.reference_batch_size
+    sizes = size_schedule(cfg.data)
+    return Plan(
+        tuple(map(sizes.image_size_at, range(cfg.epochs))),
+        global_batch_size,
+        cfg.accumulate_steps,
+        max(1, steps_per_epoch),
+        min(cfg.max_steps or total_steps, total_steps),
+        lr,
+        cfg.schedule,
+        cfg.checkpoint,
+        log_every=cfg.log_every,
+        evaluate_every=cfg.evaluate_every,
+        patience=cfg.patience,
+        warmup_steps=cfg.warmup_steps,
+        max_bad_steps=MAX_BAD_STEPS if cfg.on_nonfinite == "skip" else 0,
+    )
+
+
+def build_state(
+    cfg: Config, precision: Precision, dist: Dist, data: Data, *, training: bool
+) -> TrainState:
+    """The model and its step, or without `training` what evaluates. A run that only evaluates takes
+    the weights of the checkpoint `resume`, if it is given.
+    """
+    weights = class_weights(cfg.class_weight, data) if training else ()
+    wanted = ModelSettings(
+        cfg.model,
+        cfg.weights if training or cfg.resume is None else None,
+        cfg.entry,
+        cfg.drop_path,
+        cfg.freeze,
+        cfg.sync_batchnorm,
+        cfg.channels_last,
+        Layout(torch.channels_last, cfg.conversion, tuple(cfg.select)),
+        cfg.parity,
+        cfg.batch_size,
+        cfg.data,
+        is_evaluated=cfg.evaluate_every >= 0,
+        graph_may_fail=cfg.cuda_graph == "auto",
+    )
+    is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
+    can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
+    settings = StepSettings(
+        precision,
+        cfg.optim,
+        Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold, weights),
+        accumulate_steps=cfg.accumulate_steps,
+        ema_decay=cfg.ema_decay,
+        ema_every=cfg.ema_every,
+        mixup=cfg.augment.mixup,
+        cutmix=cfg.augment.cutmix,
+        compile=cfg.compile,
+        image_sizes=len(size_schedule(cfg.data).image_sizes),
+        cuda_graph=cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record),
+    )
+    if training:
+        return build_train_state(wanted, settings, data.num_classes, dist, data.classes)
+    return build_evaluated_state(wanted, settings, data.num_classes, dist)
+
+
+def class_weights(wanted: str | None, data: Data) -> tuple[float, ...]:
+    """Those of the loss, scikit-learn's `balanced`: the mean over all images is 1. A line without
+    them if the classes differ much. Raises ConfigError: the labels are unknown.
+    """
+    counts = data.class_counts
+    if wanted is None:
+        if counts and max(counts) >= _UNEVEN * max(1, min(counts)):
+            images = f"classes from {min(counts)} to {max(counts)} images"
+            equal = "class_weight=balanced counts them equally, as balanced_accuracy does"
+            log.info("%s: %s", images, equal)
+        return ()
+    if counts is None:
+        needs = "a Dataset with its labels as the attribute `targets`, or your own loss="
+        raise ConfigError(f"class_weight={wanted} needs {needs}")
+    return tuple(sum(counts) / (len(counts) * max(1, count)) for count in counts)
