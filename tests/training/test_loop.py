@@ -21,7 +21,7 @@ from cl_train.step.train_step import StepSettings
 from cl_train.sweeps.verdict import compare_pair
 from cl_train.system.distributed import Dist
 from cl_train.system.run_folder import read_run
-from cl_train.training import build
+from cl_train.training import parts
 from cl_train.training.active_run import ActiveRun, count_bad_steps
 from cl_train.training.console import RunLog
 from cl_train.training.plan import Plan
@@ -200,7 +200,7 @@ def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
         (f"{fp16} epochs=7", 1e19, "21 of 21 updates were skipped"),
         (fp16, 0.5, "the loss scale fell to 0.5 at step 1:"),
     ):
-        monkeypatch.setattr(build, "StepSettings", partial(StepSettings, init_scale=scale))
+        monkeypatch.setattr(parts, "StepSettings", partial(StepSettings, init_scale=scale))
         folder = tmp_path / str(scale)
         with pytest.raises(TrainingFault, match=problem):
             train(*words.split(), folder=folder)
@@ -289,29 +289,6 @@ def test_settings_and_models_that_cannot_train_are_refused(train, tiny):
     assert len(caught.value.problems) == 4, "every run of a sweep is checked"
 
 
-@pytest.mark.slow
-def test_bad_images_are_left_out(train, tmp_path):
-    """Broken files of batches that the loader has prepared, but the run does not take, do not count
-    anywhere.
-    """
-    images = tmp_path / "images"
-    write_images(images, {"train": 32, "val": 7})
-    for number in range(0, 32, 4):
-        (images / "train" / "red" / f"{number:03d}.JPEG").write_bytes(b"\xff\xd8 no picture")
-    words = ["data.on_bad_image=skip", "max_steps=5", "batch_size=8", "epochs=1"]
-    words.append(f"data.root={images}")
-    for workers in (0, 1):
-        done = train(*words, f"data.workers={workers}")
-        assert done.exit_code == 0 and done.summary["val"]["images"] == 21
-        skipped = done.records("train")[-1]["skipped_images"]
-        assert done.summary["skipped_images"] == skipped > 0
-        assert f"Bad images {skipped}" in done.log and " bad images" in done.log
-    for path in (images / "val").rglob("*.JPEG"):
-        path.write_bytes(b"\xff\xd8\xff broken")
-    with pytest.raises(TrainingFault, match="none of the 21 validation images"):
-        train(*words, "batch_size=4", "max_steps=2")
-
-
 def test_bad_images_are_counted_in_percent_and_named_once(train, tmp_path):
     images, folder = tmp_path / "images", tmp_path / "named"
     write_images(images, {"train": 32, "val": 7})
@@ -323,6 +300,9 @@ def test_bad_images_are_counted_in_percent_and_named_once(train, tmp_path):
     train(*at_most, "max_steps=13", folder=folder)
     done = train(*at_most, "max_steps=14", "resume=auto", folder=folder)
     assert done.log.count("9 of 117 images are bad (7.7 %)") == 1
+    (*_, record) = done.records("train")
+    assert f"Bad images {record['skipped_images']}" in done.log
+    assert done.summary["val"]["images"] == 20
     with (folder / "bad_images.csv").open(newline="") as file:
         reasons = {Path(row["file"]).name: row["reason"] for row in csv.DictReader(file)}
     assert len(reasons) == 8 and reasons["000.JPEG"] == "the file is empty"
@@ -331,6 +311,10 @@ def test_bad_images_are_counted_in_percent_and_named_once(train, tmp_path):
     with pytest.raises(BadImageError, match=r"8 images .* data.max_bad_images=6%"):
         train(*words, "data.max_bad_images=6%", folder=tmp_path / "ended")
     assert len((tmp_path / "ended/bad_images.csv").read_text().splitlines()) == 9
+    for path in (images / "val").rglob("*.JPEG"):
+        path.write_bytes(b"\xff\xd8\xff broken")
+    with pytest.raises(TrainingFault, match="none of the 21 validation images"):
+        train(*words, "epochs=1", "max_steps=2")
     with pytest.raises(ConfigError, match=r"data.max_bad_images=110%: expected"):
         train(*words, "data.max_bad_images=110%")
 

@@ -239,15 +239,3 @@ def test_the_best_checkpoint_is_that_of_the_way_that_the_run_goes_on(
     again, best = go_back(tmp_path / "better", [4, 6])
     assert again.saved_step("best.pt") == 12
     assert read_run(again.folder).summary["best.score"] == 6
-
-
-def test_an_older_best_checkpoint_stays_when_the_run_goes_on(train):
-    words = ("metrics=tests.training.test_progress:planted_score", "best_by=score", "epochs=3")
-    SCORES[:] = [0, 5, 3]
-    done = train(*words, "max_steps=6")
-    content = done.checkpoint("step-00000006.pt")
-    del content["progress"]["best"]
-    torch.save(content, done.folder / "checkpoints/step-00000006.pt")
-    SCORES[:] = [0, 4]
-    again = train(*words, "resume=auto", folder=done.folder)
-    assert again.saved_step("best.pt") == 3 and again.saved_step() == 9
