@@ -26,7 +26,7 @@ STEPS = (
     (f"cl-train audit model=mended:build {WITH}", ".* no operator loses "),
     (f"{GAIN} {WITH}", r" *(right|faster|because|do):"),
 )
-COLUMNS = (0, 2, 6)  # of the table of losses
+COLUMNS = (0, 2, 5)  # of the table of losses
 WIDTH, LINE_PX = 104, 18  # characters; pixels between lines
 STYLE = """<style>
 text { font: 13px ui-monospace, Menlo, Consolas, monospace; white-space: pre;

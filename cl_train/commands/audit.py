@@ -41,7 +41,6 @@ class AuditSettings(ModelInput, JsonResult):
     output_entry: str | None = setting(None, "entry of the output: a key, an attribute, an index")
     precision: str = setting("auto", schema.PRECISION_HELP, choices=schema.PRECISIONS)
     backward: bool = setting(True, "false: forward only, in eval mode")
-    measure: bool = setting(True, "time the step, and the copies by their bytes")
     time: bool = setting(False, "also time every operator of a training step in both layouts")
     time_limit_s: float = setting(30.0, "time=true: for all rounds, at least four", Range(above=0))
     repro: str | None = setting(None, "operators=true: file for a program of a wrong one")
@@ -128,7 +127,6 @@ def _audited(settings: AuditSettings) -> Any:
         output=settings.output_entry,
         name=settings.model,
         backward=settings.backward,
-        measure=settings.measure,
         time=settings.time,
         time_limit_s=settings.time_limit_s,
     )

@@ -55,6 +55,7 @@ _INSTEAD = {
     "max_reruns": "use repeats=auto",
     "wait_for_quiet_s": "use repeats=auto",
     "max_differences": "max_wrong=N",
+    "measure": "time=true measures",
     "against=[cdf]*": "audit operators=true compares values",
     "against=*[/=]*": "use train -m environment=PYTHON,here compare_by=environment",
 }

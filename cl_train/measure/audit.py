@@ -1,8 +1,6 @@
-"""The audit: one step of a model, the operators in it that lose channels_last, and their time."""
+"""The audit: one step of a model, the operators in it that lose channels_last, and their cost."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from statistics import median
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torch import nn
 
 from cl_train.errors import ConfigError
 from cl_train.measure.operator_times import time_operators
-from cl_train.measure.timed_step import LossFunction, Workload, measurement_state
+from cl_train.measure.timed_step import LossFunction, Workload
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
@@ -20,7 +18,6 @@ from cl_train.step.backup import state_restored
 from cl_train.step.precision import Precision, autocast, resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.system.failures import failure_explained
-from cl_train.system.machine import step_times_s, timed_s
 from cl_train.system.tensors import map_tensors, tensors_in
 from cl_train.system.torch_state import own_torch_state
 
@@ -34,7 +31,6 @@ def audit(
     loss: LossFunction | None = None,
     output: str | int | None = None,
     backward: bool = True,
-    measure: bool = False,
     time: bool = False,
     time_limit_s: float = 30.0,
     name: str | None = None,
@@ -50,7 +46,6 @@ def audit(
         precision: as in `compare_layouts`; fp32: the tensors' own dtypes, no autocast.
         loss, output: as in `compare_layouts`; default: the mean square of the output.
         backward: False: forward only, without gradients.
-        measure: also time the step, and one permuting copy, which tells milliseconds by bytes.
         time: also time every operator of a training step, or without a backward pass of inference,
             of copies in both layouts.
         time_limit_s: of all rounds of `time`; at least four are measured.
@@ -82,14 +77,11 @@ def audit(
             refuse_known_crash(model, batch)
         with recording(report):
             step()
-        settings = StepSettings(precision)
-        if measure:
-            with measurement_state(settings, device):
-                _add_times(report, step, device)
         is_trained = any(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad(set_to_none=True)
         if time:
             shape, mode = tuple(images.shape[1:]), "train" if is_trained else "infer"
+            settings = StepSettings(precision)
             workload = Workload(images_of(batch), shape, settings, device, mode, batch, loss)
             report.times = time_operators(model, workload, time_limit_s)
             report.times.charge(report.inherited())
@@ -119,12 +111,6 @@ def _empty_report(
     )
 
 
-def _add_times(report: LayoutReport, step: Callable[[], None], device: torch.device) -> None:
-    steps_s = [timed_s(step, device) for _ in range(4)]
-    report.step_ms = 1000 * median(steps_s[1:])  # after the warm-up
-    report.copy_ms_per_byte = copy_ms_per_byte(device)
-
-
 def _scalar(
     model: nn.Module,
     batch: Any,
@@ -141,11 +127,3 @@ def _scalar(
     if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
         raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
     return scalar if scalar.requires_grad else None
-
-
-def copy_ms_per_byte(device: torch.device) -> float:
-    """Milliseconds for each byte that a copy into the other layout reads or writes."""
-    # On a GPU 0.3 GB, because copying them takes longer than the launch.
-    image = torch.zeros(256 if device.type == "cuda" else 2, 64, 64, 64, device=device)
-    copies_s = step_times_s(lambda: image.clone(memory_format=torch.channels_last), 9, device)
-    return 1000 * median(copies_s) / (2 * image.nbytes)

@@ -98,8 +98,6 @@ class LayoutReport:
     torch: str
     calls: list[Call] = field(default_factory=list)
     step_bytes: int = 0
-    step_ms: float | None = None
-    copy_ms_per_byte: float | None = None
     times: Any = None  # the `measure.times_report.OperatorTimes` of both layouts, if measured
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
@@ -149,7 +147,6 @@ class LayoutReport:
                 "follows from": first.cause.rpartition(" at ")[2],
                 "first module": f"{first.module or '(top)'} {list(first.shape)}",
                 "% of bytes": self._pct(paying),
-                "ms": self._ms(paying),
                 "copy": first.copy,
                 "advice": first.advice(),
             }
@@ -188,29 +185,18 @@ class LayoutReport:
     def _pct(self, calls: list[Call]) -> float:
         return 100 * _moved_bytes(calls) / max(self.step_bytes, 1)
 
-    def _ms(self, calls: list[Call]) -> float | None:
-        """Milliseconds of their copies; None if not measured."""
-        rate = self.copy_ms_per_byte
-        return None if rate is None else rate * _moved_bytes(calls)
-
     def _cost(self, calls: list[Call]) -> str:
-        ms = self._ms(calls)
-        if ms is not None and self.step_ms:
-            pct = 100 * ms / self.step_ms
-            ms_of_step = f"{two_digits(ms)} of {self.step_ms:.4g} ms"
-            return f"about {two_digits(pct)} % of the step ({ms_of_step})"
         return f"{two_digits(self._pct(calls))} % of the step's bytes"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values. "kept" and "contiguous" calls appear in the totals only."""
         shown = [outcome for outcome in OUTCOMES if outcome not in ("kept", "contiguous")]
         return {
-            "schema_version": 5,
+            "schema_version": 6,
             **vars(self),
             "times": self.times and self.times.to_dict(),
             "totals": self.totals,
             "moved_bytes": self.moved_bytes,
-            "copy_ms": self._ms(self.calls),
             "moved_pct": round(self.moved_pct, 3),
             "verdict": [self.headline(), *self.notes()],
             "losses": self.losses(),

@@ -19,7 +19,7 @@ def audited(text, path):
     model = module.build(7)
     cl_train.convert(model)
     images = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
-    return cl_train.audit(model, images, measure=False)
+    return cl_train.audit(model, images)
 
 
 def test_the_audit_names_the_lines_that_the_four_edits_mend(tmp_path):

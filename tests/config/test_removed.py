@@ -39,6 +39,7 @@ against=fake
 max_differences=0
 experiment=resnet18_ffcv_16ep
 log_to=mlflow
+measure=false
 rank_timeout_s=60
 ddp_static_graph=true
 """

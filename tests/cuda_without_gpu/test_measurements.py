@@ -16,7 +16,7 @@ from benchmarks import peers
 from cl_train.data import loader
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError, RecordingError
-from cl_train.measure import audit, operator_times, paired, time_recorder
+from cl_train.measure import operator_times, paired, time_recorder
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST
 from cl_train.step.precision import BY_NAME, kernel_selection
@@ -69,14 +69,6 @@ def test_not_for_the_two_images_of_a_trial(monkeypatch):
             settings = StepSettings(FP32, compile=is_compiled)
             build.try_run(ModelSettings("small", batch_size=4), small(3), settings, form, 3)
     assert tried == [(4, True, 10), (2, False, 10)]
-
-
-def test_a_copy_is_timed_that_takes_longer_than_its_launch(monkeypatch):
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape, device="meta"))
-    monkeypatch.setattr(audit, "step_times_s", lambda copy, count, device: [1.0] * count)
-    read_and_written_bytes = 1000 / audit.copy_ms_per_byte(CUDA)
-    assert read_and_written_bytes >= 2 * 256e6
 
 
 def test_operators_are_timed_on_the_models_device(monkeypatch):
@@ -199,12 +191,13 @@ def test_a_run_records_its_first_step_and_excludes_the_export_of_its_profile(tra
     assert pauses.call_count == 1, "seconds that are not training"
 
 
-def test_an_audit_is_measured_in_the_state_of_training():
+def test_operators_are_timed_in_the_state_of_training():
     """fp32 is not TF32, and cuDNN searches."""
     found = []
     model = small(3)
     model.register_forward_pre_hook(lambda *_: found.append((CUDNN.benchmark, CUDNN.allow_tf32)))
-    audit.audit(model, torch.zeros(2, 3, 16, 16), precision="fp32", measure=True)
+    workload = Workload(2, (3, 16, 16), StepSettings(FP32), torch.device("cpu"))
+    operator_times.time_operators(model, workload, time_limit_s=0.0)
     assert found[-1] == (True, False)
 
 

@@ -17,7 +17,6 @@ from torch import nn
 
 import cl_train
 from cl_train.errors import ConfigError, LayoutLost
-from cl_train.measure import audit as audit_module
 from cl_train.measure.audit import audit
 from cl_train.memory_format.layout_recorder import traits_of
 from cl_train.step.precision import Precision
@@ -159,17 +158,13 @@ class GrowingBuffer(nn.Module):
         return x
 
 
-def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was(monkeypatch):
-    """Planted times: a step of 10 ms, copies of 1 MB per ms."""
-    assert audit_module.copy_ms_per_byte(torch.device("cpu")) > 0
-    monkeypatch.setattr(audit_module, "copy_ms_per_byte", lambda device: 1e-6)
-    monkeypatch.setattr(audit_module, "timed_s", lambda step, device: step() or 0.01)
+def test_the_model_is_afterwards_what_it_was():
     model = model_with("contiguous").append(GrowingBuffer())
     weight = model[0].weight
     weight.grad = kept = torch.ones_like(weight)
     batch, random_state = images(2, 3, 16, 16), torch.get_rng_state()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    report = audit(model, batch, measure=True, name="planted")
+    report = audit(model, batch)
     with pytest.raises(ConfigError, match="expected input"):
         audit(model, batch[:, :2])
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -177,11 +172,10 @@ def test_the_report_is_measured_and_the_model_is_afterwards_what_it_was(monkeypa
     assert weight.grad is kept and torch.equal(kept, torch.ones_like(weight))
     assert model[2].weight.grad is None and not weight._backward_hooks
     assert not torch.nn.modules.module._global_forward_hooks
-    assert report.step_ms == 10 and 0 < report.moved_pct < 100
+    assert 0 < report.moved_pct < 100
     assert ".contiguous()" in report.losses()[0]["line"]
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["totals"]["lost"] >= 1 and plain["calls"][0]["outcome"] == "lost"
-    assert plain["copy_ms"] == pytest.approx(1e-6 * report.moved_bytes) and plain["copy_ms"] > 0
 
 
 def test_resnet18_keeps_channels_last_and_creates_only_the_gradient_of_its_global_mean():
