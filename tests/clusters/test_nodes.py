@@ -1,66 +1,65 @@
-"""Two torchrun agents, as on two nodes without a shared folder: killed and resumed."""
+"""Two ranks as on two nodes without a shared folder: killed and resumed."""
 
-import os
-import shlex
+import ctypes
 import signal
 import subprocess
-import sys
 from functools import partial
 
 import pytest
 
-from tests.faults.forkserver import train_script
-from tests.processes import LIMIT_S, children_of, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
+from tests.faults.forkserver import Forked, train_script
+from tests.processes import free_ports, wait_until
+from tests.ranks import TINY, fork_two_ranks, losses
 
 pytestmark = pytest.mark.slow
-OF_TWO = "batch_size=16 global_batch_size=32 evaluate_every=-1"
-SETTINGS = [*TINY, *OF_TWO.split()]
-GATED = "model=tests.networks:gated epochs=8 checkpoint.every_steps=4 checkpoint.every_epochs=0"
+SETTINGS = [*TINY, *["batch_size=16", "global_batch_size=32", "evaluate_every=-1", "epochs=8"]]
+CLONE_NEWNS = 0x00020000
+GATED = "model=tests.networks:gated checkpoint.every_steps=4 checkpoint.every_epochs=0"
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
     reason="needs root: unshare -m",
 )
 
 
+def hide(folder):
+    """This process sees an empty folder in its place."""
+    libc = ctypes.CDLL(None)
+    assert libc.unshare(CLONE_NEWNS) == 0
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)
+
+
 def start_nodes(folder, *words):
-    """Two agents with one process each; the second one sees an empty run folder of its own."""
-    (port,) = free_ports(1)
-    agent = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1"
-    agent += f" --master-addr=127.0.0.1 --master-port={port}"
-    program = shlex.join(["train.py", *SETTINGS, f"hydra.run.dir={folder / 'run'}", *words])
-    commands = [f"exec {agent} --node-rank={node} {program}" for node in range(2)]
-    mount = f"mount -t tmpfs tmpfs {shlex.quote(str(folder / 'run'))}"
-    commands[1] = f"exec unshare -m sh -c {shlex.quote(f'{mount} && {commands[1]}')}"
-    environment = ENVIRONMENT | {"GATE": str(folder / "gate")}
-    with (folder / "log").open("ab") as log:
-        start = partial(subprocess.Popen, cwd=ROOT, env=environment, stdout=log, stderr=log)
-        return [start(["sh", "-c", command]) for command in commands]
+    """A rank each; the second one sees an empty run folder of its own."""
+    run, shared = folder / "run", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", "GATE": str(folder / "gate")}
+    script = partial(train_script, [*SETTINGS, f"hydra.run.dir={run}", *words])
+    first = Forked(script, folder / "log", shared | {"RANK": "0"})
+    return first, Forked(
+        partial(script, partial(hide, run)), folder / "log", shared | {"RANK": "1"}
+    )
 
 
 @needs_namespaces
 def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder, tmp_path):
-    """SIGKILL to the agents and, before they notice, to their processes, which wait in step 10 at
-    the gate.
-    """
+    """SIGKILL to both in step 10, in which they wait at the gate."""
     words = (f"data.root={image_folder}", *GATED.split())
-    undisturbed, log = tmp_path / "undisturbed", tmp_path / "log"
-    run, gate = tmp_path / "run", tmp_path / "gate"
+    undisturbed, run, gate = (tmp_path / name for name in ("undisturbed", "run", "gate"))
     run.mkdir()
     gate.mkdir()
-    agents = start_nodes(tmp_path, *words)
-    wait_until(lambda: len(list(gate.iterdir())) == 2 or agents[0].poll() is not None)
-    assert agents[0].poll() is None, log.read_text()
-    for agent in agents:
-        for pid in (agent.pid, *children_of(agent.pid)):
-            os.kill(pid, signal.SIGKILL)
-        agent.wait()
+    nodes = start_nodes(tmp_path, *words)
+    wait_until(lambda: len(list(gate.iterdir())) == 2 or not nodes[0].is_alive())
+    assert nodes[0].is_alive(), nodes[0].output()
+    for node in nodes:
+        node.send(signal.SIGKILL)
+        node.wait()
     assert len(losses(run)) == 9
     (gate / "open").touch()
     script = partial(train_script, [*SETTINGS, *words, f"hydra.run.dir={undisturbed}"])
     fork_two_ranks(tmp_path, script, GATE=str(gate), LOCAL_WORLD_SIZE="1")
-    agents = start_nodes(tmp_path, *words, "resume=auto")
-    assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], log.read_text()
-    assert "resumed from" in log.read_text()
+    nodes = start_nodes(tmp_path, *words, "resume=auto")
+    assert [node.wait() for node in nodes] == [0, 0], nodes[0].output()
+    assert "resumed from" in nodes[0].output()
     assert losses(run) == losses(undisturbed) and len(losses(run)) == 24
     assert {path.name for path in run.iterdir()} == {path.name for path in undisturbed.iterdir()}

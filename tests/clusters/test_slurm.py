@@ -26,8 +26,8 @@ pytestmark = [
         reason="needs slurmctld, slurmd, munge and root",
     ),
 ]
-SETTINGS = (*TINY, "epochs=2", "batch_size=16", "global_batch_size=32", "evaluate_every=-1")
-INTERRUPTED = (*SETTINGS, "model=tests.networks:gated", "epochs=8", "checkpoint.every_epochs=0")
+GATED = [*TINY, "model=tests.networks:gated", *["batch_size=16", "epochs=8", "evaluate_every=-1"]]
+GATED += ["warmup_steps=1", "checkpoint.every_epochs=0"]
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -96,7 +96,7 @@ def cluster(tmp_path_factory):
             with (folder / "daemons.log").open("ab") as log:
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             wait_until(is_ready)
-        yield environment | {"PROCESSES": "1"}
+        yield environment
     finally:
         ask(environment, "scancel", "--state=RUNNING")
         wait_until(lambda: not ask(environment, "squeue", "-h", "-t", "RUNNING,COMPLETING"))
@@ -105,76 +105,84 @@ def cluster(tmp_path_factory):
             daemon.wait(LIMIT_S)
 
 
-@pytest.fixture
-def submit(cluster, image_folder):
-    def submit(script, folder, *settings, **environment):
-        folder.mkdir()
-        words = [f"data.root={image_folder}", f"hydra.run.dir={folder / 'run'}", *settings]
-        command = ["sbatch", "--parsable", f"--output={folder / 'log'}"]
-        command += [f"scripts/slurm/{script}.sbatch", *words]
+@pytest.fixture(scope="module")
+def submit(cluster):
+    def submit(script, log, *words, **environment):
+        command = ["sbatch", "--parsable", f"--output={log}", f"scripts/slurm/{script}.sbatch"]
         run = partial(subprocess.run, capture_output=True, text=True, check=True)
-        done = run(command, cwd=ROOT, env=cluster | environment)
-        return done.stdout.strip()
+        return run([*command, *words], cwd=ROOT, env=cluster | environment).stdout.strip()
 
     return submit
 
 
-def test_each_script_trains_like_one_process(submit, image_folder, tmp_path):
-    for name in ("one_node", "several_nodes"):
-        submit(name, tmp_path / name, *SETTINGS, PROCESSES="2" if name == "one_node" else "1")
-    words = (f"data.root={image_folder}", f"hydra.run.dir={tmp_path / 'alone'}")
-    assert Forked(partial(train_script, [*SETTINGS, *words]), tmp_path / "log").wait() == 0
-    expected = losses(tmp_path / "alone")
-    assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
-    for name in ("one_node", "several_nodes"):
-        folder = tmp_path / name
-        wait_until(lambda run=folder / "run": tiny.summary(run).get("status") == "completed")
-        assert tiny.summary(folder / "run")["world_size"] == 2, name
-        for found, one in zip(losses(folder / "run"), expected, strict=True):
-            assert found == pytest.approx(one, abs=1e-6), name
-        log = (folder / "log").read_text()
-        assert log.count("Epoch: [0][1/3]") == 1, "rank 0 alone writes to the console"
-        assert ("ranks: 0 on" in log) == (name != "one_node"), "where each rank runs"
+@pytest.fixture(scope="module")
+def requeued(cluster, submit, image_folder, tmp_path_factory):
+    """Folders of a training on both nodes and of a sweep, signalled in step 10, as before the end
+    of their time, queued again, and done; and of an undisturbed training.
 
-
-def test_a_requeued_job_resumes_exactly(submit, cluster, image_folder, tmp_path):
-    """`scancel --batch --signal=TERM` signals the script, as `--signal=B:TERM@120` does."""
-    undisturbed, folder, gate = (tmp_path / name for name in ("undisturbed", "requeued", "gate"))
-    gate.mkdir()
-    job = submit("several_nodes", folder, *INTERRUPTED, GATE=str(gate))
-    wait_until(lambda: len(list(gate.iterdir())) == 2)
-    subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=cluster, check=True)
-    start_soon(cluster, job)
-    (gate / "open").touch()
+    `scancel --batch --signal=TERM` signals the script, as `--signal=B:TERM@120` does.
+    """
+    folder = tmp_path_factory.mktemp("requeued")
+    training, sweep, undisturbed = (folder / name for name in ("training", "sweep", "undisturbed"))
+    gates = {where: folder / f"gate-{where.name}" for where in (training, sweep)}
+    for gate in gates.values():
+        gate.mkdir()
+    words = [*GATED, f"data.root={image_folder}"]
+    of_two = [*words, "global_batch_size=32"]
+    gate = str(gates[training])
+    jobs = {
+        training: submit(
+            "several_nodes", folder / "training.log", *of_two, f"hydra.run.dir={training}",
+            GATE=gate, PROCESSES="1",
+        ),
+        sweep: submit(
+            "sweep", folder / "sweep.log", str(sweep), *words, "repeats=2",
+            "environment='A=1'",  # named again after the requeue
+            GATE=str(gates[sweep]),
+        ),
+    }  # fmt: skip
+    for where, job in jobs.items():
+        ranks = 2 if where == training else 1
+        wait_until(lambda gate=gates[where], ranks=ranks: len(list(gate.iterdir())) == ranks)
+        ask(cluster, "scancel", "--batch", "--signal=TERM", job)
+    for where, job in jobs.items():
+        start_soon(cluster, job)
+        (gates[where] / "open").touch()
     # One rank per node: as many threads as there, and so the same sums.
-    words = [*INTERRUPTED, f"data.root={image_folder}", f"hydra.run.dir={undisturbed}"]
-    fork_two_ranks(tmp_path, partial(train_script, words), GATE=str(gate), LOCAL_WORLD_SIZE="1")
-    wait_until(lambda: tiny.summary(folder / "run").get("status") == "completed")
-    assert "resumed from" in (folder / "log").read_text()
-    assert losses(folder / "run") == losses(undisturbed)
-
-
-def test_a_sweep_in_one_allocation_is_requeued_and_continues(
-    submit, cluster, image_folder, tmp_path
-):
-    """The two repeats are equal runs: the one that was interrupted must match the other."""
-    sweep, gate = tmp_path / "multirun", tmp_path / "gate"
-    gate.mkdir()
-    words = [*TINY, "model=tests.networks:gated", f"data.root={image_folder}", "batch_size=16"]
-    words += ["epochs=8", "warmup_steps=1", "evaluate_every=-1", "repeats=2"]
-    words += ["environment='A=1'"]  # named again after the requeue
-    command = ["sbatch", "--parsable", f"--output={tmp_path / 'log'}"]
-    command += ["scripts/slurm/sweep.sbatch", str(sweep), *words]
-    environment = cluster | {"GATE": str(gate)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    job = done.stdout.strip()
-    wait_until(lambda: len(list(gate.iterdir())) == 1)
-    ask(cluster, "scancel", "--batch", "--signal=TERM", job)
-    start_soon(cluster, job)
-    (gate / "open").touch()
+    script = partial(train_script, [*of_two, f"hydra.run.dir={undisturbed}"])
+    fork_two_ranks(folder, script, GATE=gate, LOCAL_WORLD_SIZE="1")
+    wait_until(lambda: tiny.summary(training).get("status") == "completed")
     wait_until(lambda: (sweep / "comparison.json").exists() and not missing_jobs(read_sweep(sweep)))
+    return folder
+
+
+def test_one_node_trains_like_one_process(submit, image_folder, tmp_path):
+    words = [*TINY, "epochs=2", "evaluate_every=-1", f"data.root={image_folder}"]
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    log = tmp_path / "log"
+    submit("one_node", log, *words, "batch_size=16", f"hydra.run.dir={run}", PROCESSES="2")
+    one = [*words, "batch_size=32", f"hydra.run.dir={alone}"]
+    assert Forked(partial(train_script, one), tmp_path / "alone.log").wait() == 0
+    wait_until(lambda: tiny.summary(run).get("status") == "completed")
+    assert tiny.summary(run)["world_size"] == 2
+    assert [step for step, _ in losses(alone)] == [1, 2, 3, 4, 5, 6]
+    for found, expected in zip(losses(run), losses(alone), strict=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+    assert log.read_text().count("Epoch: [0][1/3]") == 1, "rank 0 alone writes to the console"
+    assert "ranks: 0 on" not in log.read_text()
+
+
+def test_a_requeued_training_on_two_nodes_resumes_exactly(requeued):
+    log = (requeued / "training.log").read_text()
+    assert "resumed from" in log and "ranks: 0 on" in log, "where each rank runs"
+    assert tiny.summary(requeued / "training")["world_size"] == 2
+    assert losses(requeued / "training") == losses(requeued / "undisturbed")
+
+
+def test_a_requeued_sweep_continues(requeued):
+    """The two repeats are equal runs: the one that was interrupted must match the other."""
     interrupted, undisturbed = (
-        sweep / f"tests.networks.gated_contiguous_{repeat}" for repeat in (1, 2)
+        requeued / f"sweep/tests.networks.gated_contiguous_{repeat}" for repeat in (1, 2)
     )
     assert "resumed from" in (interrupted / "train.log").read_text()
     assert losses(interrupted) == losses(undisturbed)

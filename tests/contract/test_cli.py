@@ -200,7 +200,7 @@ def test_nobody_reads_the_output(line, code):
 @pytest.mark.parametrize("end", ["| head -1; exit ${PIPESTATUS[0]}", ">/dev/full", ">&-"])
 def test_a_run_goes_on_without_its_console(end, tmp_path):
     run = tmp_path / "run"
-    words = f"experiment=smoke data=synthetic max_steps=6 hydra.run.dir={run}"
+    words = f"experiment=smoke data=synthetic batch_size=2 max_steps=4 hydra.run.dir={run}"
     done = shell(f"PYTHON train.py {words} {end}")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Logging error" not in done.stderr

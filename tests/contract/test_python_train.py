@@ -112,13 +112,15 @@ def test_the_notebook(cache_home, tmp_path, monkeypatch):
     notebook = nbformat.read(ROOT / "docs/notebook.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.outputs for cell in code)
+    small = 'model="squeezenet1_1", parity=False, max_steps=2'
     for whole, short in (
-        ("epochs=3", "epochs=1, max_steps=4"),
+        ("epochs=3", small),
         ("assert run.top1 > 95", ""),
         ("time_limit_s=15", "time_limit_s=1"),
         ("time_limit_s=10", "time_limit_s=1"),
         ("randn(32", "randn(2"),
-        ('"epochs": 3', '"max_steps": 2'),
+        ('"epochs": 3', '"parity": False, "max_steps": 2'),
+        ('"experiment=smoke"', '"experiment=smoke", "parity=false"'),
     ):
         assert any(whole in cell.source for cell in code)
         for cell in code:

@@ -62,8 +62,8 @@ def test_the_wheel_holds_configuration_types_and_licence(wheel):
 
 @pytest.mark.slow
 def test_sweep_and_comparison_of_the_wheel(cl_train, tmp_path):
-    words = "-m channels_last=true,false experiment=smoke data=synthetic max_steps=6 log_every=1"
-    words += f" data.synthetic_images=96 warmup_steps=1 hydra.sweep.dir={tmp_path}/sweep"
+    words = "-m channels_last=true,false experiment=smoke data=synthetic max_steps=3 log_every=1"
+    words += f" batch_size=2 parity=false warmup_steps=1 hydra.sweep.dir={tmp_path}/sweep"
     swept = cl_train("train", *words.split())
     assert swept.returncode == 0, swept.stdout + swept.stderr
     compared = cl_train("compare", f"{tmp_path}/sweep", f"out={tmp_path}/report")
