@@ -2,11 +2,14 @@
 programs run.
 """
 
+import contextlib
 import importlib
+import io
 import os
 import re
 import shlex
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,19 @@ def test_links_lead_to_files(page):
 def test_every_section_has_one_program():
     text = "".join(page.read_text(encoding="utf-8") for page in WITH_PROGRAMS)
     assert len(PROGRAMS) == text.count("```python") == text.count("\n## ") + 1  # own_loop has one
+
+
+def test_the_one_liners_of_channels_last_print_what_it_says():
+    lines = (ROOT / "docs/channels_last.md").read_text(encoding="utf-8").splitlines()
+    quoted = [(line, after) for line, after in pairwise(lines) if line.startswith("    python -c ")]
+    assert len(quoted) >= 4
+    for line, after in quoted:
+        code = line.partition('"')[2].rpartition('"')[0]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, {})
+        if after.startswith("    # "):
+            shown = after.removeprefix("    # ").removesuffix(" ...")
+            assert out.getvalue().startswith(shown), line
 
 
 def run_program(title, folder):

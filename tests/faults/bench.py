@@ -177,8 +177,3 @@ def check_ended(running: Callable[[], list[int]], limit_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, f"processes {left} still ran after {limit_s} s"
-
-
-def peak_mib(pid: int, field: str = "VmHWM") -> float:
-    """Most resident memory of a process so far (or with VmRSS, now)."""
-    return int(Path(f"/proc/{pid}/status").read_text().split(f"{field}:")[1].split()[0]) / 1024

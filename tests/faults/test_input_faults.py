@@ -123,7 +123,7 @@ def test_kill_while_resizing_images(bench):
     finishes the same folder.
     """
     folder = bench.new_folder()
-    write_images(folder / "images", {"train": 100, "val": 5})
+    write_images(folder / "images", {"train": 30, "val": 5})
     resize = partial(resize_folder, folder / "images", max_side=24, workers=2)
     started = time.monotonic()
     assert bench.fork(partial(resize, folder / "out-0")).wait() == 0

@@ -1,4 +1,4 @@
-"""Several ranks, one of which is killed, or whose number changes."""
+"""Several ranks: one is killed or has NaN, or their number changes."""
 
 import signal
 import time
@@ -49,6 +49,19 @@ def test_kill_one_of_two_ranks(bench):
             is_said = "another rank died or hangs" in output and "Traceback" not in output
             assert is_said or not tiny.newest_step(run), output[-600:]
             bench.check_resumed(run, reference, world=2)
+
+
+def test_nan_in_gradient(bench):
+    """NaN in a gradient of one of two ranks: both stop at its step, weights unchanged."""
+    with bench.attempt():
+        run, hook = bench.folder / "nan-rank1", partial(plants.bad_gradient, at_step=5)
+        of_one = partial(plants.on_rank, 1, hook)
+        ranks = bench.start_ranks(run, 2, of_one, on_nonfinite="stop")
+        codes, outputs = [rank.wait() for rank in ranks], [rank.output() for rank in ranks]
+        assert codes == [1, 1], f"{codes}: {outputs[0][-500:]}"
+        # The gradients of both ranks are bad after their exchange.
+        assert all("at step 5 on rank" in output for output in outputs), outputs[0][-400:]
+        assert tiny.newest_step(run) == 4
 
 
 def test_resume_with_other_number_of_ranks(bench):
