@@ -7,7 +7,6 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cl_train.data.device import RawBatch
@@ -77,42 +76,40 @@ class StreamLoader(IterableDataset[Any]):
             yield images[: len(labels)], torch.tensor(labels)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
-        """Yields the samples; in training `batch_count()` batches in an epoch.
+        """Yields the samples; in training `batch_count()` batches in an epoch, for which the stream
+        begins again when it ends.
 
-        Raises BadImageError; WorkerError: a worker died or hangs.
+        Raises BadImageError; WorkerError: a worker died or hangs, or the stream has no full batch.
         """
-        numbers = range(first_batch, self.batch_count()) if self._is_training else itertools.count()
         self._epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        seen = 0
-        for number, (images, targets) in zip(numbers, self._stream(), strict=False):
-            yield RawBatch(images.permute(0, 3, 1, 2), targets, number, epoch)
-            seen += len(targets)
-            if seen > self.sample_count:  # the evaluation refuses so many
-                return
-
-    def _stream(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """In training the stream begins again when it ends."""
-        workers, data = self.workers, self._settings.data
-        options: dict[str, Any] = {"batch_size": None}
-        if workers:
-            options["prefetch_factor"] = max(1, data.prefetch // workers)
-            options["pin_memory"] = self._settings.dist.device.type == "cuda"
-        count = -1
-        while count and (count < 0 or self._is_training):
-            count, name_of = 0, self._form.name
-            items = Workers(self, workers, name_of, data.worker_timeout_s, **options)
-            with closing(items):
-                while (item := items.next()) is not None:
+        batch_size, number, seen = self._settings.batch_size, first_batch, 0
+        wanted = self.sample_count + 1  # the evaluation refuses so many
+        if self._is_training:
+            wanted = (self.batch_count() - first_batch) * batch_size
+        while seen < wanted:
+            seen_before = seen
+            with closing(self._new_workers()) as workers:
+                while seen < wanted and (item := workers.next()):
                     if isinstance(item[0], str):
                         self._bad_images.add(*item, skipped=True)
-                    else:
-                        count += 1
-                        yield item
-        if self._is_training:
-            reasons = "; ".join(self._bad_images.reasons.values())
-            raise WorkerError(
-                f"data.dataset: each worker gets fewer than {self._settings.batch_size} good"
-                f" training samples, a batch. {reasons}"
-            )
+                        continue
+                    yield RawBatch(item[0].permute(0, 3, 1, 2), item[1], number, epoch)
+                    number, seen = number + 1, seen + len(item[1])
+            if not self._is_training:
+                return
+            if seen == seen_before:
+                reasons = "; ".join(self._bad_images.reasons.values())
+                raise WorkerError(
+                    f"data.dataset: each worker gets fewer than {batch_size} good training samples,"
+                    f" a batch. {reasons}"
+                )
+
+    def _new_workers(self) -> Workers:
+        data, options = self._settings.data, dict[str, Any](batch_size=None)
+        if self.workers:
+            options["prefetch_factor"] = max(1, data.prefetch // self.workers)
+            options["pin_memory"] = self._settings.dist.device.type == "cuda"
+        name_of = self._form.name
+        return Workers(self, self.workers, name_of, data.worker_timeout_s, **options)
