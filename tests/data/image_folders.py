@@ -54,7 +54,6 @@ def count_silence_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     reached = data_workers.shared((1,), torch.int64)
     timeout_s = property(lambda _: 1.0 if reached else LIMIT_S, lambda *_: None)
     monkeypatch.setattr(data_workers.Workers, "_timeout_s", timeout_s, raising=False)
-    monkeypatch.setattr(data_workers, "_POLL_S", 0.5)
 
     def reach() -> None:
         reached.fill_(1)

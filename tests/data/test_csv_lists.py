@@ -15,11 +15,6 @@ from cl_train.errors import ConfigError
 from tests.data.image_folders import folder_data, jpeg, same, train_batches, write_folder
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def root(tmp_path):
     return write_folder(tmp_path / "images", train=10, val=4)

@@ -256,10 +256,7 @@ def stored():
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A folder whose times lie in the past; small folders are stored too, in a cache of this
-    test.
-    """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """A folder whose times lie in the past; small folders are stored too."""
     monkeypatch.setattr(images, "CACHED_FROM", 1)
     root = write_folder(tmp_path / "data", train=6, val=4)
     (root / "train/class_0/notes.txt").write_text("")

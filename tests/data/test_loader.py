@@ -235,10 +235,9 @@ def test_a_good_schedule_and_bad_ones():
     ("name", "workers"),
     [("folder", 0), ("shards", 0), pytest.param("shards", 2, marks=pytest.mark.slow)],
 )
-def test_the_loader_changes_size_between_epochs(image_folder, tmp_path, monkeypatch, name, workers):
+def test_the_loader_changes_size_between_epochs(image_folder, tmp_path, name, workers):
     settings, images = {"name": "folder", "root": str(image_folder)}, 96
     if name == "shards":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         root = write(tmp_path / "shards", sound_shards())
         settings, images = {"name": "shards", "root": str(root), "shuffle": "shards"}, 18
     pids = set()

@@ -18,11 +18,6 @@ from tests.data.tar_shards import members_of, silent_losses, sound_shards, write
 from tests.imagenet_archives import WNIDS
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.mark.parametrize("manifest", [False, True])
 def test_images_are_sorted_by_label_and_name_and_read_as_they_were(tmp_path, manifest):
     root = write(tmp_path / "s", sound_shards(), manifest=manifest)

@@ -201,6 +201,13 @@ class RaisingStream(wrong.Stream):
         lost()
 
 
+class LostStream(wrong.Stream):
+    """Each sample after the first one raises."""
+
+    def __iter__(self):
+        return itertools.chain([wrong.good()], map(lost, itertools.count()))
+
+
 @WORKERS
 def test_a_stream_of_another_length_than_its_own(monkeypatch, workers):
     """Training takes what it needs and begins again; an evaluation counts what it gets."""
@@ -212,17 +219,6 @@ def test_a_stream_of_another_length_than_its_own(monkeypatch, workers):
     data = wrong_data(monkeypatch, RaisingStream, workers=workers, on_bad_image="skip")
     with pytest.raises(WorkerError, match=r"fewer than 4 good.*was lost"):
         epoch_of(data)
-
-
-class LostStream(wrong.Stream):
-    """Each sample after the first one raises."""
-
-    def __iter__(self):
-        return itertools.chain([wrong.good()], map(lost, itertools.count()))
-
-
-@WORKERS
-def test_a_stream_that_only_raises_ends_with_the_reason(monkeypatch, workers):
     data = wrong_data(monkeypatch, LostStream, workers=workers)
     with pytest.raises(BadImageError, match="the storage was lost"):
         epoch_of(data)

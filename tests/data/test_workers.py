@@ -49,9 +49,8 @@ def kill_and_wait(process):
     assert wait([process.sentinel], LIMIT_S)
 
 
-def test_a_killed_worker_ends_the_epoch_with_its_name_and_not_the_step(root, workers, monkeypatch):
+def test_a_killed_worker_ends_the_epoch_with_its_name_and_not_the_step(root, workers):
     """The next batch that it owes reports it; torch's handler of SIGCHLD would raise anywhere."""
-    monkeypatch.setattr(data_workers, "_POLL_S", 0.2)
     handler = signal.getsignal(signal.SIGCHLD)
     with contextlib.closing(folder_data(root, workers=2)) as data:
         for epochs_before in (0, 1):
