@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +31,11 @@ from cl_train.config.command_line import (
     CommandLine,
     Composed,
     as_word,
-    check_command_line,
     compose,
     group_choices,
-    quoted,
     without_hydra,
 )
-from cl_train.config.schema import GROUPS, HERE, LAYOUT_NAMES, SETTINGS_OF_CODE, Config
-from cl_train.config.start_file import code_named, refuse_code
+from cl_train.config.schema import GROUPS, LAYOUT_NAMES, Config
 from cl_train.errors import ConfigError, TrainingFault
 from cl_train.system.files import safe_name
 from cl_train.system.processes import read_launch
@@ -69,8 +66,6 @@ def main(words: list[str]) -> int:
         from cl_train.training.setup import check_runs
 
         check_runs([run.cfg for run in runs])
-        if runs[0].cfg.resume_sweep is not None:
-            runs = _compose(CommandLine.parse(_without_confirmed_code(words, runs)))
         return run_sweep(runs, write_dashboard)
     try:
         return _train(runs[0], command=None).exit_code
@@ -138,34 +133,6 @@ def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult"
     if result.exit_code:
         signal.raise_signal(result.exit_code - 128)  # Ctrl-C raises KeyboardInterrupt
     return result
-
-
-def _without_confirmed_code(words: list[str], runs: list[Composed]) -> list[str]:
-    """The words of `resume_sweep=` without those that repeat the code that its jobs name.
-
-    Raises ConfigError: the jobs name other code, and a sweep that somebody left is data.
-    """
-    from cl_train.sweeps.plan import read_sweep
-
-    folder = Path(str(runs[0].cfg.resume_sweep))
-    sweep = read_sweep(folder)
-    jobs = {tuple(job.overrides) for job in sweep.jobs}  # those of repeats are equal
-    of_jobs = [cfg for overrides in sorted(jobs) for cfg in check_command_line(overrides)]
-    typed = [run.cfg for run in runs]
-    unconfirmed = _code_of(of_jobs, [job.environment for job in sweep.jobs])
-    unconfirmed -= _code_of(typed, [HERE, *(cfg.environment for cfg in typed)])
-    values: dict[str, list[str]] = {}
-    for key, value in sorted(unconfirmed):
-        values.setdefault(key, []).append(value)
-    refuse_code(folder, [f"{key}={','.join(named)}" for key, named in values.items()])
-    confirmed = (*SETTINGS_OF_CODE, "environment")
-    return [word for word in words if word.partition("=")[0] not in confirmed]
-
-
-def _code_of(settings: list[Config], environments: list[str]) -> set[tuple[str, str]]:
-    """The settings that name code, and the environments, as they are typed."""
-    code = {item for cfg in settings for item in code_named(asdict(cfg)).items()}
-    return code | {("environment", quoted(name)) for name in environments}
 
 
 def _compose(line: CommandLine) -> list[Composed]:

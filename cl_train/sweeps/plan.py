@@ -6,13 +6,13 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Self
 
-from cl_train.config.command_line import HYDRA_KEYS, Composed, quoted
+from cl_train.config.command_line import HYDRA_KEYS, Composed, check_command_line, quoted
 from cl_train.config.environment import parse_environment
 from cl_train.config.schema import (
     FIELDS,
@@ -21,10 +21,11 @@ from cl_train.config.schema import (
     LAYOUT_NAMES,
     MULTIRUN_KEYS,
     SAMPLE_TRAIN_IMAGES,
+    SETTINGS_OF_CODE,
     Config,
     LauncherConfig,
 )
-from cl_train.config.start_file import code_named
+from cl_train.config.start_file import code_named, refuse_code
 from cl_train.config.validation import from_mapping, train_program
 from cl_train.errors import ConfigError
 from cl_train.measure.statistics import MIN_WINDOWS
@@ -89,13 +90,7 @@ class Sweep:
 
     def resume_command(self, *words: str, device_name: str = "") -> str:
         """The command that continues the sweep; code that its jobs name must be repeated in it."""
-        named: dict[str, dict[str, None]] = {}  # values by key, in order
-        for job in self.jobs:
-            here = job.environment == HERE
-            environment = {} if here else {"environment": quoted(job.environment)}
-            for key, value in (job.code | environment).items():
-                named.setdefault(key, {})[value] = None
-        code = [f"{key}={','.join(values)}" for key, values in named.items()]
+        code = _words_of(item for job in self.jobs for item in _code_of(job.code, job.environment))
         words = (f"resume_sweep={self.folder}", *words, *code)
         return with_threads(f"{train_program()} -m {shlex.join(words)}", device_name)
 
@@ -121,6 +116,20 @@ class Sweep:
                     name = _free_name(f"{job.name.removesuffix('_1')}_{repeat}", jobs)
                     jobs.append(replace(job, number=len(jobs), name=name, repeat=repeat))
         return replace(self, jobs=jobs)
+
+
+def _code_of(code: Mapping[str, str], environment: str) -> list[tuple[str, str]]:
+    """The settings of a job that name code, or another environment, as they are typed."""
+    other = [] if environment == HERE else [("environment", quoted(environment))]
+    return [*code.items(), *other]
+
+
+def _words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
+    """key=value,value for each key."""
+    values: dict[str, list[str]] = {}
+    for key, value in dict.fromkeys(settings):
+        values.setdefault(key, []).append(value)
+    return [f"{key}={','.join(named)}" for key, named in values.items()]
 
 
 def _free_name(text: str, jobs: Sequence[Job]) -> str:
@@ -180,12 +189,15 @@ def plan_sweep(runs: Sequence[Composed]) -> Sweep:
     typed = {*MULTIRUN_KEYS} & {*map(_key, fixed)}
     words = [word for word in fixed if _key(word) not in (*MULTIRUN_KEYS, *HYDRA_KEYS)]
     if cfg.resume_sweep is not None:
-        if words or varied or typed & {"compare_by", "nproc"}:
+        others = {*map(_key, words), *varied} - {*SETTINGS_OF_CODE, "environment"}
+        if others or typed & {"compare_by", "nproc"}:
             raise ConfigError(
                 "resume_sweep runs what is missing in a sweep, with its settings: only repeats,"
                 " max_repeats, time_limit_s and launcher.gpus can be added"
             )
-        return _resumed(read_sweep(Path(cfg.resume_sweep)), cfg, typed)
+        sweep = read_sweep(Path(cfg.resume_sweep))
+        _refuse_code_that_is_not_typed(sweep, [run.cfg for run in runs])
+        return _resumed(sweep, cfg, typed)
     if "max_repeats" in typed and cfg.repeats is not None:
         raise ConfigError("max_repeats needs repeats=auto")
 
@@ -242,6 +254,18 @@ def _has_few_windows(cfg: Config) -> bool:
         steps = min(steps, epoch_steps * cfg.epochs)
         window_steps = min(window_steps, epoch_steps)  # an epoch ends a window, too
     return steps < cfg.warmup_steps + MIN_WINDOWS * window_steps
+
+
+def _refuse_code_that_is_not_typed(sweep: Sweep, typed: Sequence[Config]) -> None:
+    """Raises ConfigError: a sweep that somebody left is data, and its jobs name code."""
+    repeated = {
+        item for cfg in typed for item in _code_of(code_named(asdict(cfg)), cfg.environment)
+    }
+    named = set()
+    for words, environment in {(tuple(job.overrides), job.environment) for job in sweep.jobs}:
+        for cfg in check_command_line(words):
+            named |= {*_code_of(code_named(asdict(cfg)), environment)}
+    refuse_code(sweep.folder, _words_of(sorted(named - repeated)))
 
 
 def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
