@@ -67,6 +67,7 @@ def without(*names):
     return lambda first, second: [second.summary.pop(name) for name in names]
 
 
+DEEP = "[" * 100_000
 COMPARABLE = [
     {},
     {"config.seed": 1, "summary.seed": 1},
@@ -108,7 +109,7 @@ NOT_COMPARABLE = [
     # records
     ("step", lambda a, b: b.records.extend(dict(entry) for entry in b.records[-3:]), {"5.step": 1}),
     ("step", lambda a, b: setattr(b, "records", [entry for entry in b.records for _ in "ab"])),
-    ("cannot be read", line('{"kind": "tr'), line("null")),
+    ("cannot be read", line('{"kind": "tr'), line("null"), line(DEEP)),
     ("windows", lambda a, b: b.records.__delitem__(slice(4, None)), {"records.warmup": True}),
     ("not finite", {"records.loss": math.nan}),
     # times, other processes, and what else it did
@@ -123,7 +124,7 @@ NOT_COMPARABLE = [
 DAMAGED = [
     ("window", {"records": []}),
     ("metrics.jsonl", {"records": None}, *({"4.images_per_s": x} for x in (math.nan, None, 0))),
-    ("summary.json", {"summary": [1]}, {"summary": '{"status": "comp'}),
+    ("summary.json", *({"summary": text} for text in ([1], '{"status": "comp', DEEP))),
     ("config.yaml", *({"config": text} for text in (None, "- a list", "a: ["))),
 ]
 CASES = [
