@@ -10,7 +10,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -136,19 +136,10 @@ def read_weights(
         for name, value in content.items()
         if isinstance(value, torch.Tensor) or str(name).endswith("_extra_state")
     }
-    rename, removed = _renaming(list(state), path, prefix)
-    renamed = {new: state[old] for old in state if (new := rename(old)) is not None}
-    versions = {
-        new.removesuffix("."): version
-        for module, version in module_versions(content).items()
-        if (new := rename(f"{module}." if module else "")) is not None
-    }
-    return SavedModel(
-        kind,
-        with_versions(renamed, versions),
-        ModelCard.read(metadata),
-        ", ".join(filter(None, (origin, removed))),
-    )
+    renamed, removed = _renamed(state, path, prefix)
+    versions = module_versions(content) if renamed.keys() == state.keys() else {}
+    origin = ", ".join(filter(None, (origin, removed)))
+    return SavedModel(kind, with_versions(renamed, versions), ModelCard.read(metadata), origin)
 
 
 def _read_program(path: Path, kind: Kind) -> SavedModel:
@@ -213,29 +204,26 @@ def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[st
     return state, f"entry '{'.'.join(names)}'" if names else ""
 
 
-def _renaming(
-    names: list[str], path: Path, prefix: str | None
-) -> tuple[Callable[[str], str | None], str]:
-    """The function from a name in the file to the one in the model, None for a name that is left
-    out; and what it removes, for messages. Without `prefix`, that is what DDP and compile add.
+def _renamed(state: dict[str, Any], path: Path, prefix: str | None) -> tuple[dict[str, Any], str]:
+    """The part of `state` with `prefix`, by the names in the model, and what was removed, for
+    messages. Without `prefix`, that is what DDP and compile add.
     """
+    names = list(state)
     if prefix is None:
         common = os.path.commonprefix(names)  # noqa: RUF071 (of names)
-        start: str = re.findall(rf"^(?:(?:module|{COMPILED})\.)*", common)[0]
-        removed = f"prefix '{start}' removed" if start else ""
+        prefix = str(re.findall(rf"^(?:(?:module|{COMPILED})\.)*", common)[0])
+        removed = f"prefix '{prefix}' removed" if prefix else ""
     else:
-        start = prefix
-        selected = sum(name.startswith(start) for name in names)
-        removed = f"the {selected} of {len(names)} names with the prefix '{start}'"
+        selected = sum(name.startswith(prefix) for name in names)
+        removed = f"the {selected} of {len(names)} names with the prefix '{prefix}'"
         if not selected:
-            what = f"no name begins with prefix={start} (the first is {names[0]})"
+            what = f"no name begins with prefix={prefix} (the first is {names[0]})"
             raise ConfigError(f"{path}: {what}")
-
-    def renamed(name: str) -> str | None:
-        if not name.startswith(start):
-            return None
-        return re.sub(rf"(^|\.){COMPILED}\.", r"\1", name.removeprefix(start))
-
+    renamed = {
+        re.sub(rf"(^|\.){COMPILED}\.", r"\1", name.removeprefix(prefix)): value
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
     return renamed, removed
 
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -59,7 +59,7 @@ def check_model(name: str, weights: str | None = None) -> None:
         user_function("model", name)
     elif name.startswith("timm/"):
         timm = optional_module("timm", f"model={name}")
-        if not timm.is_model(_timm_name(name).split(".")[0]):
+        if not timm.is_model(name.removeprefix("timm/").split(".")[0]):
             near = suggest(name, timm_model_names())
             raise ConfigError(f"model={name}: timm has no such model{near}")
     elif name not in (*model_names(), *video_model_names()):
@@ -129,15 +129,6 @@ def build_model(
     return model
 
 
-def _takes_by_name(function: Callable[..., Any], name: str) -> bool:
-    """Also where it is not known, as of some types written in C."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        return True
-    return any(each.name == name or each.kind == each.VAR_KEYWORD for each in parameters)
-
-
 def _built(
     name: str,
     num_classes: int,
@@ -150,9 +141,13 @@ def _built(
     options: dict[str, Any] = {} if drop_path is None else {rate: drop_path}
     if is_own:
         function = user_function("model", name)
-        if _takes_by_name(function, "num_classes"):
-            return function(num_classes=num_classes, **options)
-        return function(num_classes, **options)
+        try:
+            inspect.signature(function).bind_partial(num_classes=num_classes)
+        except TypeError:  # it has another name for its argument
+            return function(num_classes, **options)
+        except ValueError:  # a type written in C has no signature
+            pass
+        return function(num_classes=num_classes, **options)
     if weights is not None and not is_timm:
         published = torchvision_weights(name, weights)
         model = torchvision.models.get_model(name, weights=published, **options)
@@ -161,20 +156,17 @@ def _built(
     options |= {"num_classes": num_classes, **_size_options(name, image_size)}
     if is_timm:
         timm = optional_module("timm", f"model={name}")
-        return timm.create_model(_timm_name(name), pretrained=weights is not None, **options)
+        published_name = name.removeprefix("timm/")
+        return timm.create_model(published_name, pretrained=weights is not None, **options)
     if name in ("inception_v3", "googlenet"):  # torchvision warns without it
         options["init_weights"] = True
     return torchvision.models.get_model(name, **options)
 
 
-def _timm_name(name: str) -> str:
-    return name.removeprefix("timm/")
-
-
 def _timm_facts(name: str) -> dict[str, Any]:
     """What timm records of a model and of its weights; empty if it has no weights."""
     timm = optional_module("timm", f"model={name}")
-    recorded = timm.get_pretrained_cfg(_timm_name(name), allow_unregistered=True)
+    recorded = timm.get_pretrained_cfg(name.removeprefix("timm/"), allow_unregistered=True)
     return recorded.to_dict() if recorded else {}
 
 

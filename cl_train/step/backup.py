@@ -25,23 +25,7 @@ class BufferBackup:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        """The values of one dtype and device are one tensor with a view for each buffer: few
-        launches in `keep_or_restore`.
-        """
-        buffers = dict(self._models.named_buffers())
-        self._kinds = {name: _kind(buffer) for name, buffer in buffers.items()}
-        self._copies = {
-            name: buffer.clone() for name, buffer in buffers.items() if not self._kinds[name][-1]
-        }
-        self._groups: list[tuple[list[str], torch.Tensor]] = []
-        for kind in {kind[1:] for kind in self._kinds.values() if kind[-1]}:
-            names = [name for name, other in self._kinds.items() if other[1:] == kind]
-            good = torch.cat([buffers[name].flatten() for name in names])
-            self._groups.append((names, good))
-            for name, part in zip(
-                names, good.split([buffers[name].numel() for name in names]), strict=True
-            ):
-                self._copies[name] = part.view(buffers[name].shape)
+        self._good = {name: buffer.clone() for name, buffer in self._models.named_buffers()}
 
     @torch.no_grad()
     def keep_or_restore(self, is_bad: torch.Tensor) -> None:
@@ -53,26 +37,36 @@ class BufferBackup:
         shape or dtype.
         """
         buffers = dict(self._models.named_buffers())
-        if {name: _kind(buffer) for name, buffer in buffers.items()} != self._kinds:
+        if {name: _kind(buffer) for name, buffer in buffers.items()} != {
+            name: _kind(good) for name, good in self._good.items()
+        }:
             if is_bad:
                 self.restore()
             self._copy()
             return
-        for names, good in self._groups:
+        alike: dict[object, list[str]] = {}  # in few launches
+        for name, buffer in buffers.items():
+            if _can_change(buffer):
+                alike.setdefault((buffer.dtype, buffer.device), []).append(name)
+        for names in alike.values():
             present = [buffers[name] for name in names]
             values = torch.cat([buffer.flatten() for buffer in present])
-            torch.where(is_bad | ~values.isfinite(), good, values, out=good)
-            torch._foreach_copy_(present, [self._copies[name] for name in names])
+            good = torch.cat([self._good[name].flatten() for name in names])
+            kept = torch.where(is_bad | ~values.isfinite(), good, values)
+            parts = kept.split([buffer.numel() for buffer in present])
+            shaped = [part.view(b.shape) for part, b in zip(parts, present, strict=True)]
+            torch._foreach_copy_(present, shaped)
+            self._good.update(zip(names, shaped, strict=True))
 
     @torch.no_grad()
     def values_after(self, *, is_bad: bool) -> dict[str, torch.Tensor]:
         """Returns the buffers as `keep_or_restore` would leave them, by name; changes nothing."""
         values = {}
         for name, buffer in self._models.named_buffers():
-            good = self._copies.get(name, buffer)
+            good = self._good.get(name, buffer)
             if is_bad:
                 buffer = good
-            elif _kind(buffer) == self._kinds.get(name) and _kind(buffer)[-1]:
+            elif _kind(buffer) == _kind(good) and _can_change(buffer):
                 buffer = torch.where(buffer.isfinite(), buffer, good)
             values[name] = buffer
         return values
@@ -81,8 +75,8 @@ class BufferBackup:
     def set_good(self, values: Mapping[str, torch.Tensor]) -> None:
         """`values`, of `values_after(is_bad=True)`, become the good ones."""
         for name, value in values.items():
-            if name in self._copies and self._copies[name].shape == value.shape:
-                self._copies[name].copy_(value)
+            if name in self._good and self._good[name].shape == value.shape:
+                self._good[name].copy_(value)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -90,13 +84,13 @@ class BufferBackup:
         waits.
         """
         for name, buffer in self._models.named_buffers():
-            copy = self._copies.get(name)
-            if copy is None or buffer.is_meta:
+            good = self._good.get(name)
+            if good is None or buffer.is_meta:
                 continue
-            if _kind(buffer) != self._kinds[name]:
-                set_buffer(self._models, name, copy.clone())
-            elif buffer.layout != torch.strided or not torch.equal(buffer, copy):
-                buffer.copy_(copy)
+            if _kind(buffer) != _kind(good):
+                set_buffer(self._models, name, good.clone())
+            elif buffer.layout != torch.strided or not torch.equal(buffer, good):
+                buffer.copy_(good)
 
 
 def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -104,16 +98,22 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     present = getattr(module, attribute, None)
-    if isinstance(present, torch.Tensor) and _kind(present)[:2] == _kind(value)[:2]:
+    if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (
+        value.shape,
+        value.dtype,
+    ):
         present.copy_(value)
     else:
         setattr(module, attribute, value)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
-    """The last: whether it can be written, as it is not expanded, not sparse, and has values."""
-    is_dense = tensor.layout == torch.strided and not tensor.is_meta and 0 not in tensor.stride()
-    return tensor.shape, tensor.dtype, tensor.device, is_dense
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _can_change(buffer: torch.Tensor) -> bool:
+    """Not an expanded or sparse one, nor one without values."""
+    return buffer.layout == torch.strided and not buffer.is_meta and 0 not in buffer.stride()
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
