@@ -140,7 +140,7 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
     differences.set_xlim(ends_ms[0] - margin_ms, ends_ms[1] + margin_ms)
     for y, (row, gain_ms) in enumerate(zip(modules, saved_ms, strict=True)):
         colour = COLOURS["slower" if gain_ms < 0 else "faster"]
-        differences.barh(y, gain_ms, color=colour, alpha=1.0 if row.is_loss or row.is_gain else 0.3)
+        differences.barh(y, gain_ms, color=colour, alpha=1.0 if row.sign else 0.3)
         low, high = row.interval_ms
         _draw_interval(differences, (-high, -low), y, "#333333", width=1.5)
     differences.set_yticks(range(len(modules)), [row.name for row in modules], fontsize=8)

@@ -32,25 +32,22 @@ def time_operators(model: nn.Module, workload: Workload, time_limit_s: float) ->
     that is contiguous.
     """
     device, own = workload.device, layout_of(model)
+    layout = own if own.is_channels_last else CHANNELS_LAST
     gc.collect()
     gc.disable()  # it would fall on some operator
     try:
         # The current device is that of events and sleeps.
         with as_current(device), measurement_state(workload.settings, device):
             plain = TimedStep(model, CONTIGUOUS, workload)
-            layout = own if own.is_channels_last else CHANNELS_LAST
             steps = (plain, TimedStep(model, layout, workload, plain.facts))
-            calls, step_ms = _timed_calls(steps, time_limit_s)
+            return _operator_times(steps, device, time_limit_s)
     finally:
         gc.enable()
-    fastest_ms = np.median(step_ms, axis=0).min()
-    images_per_s = 1000 * workload.images_per_step / fastest_ms
-    return OperatorTimes(calls, step_ms, plain.utilisation(images_per_s))
 
 
-def _timed_calls(steps: Sequence[TimedStep], time_limit_s: float) -> tuple[list[TimedCall], Times]:
-    """The calls with their times, and those of the step without the recorder."""
-    device = steps[0].workload.device
+def _operator_times(
+    steps: Sequence[TimedStep], device: torch.device, time_limit_s: float
+) -> OperatorTimes:
     clock = ThreadClock(device)
     calls: dict[Key, TimedCall] = {}
     # Not in inference mode, where composite operators arrive whole.
@@ -83,15 +80,16 @@ def _timed_calls(steps: Sequence[TimedStep], time_limit_s: float) -> tuple[list[
         for index, sign in enumerate((-1, 1)):
             with recorder(index).tracing() as tracing:
                 runs[index]()
-            for gap in tracing.gaps:
-                difference_s[gap.phase, gap.module, gap.line] += sign * gap.seconds
+            for place, line_s in tracing.line_s.items():
+                difference_s[place] += sign * line_s
         for phase, module, line in sorted(difference_s, key=lambda place: abs(difference_s[place])):
-            if line and (call := calls.get((phase, module, PYTHON, 0))):
+            if call := calls.get((phase, module, PYTHON, 0)):
                 call.source = line
     for key, call in calls.items():
         # A block may lack a call, which other random numbers have chosen.
         call.ms = _ms_of_rounds([[of.get(key, 0.0) for of in side[1:]] for side in seconds])
-    return list(calls.values()), _ms_of_rounds([done.times_s(index) for index in range(len(steps))])
+    step_ms = _ms_of_rounds([done.times_s(index) for index in range(len(steps))])
+    return OperatorTimes(list(calls.values()), step_ms)
 
 
 def _ms_of_rounds(seconds: Sequence[Sequence[float]]) -> Times:

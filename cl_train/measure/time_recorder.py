@@ -7,18 +7,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import nn
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
-from cl_train.memory_format.audit_report import grouped
 from cl_train.memory_format.layout import classify, have_other_strides
 from cl_train.memory_format.operator_recorder import (
     COPIES,
@@ -36,11 +34,7 @@ _USUAL = 0.75
 # 0.2 to 0.3 ms of a GPU: the host needs less to launch an operator and the event after it.
 _SLEEP_CYCLES = 400_000
 _SHOWN_INPUTS = 3  # a gradient, an image and a weight
-_KINDS = {
-    "convolution": "convolutions", "batch_norm": "batch norm", "norm": "normalisation",
-    "pool": "pooling",
-    "mm": "matrix products", "softmax": "softmax", "cat": "concatenation",
-}  # fmt: skip
+_FAMILIES = ("convolution", "batch_norm", "norm", "pool", "mm", "softmax")
 
 Key = tuple[str, str, str, int]  # phase, module, operator and which of equal calls
 
@@ -62,16 +56,6 @@ class ThreadClock(DeviceClock):
         return super().mark() - 1e-9 * int(os.pread(self._waiting, 64, 0).split()[1])
 
 
-class Gap(NamedTuple):
-    """Time between two events of a step."""
-
-    phase: str
-    event: str  # at its end
-    module: str  # that runs
-    line: str  # of its code, if lines are traced
-    seconds: float
-
-
 class TimeRecorder(OriginRecorder):
     """Times the operators of a step, and on a CPU what runs between them, for `calls`."""
 
@@ -85,11 +69,14 @@ class TimeRecorder(OriginRecorder):
         self._spans: dict[Key, tuple[Any, Any]] = {}
         self._seen = Counter[tuple[str, str, str]]()
         self._watched: set[Any] = set()  # autograd nodes of the modules' outputs
-        self.gaps: list[Gap] = []
+        # By phase and the event at its end: the module that ran, and seconds since the last event
+        self._gaps = defaultdict[tuple[str, str], list[tuple[str, float]]](list)
+        # By phase, module and the line of code that ran
+        self.line_s = defaultdict[tuple[str, str, str], float](float)
 
     @contextmanager
     def tracing(self) -> Iterator[Self]:
-        """Record lines, too. That takes time: the times are for comparison only."""
+        """Record lines, too. That takes time: `line_s` is for comparison only."""
         tracing_before = sys.gettrace()
         with self.watching():
             sys.settrace(self._trace)
@@ -116,13 +103,13 @@ class TimeRecorder(OriginRecorder):
         seconds_of = defaultdict[Key, float](float)
         for key, span_s in spans_s.items():
             seconds_of[key] = max(0.0, span_s - recording_s)
-        for gaps in grouped(self.gaps, attrgetter("phase", "event")):
-            usual_s = float(np.quantile([gap.seconds for gap in gaps], _USUAL))
-            for gap in gaps:
-                key = (gap.phase, gap.module, PYTHON, 0)
+        for (phase, _), gaps in self._gaps.items():
+            usual_s = float(np.quantile([gap_s for _, gap_s in gaps], _USUAL))
+            for module, gap_s in gaps:
+                key = (phase, module, PYTHON, 0)
                 if key not in self._calls:
-                    self._calls[key] = TimedCall(PYTHON, gap.phase, gap.module, "Python")
-                seconds_of[key] += max(0.0, gap.seconds - usual_s)
+                    self._calls[key] = TimedCall(PYTHON, phase, module, "Python")
+                seconds_of[key] += max(0.0, gap_s - usual_s)
         return seconds_of
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
@@ -155,8 +142,10 @@ class TimeRecorder(OriginRecorder):
         if phase != self._phase:
             self._phase, self._module = phase, ""
         if not self._is_gpu and phase != "update":
-            seconds = self._clock.mark() - self._last
-            self.gaps.append(Gap(phase, event, self._module, self._line, seconds))
+            gap_s = self._clock.mark() - self._last
+            self._gaps[phase, event].append((self._module, gap_s))
+            if self._line:
+                self.line_s[phase, self._module, self._line] += gap_s
 
     def _go_on(self, module: str) -> None:
         self._module = module
@@ -214,6 +203,6 @@ def _kind(function: Any, phase: str) -> str:
     if phase == "update":
         return "optimizer"
     name = name_of(function)
-    is_pointwise = torch.Tag.pointwise in function.tags or "threshold" in name
-    other = "element-wise" if is_pointwise else name.removesuffix("_backward")
-    return next((kind for word, kind in _KINDS.items() if word in name), other)
+    if torch.Tag.pointwise in function.tags or "threshold" in name:
+        return "element-wise"
+    return next((word for word in _FAMILIES if word in name), name.removesuffix("_backward"))

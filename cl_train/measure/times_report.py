@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cl_train.memory_format.audit_report import grouped, short_name
-from cl_train.step.utilisation import describe
 from cl_train.system.tables import markdown_table, two_digits
 
 LAYOUTS = ("contiguous", "channels_last")
@@ -72,7 +71,8 @@ class Row:
         outside = max(sum(binomial <= 0.025 * 2**count), 1)
         low, high = ordered[[outside - 1, -outside]].tolist()
         self.interval_ms: tuple[float, float] = low, high
-        self.is_loss, self.is_gain = low > 0, high < 0
+        # Of channels_last: 1 a loss, -1 a gain, 0 neither beyond noise.
+        self.sign = int(low > 0) - int(high < 0)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("contiguous_ms", "channels_last_ms", "difference_ms", "interval_ms")
@@ -94,7 +94,6 @@ class OperatorTimes:
 
     calls: list[TimedCall]
     step_ms: Times
-    utilisation: dict[str, Any] | None  # of the faster layout, see `step.utilisation`
 
     @property
     def speed_ratio(self) -> float:
@@ -126,32 +125,28 @@ class OperatorTimes:
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
         """Calls grouped by a key: differences beyond noise first, the largest on top."""
         rows = [Row(str(key(calls[0])), calls) for calls in grouped(self.calls, key)]
-        return sorted(
-            rows, key=lambda row: (not (row.is_loss or row.is_gain), -abs(row.difference_ms))
-        )
+        return sorted(rows, key=lambda row: (row.sign == 0, -abs(row.difference_ms)))
 
-    def main_differences(self, *, is_gain: bool) -> list[Row]:
-        """The three rows by which channels_last saves, or loses, most: calls that are a third of
-        their kind's difference, else the kind.
-        """
+    def main_differences(self) -> list[Row]:
+        """Calls that are a third of their kind's difference, else the kind; the largest first."""
         main: list[Row] = []
         for kind in self.rows(lambda call: call.kind):
             calls = [Row(str(call), [call]) for call in kind.calls]
-            large = [row for row in calls if 3 * abs(row.difference_ms) > abs(kind.difference_ms)]
-            counted = [
-                [row for row in rows if (row.is_gain if is_gain else row.is_loss)]
-                for rows in (large, [kind])
-            ]
-            main += counted[0] or counted[1]
-        return sorted(main, key=lambda row: -abs(row.difference_ms))[:3]
+            main += [
+                row
+                for row in calls
+                if row.sign and 3 * abs(row.difference_ms) > abs(kind.difference_ms)
+            ] or [kind]
+        return sorted(main, key=lambda row: -abs(row.difference_ms))
 
     def conclusions(self) -> list[str]:
         """Where channels_last saves and loses time, the step's time, how much the rows explain,
         and advice.
         """
+        main = self.main_differences()
         gained, lost = (
-            "; ".join(map(str, self.main_differences(is_gain=is_gain))) or "nothing"
-            for is_gain in (True, False)
+            "; ".join([str(row) for row in main if row.sign == sign][:3]) or "nothing"
+            for sign in (-1, 1)
         )
         contiguous_ms, channels_last_ms = np.median(self.step_ms, axis=0)
         steps = f"{contiguous_ms:.4g} ms contiguous and {channels_last_ms:.4g} ms in channels_last"
@@ -165,7 +160,6 @@ class OperatorTimes:
             f"channels_last saves {gained}. It loses {lost}",
             f"the step takes {steps}: {self.speed_ratio:.2f}x",
             explained,
-            *([describe(self.utilisation)] if self.utilisation else []),
             *(f"- {line}" for line in self.advice()),
         ]
 
@@ -176,8 +170,9 @@ class OperatorTimes:
         """
         least_ms = 0.01 * float(np.median(self.step_ms))
         rows = [row for row in self.rows(lambda call: call) if abs(row.difference_ms) > least_ms]
-        losses = [row for row in rows if row.is_loss]
-        faults = [row for row in rows if row.is_gain and row.calls[0].kind in (COPY_KIND, "Python")]
+        losses = [row for row in rows if row.sign > 0]
+        gains = [row for row in rows if row.sign < 0]
+        faults = [row for row in gains if row.calls[0].kind in (COPY_KIND, "Python")]
         return [
             f"{row.name}{slows}: {row.calls[0].remedy()}"
             for rows, slows in ((losses, ""), (faults, " slows the contiguous run"))
@@ -195,7 +190,6 @@ class OperatorTimes:
             "speed_ratio": self.speed_ratio,
             "explained_pct": self.explained_pct,
             "advice": self.advice(),
-            "utilisation": self.utilisation,
             **{name: [row.to_dict() for row in rows] for name, rows in tables.items()},
             "operators": with_inputs,
         }

@@ -41,7 +41,7 @@ def test_times_show_bars_and_labels_beside_an_interval_of_a_disturbed_row(tmp_pa
         TimedCall("aten.div.Tensor", "backward", "head", f"contiguous gradient of {line}", ms=lost),
         TimedCall("aten.add.Tensor", "forward", "add", "element-wise", ms=noisy),
     ]
-    times = OperatorTimes(calls, np.array([[30.0, 25.0]] * 6), None)
+    times = OperatorTimes(calls, np.array([[30.0, 25.0]] * 6))
     write_times_chart(times, "net", tmp_path / "times.png")
     stacked, differences = axes()
     labels = [text.get_text() for text in stacked.get_legend().get_texts()]
