@@ -208,7 +208,7 @@ def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iter
     create(lock, setting)
     with lock_file(lock):
         probe = checkpoints / f".tmp-{os.getpid()}"
-        create(probe, setting)
+        create(probe, f"{setting}/checkpoints")
         probe.unlink()
         results = [path for name in _RESULTS for path in folder.glob(name)]
         if overwrite:

@@ -232,21 +232,17 @@ def try_run(
             try_evaluation(parts, settings.precision, batch_format, evaluated)
     # A contiguous run loses nothing, also where the model permutes its images by itself.
     if batch_format.memory_format == torch.channels_last and report.of("lost"):
-        where = audit_command(wanted, settings.precision, batch_format.device, size)
+        where = audit_command(wanted, settings.precision)
         log.info("%s; where and why: %s", report.headline(), where)
 
 
-def audit_command(
-    wanted: ModelSettings, precision: Precision, device: torch.device, image_size: int
-) -> str:
+def audit_command(wanted: ModelSettings, precision: Precision) -> str:
     """What tells more of the layouts in the step of this run."""
     if not is_importable(wanted.name):
         return "cl_train.audit(model, images)"
     layout = wanted.channels_last_layout
-    used: dict[str, Any] = {"model": wanted.name, "data.image_size": image_size}
+    used: dict[str, Any] = {"model": wanted.name, "data.image_size": wanted.largest_size}
     used |= {"batch_size": wanted.batch_size, "precision": precision.name}
-    if device.type == "cpu" and torch.cuda.is_available():
-        used["device"] = "cpu"
     if layout.conversion != "full":
         used["conversion"] = layout.conversion
     if layout.select:
@@ -296,10 +292,6 @@ def try_model(
             what = f"batch_size={shape[0]}: {describe_out_of_memory(error)}"
             advice = "Use a smaller batch_size (with accumulate_steps)"
             raise TrainingFault(f"{what}. {advice}") from None
-        operator, _, rest = str(error).partition(" does not have a deterministic implementation")
-        if rest:
-            what = f"deterministic=true: {operator} of this model has no deterministic kernel"
-            raise ConfigError(f"{what}; use deterministic=false") from error
         what = f"the model cannot train on {shape[-1]} px images"
         advice = "change batch_size or data.image_size, or mend the model"
         raise ConfigError(f"{what}: {explain_failure(error)}; {advice}") from error
