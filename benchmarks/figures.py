@@ -146,6 +146,7 @@ def accuracy(found: Record) -> Iterator[Row]:
             "s to it": spread(row["target_s"], 1),
             "s to the first": spread(row["first_s"], 1),
             "s per later epoch": spread(row["epoch_s"], 1),
+            "floor / it": spread(row["share_of_floor"]),
             "to it / train.py": ratios["target"],
             "epoch / train.py": ratios["epoch"],
         }

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import OverheadSettings, bare_steps
 from cl_train.cli import exit_code
 from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.fields import Range
@@ -39,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = 95.0  # top-1, percent
 IMAGE_SIZE = {"digits": 32, "sample": 128}
 RUN_LIMIT_S = {"digits": 120.0, "sample": 150.0}  # four times and twice train.py on two cores
-EPOCHS = 5
+EPOCHS, BATCH_SIZE = 5, 32
 
 OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18
     channels_last=true batch_size=32 data.workers=2 epochs={epochs} seed={seed}
@@ -148,14 +149,22 @@ def measure(settings: Settings) -> Iterator[Record]:
     runs: list[Record] = []
     for seed in range(settings.seeds):
         for data in settings.data:
+            floor_s = bare_epoch_s(data, work)
             for name in list(scripts) if seed % 2 == 0 else reversed(scripts):
-                run = run_of(data, name, scripts[name], seed, work)
+                run = run_of(data, name, scripts[name], seed, work) | {"floor_s": floor_s}
                 runs.append(run)
                 took = f"{seconds_to(run):.1f} s of {run['total_s']:.0f} s"
                 print(f"{data} seed {seed} {name}: {took} {run.get('why', '')}", flush=True)
         by_data = {data: [run for run in runs if run["data"] == data] for data in settings.data}
         summary = {data: summarize(found) for data, found in by_data.items()}
         yield document_of(settings, torch.device("cpu"), **facts, summary=summary, runs=runs)
+
+
+def bare_epoch_s(data: str, work: Path) -> float:
+    """The floor of an epoch: its training steps in a bare loop on one batch in memory."""
+    step = OverheadSettings(batch_size=BATCH_SIZE, image_size=IMAGE_SIZE[data], steps=10)
+    images = sum(path.is_file() for path in (work / data / "train").rglob("*"))
+    return images // BATCH_SIZE * bare_steps(step, torch.device("cpu")).seconds
 
 
 def commit_of(folder: Path) -> str:
@@ -176,7 +185,8 @@ def epoch_s(run: Record) -> float | None:
 
 def summarize(runs: list[Record]) -> Record:
     """Per program medians over the runs: seconds to the target, null if most missed it; to the
-    first evaluation; per later epoch. `theirs_over_ours`: the median and the range over the seeds.
+    first evaluation; per later epoch. `share_of_floor`: of a later epoch's seconds, those of its
+    training steps in a bare loop. `theirs_over_ours`: the median and the range over the seeds.
     """
     summary: Record = {}
     ours = {run["seed"]: run for run in runs if run["program"] == "cl_train"}
@@ -196,6 +206,9 @@ def summarize(runs: list[Record]) -> Record:
             "target_s": median_and_range(seconds) if 2 * reached > len(seconds) else None,
             "first_s": median_and_range([run["points"][0][0] for run in finished if run["points"]]),
             "epoch_s": median_and_range(epochs),
+            "share_of_floor": median_and_range(
+                [run["floor_s"] / each for run in finished if (each := epoch_s(run)) is not None]
+            ),
             "theirs_over_ours": {
                 "target": median_and_range(ratios),
                 "epoch": median_and_range(epoch_ratios),

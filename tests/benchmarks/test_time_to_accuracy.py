@@ -14,6 +14,7 @@ from benchmarks.time_to_accuracy import (
     summarize,
     write_digits,
 )
+from cl_train.measure.alternate import Block
 
 OURS, TIMM = LINES
 
@@ -50,7 +51,7 @@ def test_medians_and_ratios_count_runs_that_miss_the_target():
         TIMM: [[[16.0, 95.5], [21.0, 96.0]], [[21.0, 95.0]], [[30.0, 94.9]]],
     }
     runs = [
-        {"program": name, "seed": seed, "points": of_run}
+        {"program": name, "seed": seed, "points": of_run, "floor_s": 2.0}
         for name in points
         for seed, of_run in enumerate(points[name])
     ]
@@ -60,6 +61,7 @@ def test_medians_and_ratios_count_runs_that_miss_the_target():
     assert [found[name]["reached"] for name in LINES] == [3, 2]
     assert found[OURS]["first_s"] == [6.0, 5.0, 9.0]
     assert [found[name]["epoch_s"] for name in LINES] == [[2.5] * 3, [5.0] * 3]
+    assert [found[name]["share_of_floor"] for name in LINES] == [[0.8] * 3, [0.4] * 3]
     assert found[TIMM]["theirs_over_ours"] == {"target": [2.75, 2.0, 3.5], "epoch": [2.0] * 3}
 
 
@@ -72,12 +74,16 @@ def test_programs_take_turns_with_every_placeholder_filled(tmp_path, monkeypatch
 
     monkeypatch.setattr(time_to_accuracy, "run_to_end", run)
     monkeypatch.setattr(time_to_accuracy, "ensure_sample", lambda folder: None)
-    (tmp_path / "digits").mkdir()
+    monkeypatch.setattr(time_to_accuracy, "bare_steps", lambda settings, device: Block(0.25))
+    (tmp_path / "digits/train/3").mkdir(parents=True)
+    for number in range(70):
+        (tmp_path / f"digits/train/3/{number}.png").touch()
     (tmp_path / "train.py").touch()
     paths = {"timm_train": str(tmp_path / "train.py"), "work": str(tmp_path)}
     first, last = measure(Settings(data=["digits"], seeds=2, **paths))
     programs = [(run["seed"], run["program"]) for run in last["runs"]]
     assert programs == [(0, OURS), (0, TIMM), (1, TIMM), (1, OURS)]
+    assert [run["floor_s"] for run in last["runs"]] == [0.5] * 4
     assert [one["summary"]["digits"][TIMM]["runs"] for one in (first, last)] == [1, 2]
     assert last["git"]["commit"]
     assert not any("{" in word for command in commands for word in command)
