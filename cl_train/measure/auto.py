@@ -17,36 +17,22 @@ from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
 from cl_train.measure.kept import keep, kept_file, read_kept
-from cl_train.measure.paired import benchmark_layouts, by_itself_text
+from cl_train.measure.paired import benchmark_layouts, by_itself_text, scaled_to_time
 from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.statistics import HOST_BOUND, verdict_of
-from cl_train.measure.timed_step import (
-    TimedStep,
-    Workload,
-    device_of,
-    image_shape,
-    measurement_state,
-)
+from cl_train.measure.timed_step import Workload, device_of, image_shape
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
-from cl_train.system.failures import failure_explained
-from cl_train.system.machine import (
-    available_bytes,
-    problem_of_gpu,
-    release_memory,
-)
+from cl_train.system.machine import problem_of_gpu, release_memory
 from cl_train.system.torch_state import own_torch_state
 
 log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
 SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for finding the batch size and warm-up
-PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
-LEAST_IMAGES = 8  # of a batch, also where they take longer
 LEAST_STEPS = 32  # eight rounds of four blocks: what an interval needs
-SHARE_OF_MEMORY = 0.8  # of what is free
 # Of a ratio's interval: a wider one is not cached unless it decides.
 NOISY_WIDTH = 0.2
 
@@ -176,7 +162,7 @@ def _measured_choice(
 ) -> Choice:
     started_at = time.perf_counter()
     stop = Stop(time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
-    measured = scaled_to_time(model, workload, stop.time_limit_s)
+    measured = scaled_to_time(model, workload, stop.time_limit_s, LEAST_STEPS)
     done = benchmark_layouts(model, measured, (CONTIGUOUS, candidate), stop=stop)
 
     verdict = verdict_of(done.ratio)  # even if disturbed: that slows both layouts alike
@@ -207,42 +193,6 @@ def _smaller(batch_size: int, measured: Workload, workload: Workload) -> str:
     if micro_steps != workload.settings.accumulate_steps:
         parts.append(f"accumulate_steps {micro_steps}")
     return " at " + " and ".join(parts) if parts else ""
-
-
-def scaled_to_time(model: nn.Module, workload: Workload, rounds_s: float) -> Workload:
-    """Returns `workload`, on a CPU with as many images per step as memory and time allow.
-
-    First the batch becomes smaller, down to `LEAST_IMAGES`, then the number of micro-steps. A GPU
-    is measured with the run's own batch, as is a compiled step, which cannot be tried cheaply.
-    """
-    settings = workload.settings
-    is_eager_cpu = workload.device.type == "cpu" and not settings.compile
-    if not is_eager_cpu or workload.batch is not None or workload.images_per_step <= LEAST_IMAGES:
-        return workload
-    probed = min(PROBED_IMAGES, workload.batch_size)
-    small = replace(settings, accumulate_steps=1, cuda_graph=False)
-    remedy = "if it takes another input, give image_size"
-    explained = failure_explained("the model cannot be measured", remedy)
-    with explained, measurement_state(small, workload.device):
-        probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
-        probe.warm_up()
-        image_s = probe.block_times_s(1)[0] / probed
-        image_bytes = (probe.peak_memory_gib() * 2**30 - probe.held_bytes()) / probed
-        held_bytes = 2 * probe.held_bytes()
-    available = available_bytes(workload.device)
-
-    def fits(batch_size: int, micro_steps: int) -> bool:
-        is_quick = LEAST_STEPS * batch_size * micro_steps * image_s <= rounds_s
-        needed = held_bytes + batch_size * image_bytes
-        return is_quick and (available is None or needed <= SHARE_OF_MEMORY * available)
-
-    batch_size, micro_steps = workload.batch_size, settings.accumulate_steps
-    while not fits(batch_size, micro_steps) and batch_size > LEAST_IMAGES:
-        batch_size = max(LEAST_IMAGES, batch_size // 2)
-    while not fits(batch_size, micro_steps) and micro_steps > 1:
-        micro_steps //= 2
-    settings = replace(settings, accumulate_steps=micro_steps)
-    return replace(workload, batch_size=batch_size, settings=settings)
 
 
 def _read(path: Path, candidate: Layout) -> Choice | None:

@@ -32,12 +32,21 @@ from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.step.utilisation import describe
 from cl_train.system.failures import failure_explained
-from cl_train.system.machine import GpuWatch, is_out_of_memory, problem_of_gpu, release_memory
+from cl_train.system.machine import (
+    GpuWatch,
+    available_bytes,
+    is_out_of_memory,
+    problem_of_gpu,
+    release_memory,
+)
 from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.torch_state import own_torch_state
 
 BLOCK_S = 0.25
 MODES = ("train", "infer")
+PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
+LEAST_IMAGES = 8  # of a batch, also where they take longer
+SHARE_OF_MEMORY = 0.8  # of what is free
 LEAST_BY_ITSELF_PCT = 50.0  # of its images, from which on a contiguous side is called so
 
 
@@ -243,6 +252,45 @@ def benchmark_variants(
             what = f"a batch of {size} does not fit"
             raise ConfigError(f"{what} into the memory of {workload.device}")
         workload = replace(workload, batch_size=size // 2)
+
+
+def scaled_to_time(
+    model: nn.Module, workload: Workload, limit_s: float, least_steps: int
+) -> Workload:
+    """Returns `workload`, on a CPU with as many images per step as memory allows, and as let
+    `least_steps` end within `limit_s`.
+
+    First the batch becomes smaller, down to `LEAST_IMAGES`, then the number of micro-steps. A GPU
+    is measured with the run's own batch, as is a compiled step, which cannot be tried cheaply.
+    """
+    settings = workload.settings
+    is_eager_cpu = workload.device.type == "cpu" and not settings.compile
+    if not is_eager_cpu or workload.batch is not None or workload.images_per_step <= LEAST_IMAGES:
+        return workload
+    probed = min(PROBED_IMAGES, workload.batch_size)
+    small = replace(settings, accumulate_steps=1, cuda_graph=False)
+    remedy = "if it takes another input, give image_size"
+    explained = failure_explained("the model cannot be measured", remedy)
+    with explained, measurement_state(small, workload.device):
+        probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
+        probe.warm_up()
+        image_s = probe.block_times_s(1)[0] / probed
+        image_bytes = (probe.peak_memory_gib() * 2**30 - probe.held_bytes()) / probed
+        held_bytes = 2 * probe.held_bytes()
+    available = available_bytes(workload.device)
+
+    def fits(batch_size: int, micro_steps: int) -> bool:
+        is_quick = least_steps * batch_size * micro_steps * image_s <= limit_s
+        needed = held_bytes + batch_size * image_bytes
+        return is_quick and (available is None or needed <= SHARE_OF_MEMORY * available)
+
+    batch_size, micro_steps = workload.batch_size, settings.accumulate_steps
+    while not fits(batch_size, micro_steps) and batch_size > LEAST_IMAGES:
+        batch_size = max(LEAST_IMAGES, batch_size // 2)
+    while not fits(batch_size, micro_steps) and micro_steps > 1:
+        micro_steps //= 2
+    settings = replace(settings, accumulate_steps=micro_steps)
+    return replace(workload, batch_size=batch_size, settings=settings)
 
 
 def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Comparison:
