@@ -18,6 +18,7 @@ from cl_train.measure.alternate import Block, Rounds, Stop, alternate
 from cl_train.measure.statistics import HOST_BOUND, Interval, are_host_bound, verdict_of
 from cl_train.measure.taken_time import TakenTime, timed_block
 from cl_train.measure.timed_step import (
+    SLOW_STEP_S,
     LossFunction,
     TimedStep,
     Workload,
@@ -82,7 +83,7 @@ class Comparison:
 
     speeds: tuple[LayoutSpeed, ...]
     precision: str
-    batch_size: int  # smaller than requested where memory ran out; the same for all layouts
+    batch_size: int  # smaller than requested where memory or time ran out; the same for all layouts
     batch_size_requested: int
     rounds: int
     seconds: float  # of all rounds
@@ -137,7 +138,7 @@ class Comparison:
         if self.is_host_bound:
             lines.append(HOST_BOUND)
         if self.batch_size != self.batch_size_requested:
-            problem = f"out of memory at batch {self.batch_size_requested}"
+            problem = f"batch {self.batch_size_requested} does not fit into memory or time_limit_s"
             lines.append(f"{problem}: all layouts used {self.batch_size}")
         if (self.others_pct or 0.0) >= BUSY_PCT:
             left_out, lost_pct = self.rounds_left_out, self.lost_pct
@@ -188,7 +189,8 @@ def compare_layouts(
     their time or more, the verdict is "not_comparable".
 
     Args:
-        batch_size: images per step; halved for both layouts when memory runs out.
+        batch_size: images per step; halved for both layouts when memory runs out, on a CPU also
+            until two rounds end within `time_limit_s`, but not below 8.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or
             (C, T, H, W) for video.
         batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword
@@ -217,7 +219,16 @@ def compare_layouts(
     images = batch_size if batch is None else images_of(batch)
     shape = image_shape(image_size)
     workload = Workload(images, shape, settings, device, mode, batch, loss, output)
-    return benchmark_layouts(model, workload, stop=Stop(target_ci, time_limit_s))
+    variants = [Variant(layout.name, model, layout) for layout in (CONTIGUOUS, CHANNELS_LAST)]
+    return benchmark_in_time(variants, workload, stop=Stop(target_ci, time_limit_s))
+
+
+def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
+    """As `benchmark_variants`, with fewer images where two rounds would not end in time."""
+    steps = len(variants) * (2 + 2 * stop.least_rounds)  # warm-up, memory, and the rounds
+    scaled = scaled_to_time(variants[0].model, workload, stop.time_limit_s, steps)
+    done = benchmark_variants(variants, scaled, stop=stop)
+    return replace(done, batch_size_requested=workload.batch_size)
 
 
 def benchmark_layouts(
@@ -303,14 +314,15 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
         for one in variants:
             timed.append(TimedStep(one.model, one.layout, workload, facts.get(one.model)))
             facts[one.model] = timed[-1].facts
-        for step in timed:
-            step.warm_up()
+        warm_step_s = max([step.warm_up() for step in timed])
         # All eager work comes before the recordings, whose memory it could not use.
         peaks_gib = [step.peak_memory_gib() for step in timed]
         for step in timed:
             step.record()
 
-        slowest_s = max(step.block_times_s(1)[0] for step in timed)
+        slowest_s = warm_step_s
+        if warm_step_s < SLOW_STEP_S:
+            slowest_s = max(step.block_times_s(1)[0] for step in timed)
         count, taken = max(1, min(100, round(BLOCK_S / slowest_s))), TakenTime()
         watch = GpuWatch(workload.device)
 

@@ -26,7 +26,7 @@ from cl_train.measure.answer import (
     right_text,
     same_outputs_text,
 )
-from cl_train.measure.paired import Comparison, Variant, benchmark_variants
+from cl_train.measure.paired import Comparison, Variant, benchmark_in_time
 from cl_train.measure.parity_gate import Parity, parity_before_use
 from cl_train.measure.statistics import seconds_to_decide
 from cl_train.measure.timed_step import Workload, input_shape
@@ -92,7 +92,7 @@ class Combination:
         variants = self._variants()
         parity = self._parity(variants)
         stop = Stop(settings.target_ci, settings.time_limit_s)
-        done = benchmark_variants(variants, self.workload, stop=stop)
+        done = benchmark_in_time(variants, self.workload, stop=stop)
         differing = [name for name, found in parity.items() if found.passed is False]
         speeds = [
             replace(speed, verdict="not_comparable") if speed.layout in differing else speed

@@ -44,6 +44,7 @@ from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, 
 from cl_train.system.tensors import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], torch.Tensor]
+SLOW_STEP_S = 1.0  # an eager step on a CPU that takes longer is warm after one
 
 
 @dataclass(frozen=True)
@@ -185,18 +186,25 @@ class TimedStep:
         self._steps += 1
         parts.update_average(self._steps)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> float:
         """Run eager steps, which select kernels, compile and create the optimizer's state; in the
-        first one of a contiguous model `by_itself_pct` is counted.
+        first one of a contiguous model `by_itself_pct` is counted. Returns the seconds of the last
+        one, on a GPU those of its launch.
         """
         images = _ConvolvedImages()
         is_counted = not (self.layout.is_channels_last or self.workload.settings.compile)
+        is_eager_cpu = self.workload.device.type == "cpu" and not self.workload.settings.compile
+        seconds = 0.0
         with self._on_recorders_stream():
-            with images if is_counted else nullcontext():
-                self.eager_step()
-            for _ in range(WARM_UP_STEPS - 1):
-                self.eager_step()
+            for number in range(WARM_UP_STEPS):
+                started_at = time.perf_counter()
+                with images if is_counted and number == 0 else nullcontext():
+                    self.eager_step()
+                seconds = time.perf_counter() - started_at
+                if is_eager_cpu and seconds >= SLOW_STEP_S:
+                    break
         self.by_itself_pct = images.channels_last_pct if is_counted else None
+        return seconds
 
     def record(self) -> None:
         """Record the step as a CUDA graph, if the workload asks for it.

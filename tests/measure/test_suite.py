@@ -79,7 +79,7 @@ def test_each_combination_has_its_time_and_an_undecided_one_its_command(monkeypa
         limits.append((stop.target_ci, stop.time_limit_s))
         return planted_comparison(next(ratios))
 
-    monkeypatch.setattr(suite, "benchmark_variants", planted)
+    monkeypatch.setattr(suite, "benchmark_in_time", planted)
     document, text = benchmark.measure(settings(model=[SMALL, DROPOUT], time_limit_s=20.0))
     verdicts = [one["pairs"][0]["verdict"] for one in document["results"]]
     assert verdicts == ["faster", "inconclusive"] and text.endswith("1 of 2 are decided")
@@ -90,7 +90,7 @@ def test_each_combination_has_its_time_and_an_undecided_one_its_command(monkeypa
 
 
 def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
-    monkeypatch.setattr(suite, "benchmark_variants", lambda *a, **k: planted_comparison([1.5] * 4))
+    monkeypatch.setattr(suite, "benchmark_in_time", lambda *a, **k: planted_comparison([1.5] * 4))
     document, text = benchmark.measure(settings(model=[COPYING], parity="auto"))
     [result] = document["results"]
     answer = result["answer"]
@@ -159,7 +159,7 @@ def test_a_contiguous_side_that_is_channels_last_by_itself_is_named(monkeypatch)
 
 def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(monkeypatch, tmp_path):
     faster = planted_comparison([2.0] * 4)
-    monkeypatch.setattr(suite, "benchmark_variants", Mock(side_effect=[faster, KeyboardInterrupt]))
+    monkeypatch.setattr(suite, "benchmark_in_time", Mock(side_effect=[faster, KeyboardInterrupt]))
     out = tmp_path / "new" / "benchmark.json"
     words = ["batch_size=2", "data.image_size=32", "device=cpu", "precision=fp32", "parity=false"]
     with pytest.raises(KeyboardInterrupt):
@@ -241,7 +241,7 @@ def test_the_second_measurement_holds_nothing_of_a_failed_graph(monkeypatch):
             raise ConfigError("the step cannot be recorded")
         return planted_comparison([2.0] * 4)
 
-    monkeypatch.setattr(suite, "benchmark_variants", planted)
+    monkeypatch.setattr(suite, "benchmark_in_time", planted)
     monkeypatch.setattr(suite, "choose_device", torch.device)
     given = replace(ZOO, device="cuda")
     for can_go_on, graphs in ((True, [True, False]), (False, [True])):
