@@ -32,9 +32,6 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             elif name == word and "model" in fields:
                 hint = f"key=value, such as model={word}"
             problems.append(f"{word}: write {hint}")
-        elif item and word == "channels_last=auto":
-            what = "only train measures which layout is faster; write true or false"
-            problems.append(f"{word}: {what}")
         elif item and not text and not item.optional and item.default:
             default = show(item.default)
             problems.append(f"{word} is empty: give a value, or leave it out for {default}")

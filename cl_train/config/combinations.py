@@ -68,8 +68,6 @@ def _data_problems(data: DataConfig, augment: AugmentConfig, epochs: int) -> Ite
     if policy not in POLICIES and not re.match(TIMM_POLICIES, policy):
         there_are = f"(there are {', '.join(POLICIES)}, and timm's, such as rand-m9-mstd0.5-inc1)"
         yield f"augment.policy={policy}: no such policy{suggest(policy, POLICIES)} {there_are}"
-    if any(0 < alpha < 0.01 for alpha in (augment.mixup, augment.cutmix)):
-        yield "augment.mixup and augment.cutmix must be 0 (off) or at least 0.01"
     points = data.size_schedule
     starts = [point[0] for point in points if len(point) == 2 and point[1] in range(8, 4097, 4)]
     is_rising = all(later > earlier for earlier, later in itertools.pairwise((*starts, epochs)))

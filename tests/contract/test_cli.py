@@ -13,9 +13,7 @@ import pytest
 
 from cl_train.cli import main
 from cl_train.commands import COMMANDS, completion, train
-from cl_train.commands.audit import AuditSettings
 from cl_train.commands.completion import candidates
-from cl_train.commands.convert import ConvertSettings
 from cl_train.config.arguments import command_help, is_setting, settings_from_arguments
 from cl_train.config.fields import Range, setting_fields
 from cl_train.config.schema import Config, setting
@@ -87,12 +85,6 @@ def test_help_states_name_default_meaning_type_and_range():
     # What a group sets is hidden, and numbers are rounded.
     text = command_help("", "", {"settings": Config})
     assert "  data.name=" not in text and "optim.lr=0.1" in text
-
-
-def test_audit_and_convert_measure_no_layouts():
-    for settings in (AuditSettings, ConvertSettings):
-        with pytest.raises(ConfigError, match="channels_last=auto: only train"):
-            settings_from_arguments(settings, ["channels_last=auto"])
 
 
 def test_the_same_key_has_the_same_type_in_every_command():

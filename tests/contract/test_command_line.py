@@ -115,7 +115,6 @@ WRONG = [
     ("several values need multirun", "channels_last=true,false"),
     ("setting of multirun", "nproc=2", "repeats=auto", "launcher.gpus=all"),
     ("settings are written key=value, such as model=mobilenet_v2", "mobilenet_v2"),
-    ("at least 0.01", "augment.mixup=1e-300"),
     ("is empty", "resume="),
     ("use some of .jpg", "data.extensions=[]", "data.extensions=[.jpg,.gif]"),
     ("hydra.run.dir and hydra.sweep.dir", "hydra=1", "hydra.sweep.subdir=x"),
