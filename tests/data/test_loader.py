@@ -81,20 +81,6 @@ def test_ranks_validate_every_image_once(root):
     assert len(seen) == len(set(seen)) == 17
 
 
-def test_labels_belong_to_their_images(root):
-    """A crop of the whole image without flip: each row is its file's picture, with its label."""
-    whole = AugmentConfig(crop_scale_min=1.0)
-    with closing(folder_data(root, augment=whole, workers=2)) as data:
-        reader, expected = data.train_loader.reader, {}
-        row = torch.empty(32, 32, 3, dtype=torch.uint8).permute(2, 0, 1)
-        for index in range(53):
-            label, _ = reader.read(row, index, 0, random_index=index)
-            assert f"class_{label}" in reader.name(index)
-            expected[row.numpy().tobytes()] = label
-        for images, targets in train_batches(data):
-            assert [expected[image.numpy().tobytes()] for image in images] == targets.tolist()
-
-
 @pytest.mark.parametrize(
     "policy",
     [
