@@ -26,7 +26,7 @@ from cl_train.data.sample import list_sample
 from cl_train.data.stream import StreamLoader
 from cl_train.data.tar_shards import ShardSplit, list_shards
 from cl_train.data.transforms import ImageReader, ImageTransform, WorkerTimes, label_mix
-from cl_train.data.user_dataset import DatasetReader, SampleForm, open_datasets
+from cl_train.data.user_dataset import DatasetReader, SampleForm, check_first, open_datasets
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist
 from cl_train.system.files import cache_folder
@@ -86,13 +86,14 @@ class ImageData:
     ) -> HostLoader | StreamLoader:
         settings, cfg = self._settings, self._settings.data
         transform = ImageTransform(cfg, settings.augment, settings.seed, training=training)
-        form = SampleForm(self.num_classes, sizes.largest, transform)
-        if isinstance(images, IterableDataset):
-            return StreamLoader(images, form, settings, self.bad_images)
         if isinstance(images, Split):
             reader: Reader = ImageReader(images, transform)
         else:
-            reader = DatasetReader(images, form, cfg.worker_timeout_s)
+            form = SampleForm(self.num_classes, sizes.largest, transform)
+            check_first(form, images, cfg.worker_timeout_s)
+            if isinstance(images, IterableDataset):
+                return StreamLoader(images, form, settings, self.bad_images)
+            reader = DatasetReader(images, form)
         shards = None
         if cfg.shuffle == "shards" and isinstance(images, ShardSplit):
             shards = images.by_shard()

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from cl_train.data.device import RawBatch
 from cl_train.data.loader import BadImages, DataSettings
 from cl_train.data.transforms import WorkerTimes, seeded_everywhere
-from cl_train.data.user_dataset import SampleForm, check_first, reason_of
+from cl_train.data.user_dataset import SampleForm, reason_of
 from cl_train.data.workers import Workers, begin_sample
 from cl_train.errors import ConfigError, WorkerError
 
@@ -30,7 +30,6 @@ class StreamLoader(IterableDataset[Any]):
     def __init__(
         self, dataset: Any, form: SampleForm, settings: DataSettings, bad_images: BadImages
     ) -> None:
-        check_first(form, lambda: next(iter(dataset)), settings.data.worker_timeout_s)
         self.sample_count, self.workers = len(dataset), settings.workers
         self._dataset, self._form = dataset, form
         self._settings, self._bad_images = settings, bad_images

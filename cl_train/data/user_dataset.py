@@ -5,7 +5,6 @@ No value is converted unless its meaning is certain; a message names the sample.
 
 import math
 import traceback
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import user_function
@@ -102,13 +102,9 @@ class SampleForm:
 
 
 class DatasetReader:
-    """Reads the samples of a map-style Dataset.
+    """Reads the samples of a map-style Dataset."""
 
-    Raises ConfigError: the first sample cannot be used.
-    """
-
-    def __init__(self, dataset: Any, form: SampleForm, timeout_s: float) -> None:
-        check_first(form, lambda: dataset[0], timeout_s)
+    def __init__(self, dataset: Any, form: SampleForm) -> None:
         self._dataset, self._form, self._samples = dataset, form, len(dataset)
         self.dtype, self.name = form.dtype, form.name
 
@@ -132,7 +128,7 @@ class DatasetReader:
         return label, WorkerTimes(**times, images=1)
 
 
-def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> None:
+def check_first(form: SampleForm, dataset: Any, timeout_s: float) -> None:
     """Sets `form` by the first sample. Raises ConfigError: it cannot be used.
 
     It is read in a worker: the workers must not share a file that the dataset opens when it reads.
@@ -142,7 +138,8 @@ def check_first(form: SampleForm, read: Callable[[], Any], timeout_s: float) -> 
         begin_sample(index)
         try:
             with seeded_everywhere(form.transform.seed, 0, 0):
-                form.take_from(read())
+                is_stream = isinstance(dataset, IterableDataset)
+                form.take_from(next(iter(dataset)) if is_stream else dataset[0])
         except Exception as error:
             return form.dtype, reason_of(error)
         return form.dtype, ""
