@@ -37,7 +37,7 @@ def state_of(cfg: Any, precision: Any, dist: Any, classes: int = 3) -> Any:
     from cl_train.training.parts import build_state
 
     data: Any = SimpleNamespace(num_classes=classes, classes=(), class_counts=None)
-    return build_state(cfg, precision, dist, data, training=True)
+    return build_state(cfg, precision, dist, data)
 
 
 def video(num_classes: int) -> nn.Sequential:

@@ -44,7 +44,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the
     checkpoint. Another `Fault`, or OSError: the run cannot continue.
     """
-    with opened_run(cfg, folder, command, training=True) as run:
+    with opened_run(cfg, folder, command) as run:
         with step_observers(run, profiled=cfg.profile) as after_step:
             while not (run.stop_signal or run.plan.is_done(run.progress)):
                 save_due = train_epoch(run, after_step)
@@ -65,7 +65,7 @@ def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult
     """As `train`, of `weights` or of the checkpoint that `resume` names: that of the run in
     `folder` is evaluated in a folder of its own.
     """
-    with opened_run(cfg, folder, command, training=False) as run:
+    with opened_run(cfg, folder, command) as run:
         evaluated = evaluate_model_and_ema(run)
         if "val" in evaluated:
             score = score_of(evaluated, run.evaluation.best_by)

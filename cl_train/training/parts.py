@@ -65,16 +65,14 @@ def plan_of(cfg: Config, train_images: int, world_size: int) -> Plan:
     )
 
 
-def build_state(
-    cfg: Config, precision: Precision, dist: Dist, data: Data, *, training: bool
-) -> TrainState:
-    """The model and its step, or without `training` what evaluates. A run that only evaluates takes
-    the weights of the checkpoint `resume`, if it is given.
+def build_state(cfg: Config, precision: Precision, dist: Dist, data: Data) -> TrainState:
+    """The model and its step. A run that only evaluates takes the weights of the checkpoint
+    `resume`, if it is given.
     """
-    weights = class_weights(cfg.class_weight, data) if training else ()
+    weights = () if cfg.evaluate_only else class_weights(cfg.class_weight, data)
     wanted = ModelSettings(
         cfg.model,
-        cfg.weights if training or cfg.resume is None else None,
+        None if cfg.evaluate_only and cfg.resume else cfg.weights,
         cfg.entry,
         cfg.drop_path,
         cfg.freeze,
@@ -102,9 +100,9 @@ def build_state(
         image_sizes=len(size_schedule(cfg.data).image_sizes),
         cuda_graph=cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record),
     )
-    if training:
-        return build_train_state(wanted, settings, data.num_classes, dist, data.classes)
-    return build_evaluated_state(wanted, settings, data.num_classes, dist)
+    if cfg.evaluate_only:
+        return build_evaluated_state(wanted, settings, data.num_classes, dist)
+    return build_train_state(wanted, settings, data.num_classes, dist, data.classes)
 
 
 def class_weights(wanted: str | None, data: Data) -> tuple[float, ...]:

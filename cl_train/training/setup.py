@@ -93,9 +93,7 @@ def check_runs(runs: list[Config]) -> None:
 
 
 @contextmanager
-def opened_run(
-    cfg: Config, folder: Path, command: str | None, *, training: bool
-) -> Iterator[ActiveRun]:
+def opened_run(cfg: Config, folder: Path, command: str | None) -> Iterator[ActiveRun]:
     """A run that is ready for its first step, or its evaluation. An error in the block is recorded,
     and everything is closed.
     """
@@ -104,18 +102,16 @@ def opened_run(
         run_log = stack.enter_context(RunLog())
         dist = stack.enter_context(processes(cfg.device))
         folder = on_main(folder.absolute, dist)  # ranks would generate different timestamps
-        if not training and continues(cfg.resume, folder):  # the run's records stay
+        if cfg.evaluate_only and continues(cfg.resume, folder):  # the run's records stay
             source = str(folder) if cfg.resume == "auto" else cfg.resume
-            cfg, folder = (
-                replace(cfg, resume=source, overwrite=True),
-                refuse_link(folder / "evaluation"),
-            )
+            cfg = replace(cfg, resume=source, overwrite=True)
+            folder = refuse_link(folder / "evaluation")
         if dist.is_main:
             stack.enter_context(claimed_folder(folder, resume=cfg.resume, overwrite=cfg.overwrite))
         run_log.open_file(folder if dist.is_main else None)
 
         command = command or shlex.join(sys.argv)
-        run = set_up(cfg, folder, dist, signals, stack, command, training=training)
+        run = set_up(cfg, folder, dist, signals, stack, command)
         stack.push(partial(record_failure, run))
         # Until here a signal ends the process at once; from now on it does not interrupt the
         # closing of data and files.
@@ -130,8 +126,6 @@ def set_up(
     signals: StopRequest,
     stack: ExitStack,
     command: str,
-    *,
-    training: bool,
 ) -> ActiveRun:
     """Build the objects of a run, and restore the checkpoint of `resume=`.
 
@@ -139,13 +133,13 @@ def set_up(
     """
     # 1. The process. A program that asked torch for deterministic algorithms keeps them.
     is_deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
-    micro_steps = micro_steps_of(cfg, dist) if training else cfg.accumulate_steps
+    micro_steps = micro_steps_of(cfg, dist.world_size)
     cfg = replace(cfg, deterministic=is_deterministic, accumulate_steps=micro_steps)
     prepare_process(dist, deterministic=is_deterministic)
     machine_load = MachineLoad()  # it measures from here on
     precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not is_deterministic))
-    announce(cfg, precision, dist, training=training)
+    announce(cfg, precision, dist)
 
     # 2. The data. From here on the ranks draw the same numbers: their models must be equal.
     stack.enter_context(random_state_restored(dist.device))
@@ -159,7 +153,13 @@ def set_up(
         images_of(cfg.data) if cfg.report else None,
     )
     settings = DataSettings(
-        cfg.data, cfg.augment, cfg.batch_size, cfg.seed, dist, cfg.accumulate_steps, training
+        cfg.data,
+        cfg.augment,
+        cfg.batch_size,
+        cfg.seed,
+        dist,
+        cfg.accumulate_steps,
+        training=not cfg.evaluate_only,
     )
     data = open_data(settings, evaluation, stack)
     check_same_run(cfg, data, dist)
@@ -168,22 +168,24 @@ def set_up(
     plan = plan_of(cfg, data.train_images, dist.world_size)
 
     # 3. The model, and its optimizer and step.
-    state = build_state(cfg, precision, dist, data, training=training)
+    state = build_state(cfg, precision, dist, data)
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
     seed_generators(cfg.seed + dist.rank)  # ranks draw different dropout masks
-    announce_work(cfg, data, plan, state, training=training)
+    announce_work(cfg, data, plan, state, dist)
 
     # 4. Where the run begins.
     facts, config = describe_run(cfg, plan, data, state, dist, command), asdict(cfg)
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep)
     identity = identity_of_run(facts, data, cfg.data) | {"config": config}
     checkpoints = Checkpoints(store, state, identity, dist)
-    if training:
-        progress = starting_point(checkpoints, plan, folder, cfg.resume, evaluation.best_by)
-    else:
+    if cfg.evaluate_only:
         progress = evaluated_progress(checkpoints, cfg.resume)
-    announce_folder(folder, saves=training and handles_signals() and signals.ends_process)
+    else:
+        progress = starting_point(checkpoints, plan, folder, cfg.resume, evaluation.best_by)
+    log.info("run folder: %s", folder)
+    if not cfg.evaluate_only and handles_signals() and signals.ends_process:
+        log.info("kill -USR1 %d saves a checkpoint now", os.getpid())
 
     # 5. Its records.
     trackers = Trackers(cfg.log_to if dist.is_main else ())
@@ -206,12 +208,6 @@ def check_same_run(cfg: Config, data: Data, dist: Dist) -> None:
 def images_of(cfg: DataConfig) -> str:
     """The evaluated ones, in words."""
     return f"{cfg.val_split or 'val'} of {cfg.root or cfg.dataset or cfg.name}"
-
-
-def announce_folder(folder: Path, *, saves: bool) -> None:
-    """saves: the process has a handler for SIGUSR1."""
-    hint = f" (kill -USR1 {os.getpid()} saves a checkpoint now)" if saves else ""
-    log.info("run folder: %s%s", folder, hint)
 
 
 def record_failure(
@@ -243,18 +239,18 @@ def prepare_process(dist: Dist, *, deterministic: bool) -> None:
         torch.set_num_threads(cores_of_process(dist.world_size))
 
 
-def micro_steps_of(cfg: Config, dist: Dist) -> int:
+def micro_steps_of(cfg: Config, world_size: int) -> int:
     """The `accumulate_steps` that `global_batch_size` requires.
 
     Raises ConfigError: it cannot be split evenly.
     """
-    if cfg.global_batch_size is None:
+    if cfg.global_batch_size is None or cfg.evaluate_only:
         return cfg.accumulate_steps
-    micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * dist.world_size)
-    batches = f"batch_size={cfg.batch_size} x {dist.world_size} processes"
-    request = f"global_batch_size={cfg.global_batch_size} with {batches}"
+    micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * world_size)
     if rest or not micro_steps:
-        raise ConfigError(f"{request}: it is not a multiple; choose another batch_size")
+        batches = f"batch_size={cfg.batch_size} x {world_size} processes"
+        what = f"global_batch_size={cfg.global_batch_size} is not a multiple of {batches}"
+        raise ConfigError(f"{what}; choose another batch_size")
     return micro_steps
 
 
@@ -309,7 +305,7 @@ def identity_of_run(facts: RunFacts, data: Data, cfg: DataConfig) -> dict[str, A
     }
 
 
-def announce(cfg: Config, precision: Precision, dist: Dist, *, training: bool) -> None:
+def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
     count = "1 process" if dist.world_size == 1 else f"{dist.world_size} processes"
     log.info("%s on %s, %s", cfg.model, device_name(dist.device), count)
     reason = f" ({precision.reason})" if precision.reason else ""
@@ -318,30 +314,24 @@ def announce(cfg: Config, precision: Precision, dist: Dist, *, training: bool) -
     nodes = gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), dist)
     if len(set(nodes)) > 1:
         log.info("ranks: %s", "; ".join(f"{rank} on {node}" for rank, node in enumerate(nodes)))
-    if not training:
-        return
-    if dist.device.type == "cuda":
-        compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
-        log.info("selecting kernels (once per shape)%s", compiling)
-    if dist.is_main and cfg.data.val_split == "train":
-        log.warning("data.val_split=train: the accuracy on other images is lower")
 
 
-def announce_work(
-    cfg: Config, data: Data, plan: Plan, state: TrainState, *, training: bool
-) -> None:
+def announce_work(cfg: Config, data: Data, plan: Plan, state: TrainState, dist: Dist) -> None:
     parameters = list(state.model.parameters())
     total = sum(parameter.numel() for parameter in parameters)
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    images = f"{data.train_images:,} training and " if training else ""
-    images += f"{data.val_images:,} validation images"
     size = f"{data.num_classes} classes, {cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
-    frozen = f", of which {trained:,} train" if training and cfg.freeze else ""
-    log.info("%s: %s of %s%s", cfg.data.name, images, size, frozen)
-    if not training:
+    validation = f"{data.val_images:,} validation images of {size}"
+    if cfg.evaluate_only:
+        log.info("%s: %s", cfg.data.name, validation)
         return
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    frozen = f", of which {trained:,} train" if cfg.freeze else ""
+    images = f"{data.train_images:,} training and {validation}{frozen}"
+    log.info("%s: %s", cfg.data.name, images)
     if data.num_classes == 1:
         log.warning("there is one class only: is data.root one level too high or too low?")
+    if dist.is_main and cfg.data.val_split == "train":
+        log.warning("data.val_split=train: the accuracy on other images is lower")
     steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
     left_out = data.train_images - steps * images_per_step
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
@@ -349,5 +339,6 @@ def announce_work(
     if plan.last_step < steps * cfg.epochs:  # max_steps
         length = f"the first {plan.last_step} steps of {length}"
     log.info("%s, %d images per step%s", length, images_per_step, dropped)
-    if cfg.ema_decay and cfg.ema_every > plan.last_step:
-        log.warning("ema_every=%d is never due: the average is the initial model", cfg.ema_every)
+    if dist.device.type == "cuda":
+        compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
+        log.info("selecting kernels (once per shape)%s", compiling)

@@ -100,12 +100,3 @@ def test_the_trial_tells_that_the_model_loses_channels_last_unless_it_trains_con
     lines = [line for line in caplog.messages if "loses channels_last in " in line]
     assert len(lines) == (loses and not is_contiguous)
     assert all(line.endswith(command) for line in lines)
-
-
-def traced(num_classes):
-    return torch.jit.trace(small(num_classes), torch.randn(2, 3, 32, 32), check_trace=False)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_traced_classifier_is_tried():
-    attempt(traced(3))

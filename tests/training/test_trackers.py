@@ -64,11 +64,6 @@ def test_trackers_that_raise_or_change_a_record_leave_the_run_unharmed(train):
     assert done.log.count("HAS LOST") == 1
 
 
-def lose_one(record):
-    if record["kind"] == "end":
-        raise OSError("gone")
-
-
 def test_trackers_are_checked_before_the_first_step(train, tmp_path, monkeypatch):
     """One that cannot begin is refused, and leaves no run."""
     folder = tmp_path / "run"
@@ -77,8 +72,7 @@ def test_trackers_are_checked_before_the_first_step(train, tmp_path, monkeypatch
         train("log_to=[wandb]", "epochs=1", folder=folder)
     with pytest.raises(ConfigError, match=r"^log_to=mlflow was removed in 0\.3: log_to=my"):
         train("log_to=[tensorboard,mlflow]", "epochs=1", folder=folder)
-    done = train(f"log_to=[{HERE}:lose_one]", "epochs=1", folder=folder)
-    assert "HAS LOST RECORDS" in done.log
+    train("epochs=1", folder=folder)
 
 
 def test_the_function_for_mlflow_in_the_docs(train, tmp_path, monkeypatch):
