@@ -1,12 +1,12 @@
 """Start train.py, or a module of the tests, in several processes under torchrun, or in one; or fork
-two ranks.
+ranks.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,23 +48,31 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
 
 
-def fork_two_ranks(folder: Path, function: Function, **environment: str) -> list[Forked]:
-    """A function in two processes as torchrun starts them, without three imports of torch.
-
-    They have ended well; their output is in `folder`.
+def fork_ranks(
+    functions: Sequence[Function], folder: Path, environment: Mapping[str, str] = {}
+) -> list[Forked]:
+    """A function in each of several processes as torchrun starts them, without imports of torch;
+    their output is in `folder`.
     """
     from torch.distributed import TCPStore
 
     # As that of torchrun's agent it outlives a run: rank 1 may begin the next one before rank 0 has
     # ended the first.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    store, world = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), len(functions)
+    shared = {"WORLD_SIZE": f"{world}", "LOCAL_WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= environment
-    ranks = [
-        Forked(function, folder / f"rank-{rank}.log", shared | {"RANK": rank, "LOCAL_RANK": rank})
-        for rank in ("0", "1")
-    ]
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", **environment}
+    ranks = []
+    for rank, function in enumerate(functions):
+        own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(Forked(function, folder / f"rank-{rank}.log", own))
+        ranks[-1].store = store
+    return ranks
+
+
+def run_two_ranks(folder: Path, function: Function, **environment: str) -> list[Forked]:
+    """They have ended well."""
+    ranks = fork_ranks([function, function], folder, environment)
     codes = [rank.wait(3 * LIMIT_S) for rank in ranks]
     assert codes == [0, 0], "".join(rank.output() for rank in ranks)
     return ranks

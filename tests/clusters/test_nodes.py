@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from tests.faults.forkserver import Forked, train_script
-from tests.processes import free_ports, wait_until
-from tests.ranks import TINY, fork_two_ranks, losses
+from tests.faults.forkserver import train_script
+from tests.processes import wait_until
+from tests.ranks import TINY, fork_ranks, losses, run_two_ranks
 
 pytestmark = pytest.mark.slow
 SETTINGS = [*TINY, *["batch_size=16", "global_batch_size=32", "evaluate_every=-1", "epochs=8"]]
@@ -31,14 +31,10 @@ def hide(folder):
 
 def start_nodes(folder, *words):
     """A rank each; the second one sees an empty run folder of its own."""
-    run, shared = folder / "run", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    shared |= {"GLOO_SOCKET_IFNAME": "lo", "GATE": str(folder / "gate")}
+    run = folder / "run"
     script = partial(train_script, [*SETTINGS, f"hydra.run.dir={run}", *words])
-    first = Forked(script, folder / "log", shared | {"RANK": "0"})
-    return first, Forked(
-        partial(script, partial(hide, run)), folder / "log", shared | {"RANK": "1"}
-    )
+    environment = {"LOCAL_WORLD_SIZE": "1", "GATE": str(folder / "gate")}
+    return fork_ranks([script, partial(script, partial(hide, run))], folder, environment)
 
 
 @needs_namespaces
@@ -57,7 +53,7 @@ def test_killed_nodes_without_a_shared_folder_resume_exactly(image_folder, tmp_p
     assert len(losses(run)) == 9
     (gate / "open").touch()
     script = partial(train_script, [*SETTINGS, *words, f"hydra.run.dir={undisturbed}"])
-    fork_two_ranks(tmp_path, script, GATE=str(gate), LOCAL_WORLD_SIZE="1")
+    run_two_ranks(tmp_path, script, GATE=str(gate), LOCAL_WORLD_SIZE="1")
     nodes = start_nodes(tmp_path, *words, "resume=auto")
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].output()
     assert "resumed from" in nodes[0].output()

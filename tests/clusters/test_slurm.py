@@ -16,7 +16,7 @@ from cl_train.sweeps.plan import read_sweep
 from tests.faults import tiny
 from tests.faults.forkserver import Forked, train_script
 from tests.processes import LIMIT_S, free_ports, wait_until
-from tests.ranks import ENVIRONMENT, ROOT, TINY, fork_two_ranks, losses
+from tests.ranks import ENVIRONMENT, ROOT, TINY, losses, run_two_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -150,7 +150,7 @@ def requeued(cluster, submit, image_folder, tmp_path_factory):
         (gates[where] / "open").touch()
     # One rank per node: as many threads as there, and so the same sums.
     script = partial(train_script, [*of_two, f"hydra.run.dir={undisturbed}"])
-    fork_two_ranks(folder, script, GATE=gate, LOCAL_WORLD_SIZE="1")
+    run_two_ranks(folder, script, GATE=gate, LOCAL_WORLD_SIZE="1")
     wait_until(lambda: tiny.summary(training).get("status") == "completed")
     wait_until(lambda: (sweep / "comparison.json").exists() and not missing_jobs(read_sweep(sweep)))
     return folder

@@ -206,19 +206,13 @@ class Network(torch.nn.Sequential):
         super().__init__(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, num_classes))
 
 
-def test_a_class_is_a_function_of_the_number_of_classes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = NOISE | {"model": Network, "max_steps": 1}
-    assert cl_train.train(verbose=False, **settings).top1 is not None
-
-
 @pytest.mark.parametrize("wrong", [{"data": Colours(4)}, {"epochs": print}, {"seed": Colours}])
 def test_objects_where_a_setting_takes_none(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         cl_train.train(**wrong)
 
 
-def test_a_function_may_name_its_argument_as_it_likes_and_a_model_that_exits_does_not_end_us(
+def test_a_model_may_be_a_class_or_a_function_and_one_that_exits_does_not_end_us(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -230,7 +224,8 @@ def test_a_function_may_name_its_argument_as_it_likes_and_a_model_that_exits_doe
     def trained(model):
         return cl_train.train(verbose=False, **NOISE | {"max_steps": 1, "model": model})
 
-    assert trained(lambda n: small(n)).top1 is not None
+    assert trained(Network).top1 is not None
+    assert trained(lambda n: small(n)).top1 is not None, "its argument has another name"
     with pytest.raises(TrainingFault, match=r"sys\.exit\(done\)"):
         trained(torch.nn.Sequential(small(3), Exits()))
     assert trained(small(3)).top1 is not None, "the lock is free"

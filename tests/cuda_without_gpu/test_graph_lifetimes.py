@@ -175,9 +175,7 @@ class Halfway(StubRecorder):
             del optimizer.step
 
 
-@pytest.mark.parametrize(
-    ("precision", "clip_norm"), [("fp32", None), ("fp16", None), ("fp16", 1.0), ("fp16_o2", None)]
-)
+@pytest.mark.parametrize(("precision", "clip_norm"), [("fp32", None), ("fp16", 1.0)])
 def test_auto_falls_back_to_eager_steps_with_the_same_results(
     precision, clip_norm, caplog, monkeypatch
 ):

@@ -43,7 +43,6 @@ def read_late(monkeypatch):
         "model=tests.networks:nan_at_third_step on_nonfinite=skip",
         pytest.param("precision=fp16 checkpoint.every_steps=7", marks=slow),
         pytest.param("model=tests.networks:terminated_in_evaluation", marks=slow),
-        pytest.param("max_steps=7", marks=slow),
     ],
 )
 def test_the_records_and_the_end_are_the_same(train, monkeypatch, tmp_path, words):
@@ -124,7 +123,7 @@ class Machine(DeviceClock):
         self.ahead_s = max(self.ahead_s, self.device_free_at - self.now)
 
 
-@pytest.mark.parametrize("speed", [2.0, 1.25, 1.05, 1.0, 0.95, 0.83, 0.5])  # of the loader
+@pytest.mark.parametrize("speed", [2.0, 1.05, 0.95, 0.5])  # of the loader
 def test_data_and_speed_are_those_of_the_device(speed):
     """Windows are read one late, as in a run."""
     machine = Machine(STEP_S / speed)
@@ -150,9 +149,7 @@ def test_data_and_speed_are_those_of_the_device(speed):
         assert machine.idle_s < 0.05, "the host is far enough ahead to keep the device busy"
 
 
-@pytest.mark.parametrize(
-    ("host_s", "loader_s"), [(0.004, 0.0), (0.05, 0.0), (0.004, 0.2), (0.08, 0.0)]
-)
+@pytest.mark.parametrize(("host_s", "loader_s"), [(0.05, 0.0), (0.004, 0.2), (0.08, 0.0)])
 def test_a_window_knows_whether_the_host_limits_it(host_s, loader_s):
     machine = Machine(loader_s, host_s)
     meter = ThroughputMeter(0, machine, lambda: machine.now)

@@ -22,7 +22,8 @@ import pytest
 from tests.conftest import write_images
 from tests.faults import plants, tiny
 from tests.faults.forkserver import Forked, Function, train_script
-from tests.processes import free_ports, wait_until
+from tests.processes import wait_until
+from tests.ranks import fork_ranks
 
 MAX_ORPHAN_S = 5.0
 
@@ -105,11 +106,9 @@ class Bench:
         """What torchrun would start, at the same global batch, without its imports."""
         if world == 1:
             return [self.start(run, *hooks, environment=environment, **settings)]
-        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        shared |= {**environment, "MASTER_PORT": str(free_ports(1)[0])}
-        ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
         settings = {"batch_size": 8 // world} | settings
-        return [self.start(run, *hooks, environment=rank, **settings) for rank in ranks]
+        script = partial(train_script, self.words(run, **settings), *hooks)
+        return fork_ranks([script] * world, self.new_folder(), environment)
 
     def run(
         self,

@@ -29,6 +29,7 @@ class Forked(ForkServerProcess):
     def __init__(self, function: Function, log: Path, environment: Mapping[str, str] = {}) -> None:
         super().__init__()
         self.function, self.log, self.environment = function, log, environment
+        self.store: object = None  # of ranks, which must live as long as they
         self.start()
 
     def run(self) -> None:

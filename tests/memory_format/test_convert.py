@@ -29,7 +29,7 @@ from cl_train.step.train_step import loss_of
 from cl_train.system.distributed import processes
 from tests.faults.forkserver import Forked
 from tests.networks import state_of
-from tests.ranks import fork_two_ranks, group_of_one
+from tests.ranks import group_of_one, run_two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process groups
 CHANNELS_LAST = torch.channels_last
@@ -251,7 +251,7 @@ CASES = ({}, {"cuda_graph": True})
 
 @pytest.mark.slow
 def test_gradients_have_the_strides_of_weights_and_buckets(tmp_path):
-    ranks = fork_two_ranks(tmp_path, main)
+    ranks = run_two_ranks(tmp_path, main)
     assert not any("Grad strides do not match" in rank.output() for rank in ranks)
     losses = json.loads(ranks[0].output().splitlines()[-1])
     assert losses == pytest.approx(losses[:1] * len(CASES), rel=1e-5)

@@ -19,7 +19,7 @@ from cl_train.system.processes import (
 from cl_train.training import loop
 from tests.conftest import Run
 from tests.faults.forkserver import train_script
-from tests.ranks import TINY, fork_two_ranks, launch
+from tests.ranks import TINY, launch, run_two_ranks
 
 ADDRESS = {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"}
 RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
@@ -84,7 +84,7 @@ def test_two_processes_train_like_one(image_folder, tmp_path):
     two = launch(2, "train.py", *TINY, *words)
     assert two.returncode == 0, two.stdout + two.stderr
     words = [f"hydra.run.dir={tmp_path}/accumulated", "batch_size=8", "global_batch_size=32"]
-    fork_two_ranks(tmp_path, partial(train_script, [*TINY, *words, *shared]))
+    run_two_ranks(tmp_path, partial(train_script, [*TINY, *words, *shared]))
     expected, *others = (Run(tmp_path / name, 0) for name in ("one", "two", "accumulated"))
     assert expected.summary["val"]["images"] == 21, "the ranks have 11 and 10"
     for run in others:

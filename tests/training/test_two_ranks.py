@@ -19,7 +19,7 @@ from cl_train.training import build, checkpointing
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
 from tests.networks import small, state_of
-from tests.ranks import fork_two_ranks
+from tests.ranks import run_two_ranks
 from tests.training.test_evaluation import check_report
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def folder(tmp_path_factory):
     shutil.copytree(folder / "images/train", folder / "lone/train")
     (folder / "lone/val/red").mkdir(parents=True)
     shutil.copy(folder / "images/val/red/000.JPEG", folder / "lone/val/red")
-    fork_two_ranks(folder, partial(main, folder))
+    run_two_ranks(folder, partial(main, folder))
     return folder
 
 
