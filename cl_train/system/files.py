@@ -181,7 +181,7 @@ def create(path: Path, setting: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(open_no_link(path, os.O_WRONLY | os.O_CREAT))
     except OSError as error:
-        what = f"{setting} cannot be written: {error.strerror or error}"
+        what = f"{setting} cannot be written: {error.strerror} ({error.filename})"
         raise ConfigError(f"{what}; choose another place") from None
 
 

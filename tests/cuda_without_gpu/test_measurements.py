@@ -253,19 +253,6 @@ def test_a_list_of_tensors_has_the_time_that_its_launch_takes(monkeypatch):
     assert slept[-1] == 10 * slept[0]
 
 
-def test_a_model_without_deterministic_kernels_is_told_the_operator_and_the_setting(monkeypatch):
-    def fails(*_):
-        raise RuntimeError(
-            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but"
-            " you set 'torch.use_deterministic_algorithms(True)'."
-        )
-
-    monkeypatch.setattr(build, "train_step", fails)
-    form = DeviceFormat(torch.device("cpu"), torch.float32, torch.channels_last)
-    with pytest.raises(ConfigError, match=r"=true: adaptive_avg_pool2d_backward_cuda .*=false"):
-        build.try_model(small(3), StepSettings(FP32), form, (2, 3, 16, 16), 3)
-
-
 def test_memory_that_cannot_be_page_locked_is_told(monkeypatch, caplog):
     refused = SimpleNamespace(cudaHostRegister=lambda *_: 1)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refused)
