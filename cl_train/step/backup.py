@@ -25,7 +25,7 @@ class BufferBackup:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        self._good = {name: buffer.clone() for name, buffer in self._models.named_buffers()}
+        self.good = {name: buffer.clone() for name, buffer in self._models.named_buffers()}
 
     @torch.no_grad()
     def keep_or_restore(self, is_bad: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ class BufferBackup:
         """
         buffers = dict(self._models.named_buffers())
         if {name: _kind(buffer) for name, buffer in buffers.items()} != {
-            name: _kind(good) for name, good in self._good.items()
+            name: _kind(good) for name, good in self.good.items()
         }:
             if is_bad:
                 self.restore()
@@ -51,32 +51,27 @@ class BufferBackup:
         for names in alike.values():
             present = [buffers[name] for name in names]
             values = torch.cat([buffer.flatten() for buffer in present])
-            good = torch.cat([self._good[name].flatten() for name in names])
+            good = torch.cat([self.good[name].flatten() for name in names])
             kept = torch.where(is_bad | ~values.isfinite(), good, values)
             parts = kept.split([buffer.numel() for buffer in present])
             shaped = [part.view(b.shape) for part, b in zip(parts, present, strict=True)]
             torch._foreach_copy_(present, shaped)
-            self._good.update(zip(names, shaped, strict=True))
+            self.good.update(zip(names, shaped, strict=True))
 
     @torch.no_grad()
-    def values_after(self, *, is_bad: bool) -> dict[str, torch.Tensor]:
-        """Returns the buffers as `keep_or_restore` would leave them, by name; changes nothing."""
-        values = {}
+    def mend(self) -> None:
+        """Elements that are not finite get their good values."""
         for name, buffer in self._models.named_buffers():
-            good = self._good.get(name, buffer)
-            if is_bad:
-                buffer = good
-            elif _kind(buffer) == _kind(good) and _can_change(buffer):
-                buffer = torch.where(buffer.isfinite(), buffer, good)
-            values[name] = buffer
-        return values
+            good = self.good.get(name, buffer)
+            if _kind(buffer) == _kind(good) and _can_change(buffer):
+                buffer.copy_(torch.where(buffer.isfinite(), buffer, good))
 
     @torch.no_grad()
     def set_good(self, values: Mapping[str, torch.Tensor]) -> None:
-        """`values`, of `values_after(is_bad=True)`, become the good ones."""
+        """`values`, `good` of a checkpoint, become the good ones."""
         for name, value in values.items():
-            if name in self._good and self._good[name].shape == value.shape:
-                self._good[name].copy_(value)
+            if name in self.good and self.good[name].shape == value.shape:
+                self.good[name].copy_(value)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -84,7 +79,7 @@ class BufferBackup:
         waits.
         """
         for name, buffer in self._models.named_buffers():
-            good = self._good.get(name)
+            good = self.good.get(name)
             if good is None or buffer.is_meta:
                 continue
             if _kind(buffer) != _kind(good):

@@ -181,19 +181,21 @@ class ActiveRun:
     def save(self) -> None:
         """Save the state between two steps, once; the host waits for the device.
 
-        In the middle of a window the checkpoint also has the buffers of the last log line, to which
-        a resumed run falls back too. Raises TrainingFault: a step of the window ends the run, as it
-        would end every run that resumes this checkpoint.
+        In the middle of a window the buffers are mended before, and the checkpoint also has those
+        of the last log line, to which a resumed run falls back too. Raises TrainingFault: a step of
+        the window ends the run, as it would end every run that resumes this checkpoint.
         """
-        progress, buffers = self.progress, dict[str, torch.Tensor]()
+        progress = self.progress
         if self.checkpoints.saved_step == progress.step:
             return
         self.log_pending()
         if progress.pending_steps:
             count = self._count_bad_steps(rows_of(progress.pending_steps), progress.step)
-            buffers = self._buffers.values_after(is_bad=count > progress.bad_steps)
-            progress.good_buffers = self._buffers.values_after(is_bad=True)
-        self.checkpoints.save(progress, buffers)
+            if count > progress.bad_steps:
+                self._buffers.restore()
+            self._buffers.mend()
+            progress.good_buffers = self._buffers.good
+        self.checkpoints.save(progress)
         progress.good_buffers = {}
 
     def _count_bad_steps(self, rows: torch.Tensor, last_step: int) -> int:

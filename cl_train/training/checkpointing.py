@@ -98,28 +98,16 @@ class Checkpoints:
             needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
             check_space(self.store.folder.parent, needed_bytes, self.store.keep)
 
-    def save(
-        self,
-        progress: Progress,
-        buffers: Mapping[str, torch.Tensor] | None = None,
-        *,
-        best: bool = False,
-    ) -> None:
-        """Save the state between two steps; `buffers`, such as `model.bn1.running_mean`, replace
-        those of the models. The host waits for the device.
-        """
+    def save(self, progress: Progress, *, best: bool = False) -> None:
+        """Save the state between two steps; the host waits for the device."""
         random = random_state(self.dist.device)  # order and augmentation need none
         saved = dict(vars(progress))
         steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
         saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
         self.saved_step = progress.step
         if self.dist.is_main:
-            collected = collect(self.state, saved, self.identity)
-            for name, value in (buffers or {}).items():
-                entry, _, own = name.partition(".")
-                is_persistent = own in collected[entry]
-                (collected if is_persistent else collected["buffers"])[entry][own] = value
-            self.store.write_step(collected, progress.step, best=best)
+            content = collect(self.state, saved, self.identity)
+            self.store.write_step(content, progress.step, best=best)
 
     def mark_best(self, progress: Progress) -> None:
         """Make `best.pt` the checkpoint of this step, which is saved now if it was not before."""

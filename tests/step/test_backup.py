@@ -13,13 +13,14 @@ def test_a_variance_that_overflows_does_not_become_good():
     backup = BufferBackup(model=model)
     model.get_buffer("1.running_var")[0] = torch.inf
     model.get_buffer("1.running_mean")[0] = 5.0
-    saved = backup.values_after(is_bad=False)
     backup.keep_or_restore(torch.tensor(False))
-    for values in (saved["model.1.running_var"], model.get_buffer("1.running_var")):
-        assert values.tolist() == [1.0] * 8
-    assert model.get_buffer("1.running_mean")[0] == 5.0
+    assert model.get_buffer("1.running_var").tolist() == [1.0] * 8
+    model.get_buffer("1.running_var")[0] = torch.inf
     model.get_buffer("1.running_mean")[0] = 6.0
-    assert backup.values_after(is_bad=True)["model.1.running_mean"][0] == 5.0
+    backup.mend()
+    assert model.get_buffer("1.running_var").tolist() == [1.0] * 8
+    assert model.get_buffer("1.running_mean")[0] == 6.0
+    assert backup.good["model.1.running_mean"][0] == 5.0
 
 
 def test_a_buffer_that_the_forward_pass_replaces_is_restored():
