@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
 
         if out:
             claim_output(out, overwrite=settings.overwrite, markers=MARKERS)
-        compare_folders(folders, by, out=out, show_table=True, write_curves=write_dashboard)
+        write_dashboard(compare_folders(folders, by, out=out, show_table=True))
     return 0 if has_parity else 1
 
 

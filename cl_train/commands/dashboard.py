@@ -4,21 +4,25 @@ Not in `sweeps/`, because torch's SummaryWriter needs torch.
 """
 
 import re
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from cl_train.sweeps.report import Report, as_markdown
 from cl_train.system.files import refuse_link, safe_name
 from cl_train.system.run_folder import Run
 
 
-def write_dashboard(report: Report, folder: Path) -> None:
-    """Write medians and ranges over the runs of each side, a layout of charts and the report into
-    `folder`, in place of an earlier report's.
+def write_dashboard(report: Report) -> None:
+    """Write medians and ranges over the runs of each side, a layout of charts and the report beside
+    the report's files, in place of an earlier report's, and print how to see them.
     """
+    if report.folder is None:
+        return
     from torch.utils.tensorboard import SummaryWriter
 
+    # Apart from the events of the jobs: TensorBoard has seven colours, given to runs in turn.
+    folder = report.folder / "tensorboard"
     for earlier in refuse_link(folder).glob("*/events.out.tfevents.*"):
         if not earlier.parent.is_symlink():
             earlier.unlink()
@@ -33,6 +37,8 @@ def write_dashboard(report: Report, folder: Path) -> None:
             if number == 0:  # TensorBoard shows them beside all runs
                 writer.add_text("comparison", as_markdown(report))
                 writer.add_custom_scalars(_layout(report, names))
+    if report.pairs:
+        print(f"Curves: {shlex.join(['tensorboard', '--logdir', str(folder)])}", flush=True)
 
 
 def _points(name: str, runs: Sequence[Run]) -> Iterator[tuple[str, int, float]]:

@@ -66,7 +66,9 @@ def main(words: list[str]) -> int:
         from cl_train.training.setup import check_runs
 
         check_runs([run.cfg for run in runs])
-        return run_sweep(runs, write_dashboard)
+        report, exit_code = run_sweep(runs)
+        write_dashboard(report)
+        return exit_code
     try:
         return _train(runs[0], command=None).exit_code
     except KeyboardInterrupt:  # in training it is a request to save

@@ -25,7 +25,7 @@ from cl_train.errors import ConfigError
 from cl_train.sweeps.job import JOB_NAME, LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.places import Place, plan_places, visible_gpus
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
-from cl_train.sweeps.report import WriteCurves, compare_folders, read_report
+from cl_train.sweeps.report import Report, compare_folders, read_report
 from cl_train.system.files import create, lock_file, write_json
 from cl_train.system.processes import StopRequest, read_launch
 
@@ -33,12 +33,12 @@ GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
 _PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
 
 
-def run_sweep(runs: Sequence[Composed], write_curves: WriteCurves | None = None) -> int:
+def run_sweep(runs: Sequence[Composed]) -> tuple[Report, int]:
     """Run the jobs of a sweep, then write the comparison.
 
-    Returns the exit code: 0, 1 if a job has not completed, 128 + n after signal n (the comparison
-    is written too). Raises ConfigError: as `plan_sweep` and `plan_places`, under torchrun, or
-    another process runs this sweep.
+    Returns the comparison, which is written too, and the exit code: 0, 1 if a job has not
+    completed, 128 + n after signal n. Raises ConfigError: as `plan_sweep` and `plan_places`, under
+    torchrun, or another process runs this sweep.
     """
     if read_launch() is not None:
         raise ConfigError("torchrun cannot start a sweep: train.py -m nproc=N starts torchrun")
@@ -57,11 +57,11 @@ def run_sweep(runs: Sequence[Composed], write_curves: WriteCurves | None = None)
         where = f"{sweep.folder}/<job>/{LOG_NAME}"
         print(f"sweep of {len(sweep.jobs)} jobs, {len(jobs)} to run, in {where}", flush=True)
         sweep = Launcher(sweep, places, request).run(jobs)
-        compare_folders([sweep.folder], write_curves=write_curves)
+        report = compare_folders([sweep.folder])
     missing = missing_jobs(sweep)
     if missing:
         print(f"{sweep.resume_command()} runs what is missing", flush=True)
-    return 128 + request.stop if request.stop else int(missing != [])
+    return report, 128 + request.stop if request.stop else int(missing != [])
 
 
 def missing_jobs(sweep: Sweep) -> list[Job]:

@@ -3,7 +3,7 @@
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -39,6 +39,7 @@ class Report:
     failed: Sequence[dict[str, Any]] = ()  # job, overrides and why: as in comparison.json
     by: str = "channels_last"
     sweep: Sweep | None = None
+    folder: Path | None = None  # for its files
 
     @cached_property
     def equal(self) -> dict[str, Any]:
@@ -72,9 +73,6 @@ class Report:
     def named(self) -> list[tuple[str, Pair, dict[str, Any]]]:
         """Label, pair and row of each."""
         return list(zip(self.labels, self.pairs, self.rows, strict=True))
-
-
-WriteCurves = Callable[[Report, Path], None]  # of a TensorBoard page, which needs torch
 
 
 def _common(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -118,10 +116,9 @@ def compare_folders(
     *,
     out: Path | None = None,
     show_table: bool = False,
-    write_curves: WriteCurves | None = None,
 ) -> Report:
     """Compare a sweep, a folder of runs, or two or more runs; print the verdict, and write the
-    report and its curves to `out`. `by` and `out` are by default those of the sweep.
+    report to `out`. `by` and `out` are by default those of the sweep.
 
     Raises ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
     """
@@ -129,7 +126,6 @@ def compare_folders(
         raise ConfigError("a run cannot be compared with itself: a folder is named twice")
     if len(folders) == 1:
         report = read_report(folders[0], by)
-        out = out or (folders[0] if report.sweep else None)
     else:
         by = by or "channels_last"
         runs = [read_run(folder) for folder in folders]
@@ -138,16 +134,11 @@ def compare_folders(
         pairs = [compare_pair(runs[:1], runs[1:], by)] if is_pair else compare_runs(runs, by)
         report = Report(pairs, by=by)
 
+    report = replace(report, folder=out or report.folder)
     where = "For the report as files: out=FOLDER"
-    if out:
-        write_report(report, out)
-        where = f"Report: {out / 'comparison.md'}"
-    if out and write_curves:
-        # Apart from the events of the jobs: TensorBoard has seven colours, given to runs in turn.
-        curves = out / "tensorboard"
-        write_curves(report, curves)
-        if report.pairs:
-            where += f"\nCurves: {shlex.join(['tensorboard', '--logdir', str(curves)])}"
+    if report.folder:
+        write_report(report, report.folder)
+        where = f"Report: {report.folder / 'comparison.md'}"
     text = as_markdown(report) if show_table else verdict_sentence(report)
     print(text, where, sep="\n", flush=True)
     return report
@@ -173,7 +164,8 @@ def read_report(folder: Path, by: str | None = None) -> Report:
             overrides = " ".join(job.overrides)
             failed.append({"job": job.number, "overrides": overrides, "why": run})
     by = by or (sweep.compare_by if sweep else "channels_last")
-    return Report(compare_runs(runs, by, sweep.looks if sweep else 1), failed, by, sweep)
+    pairs = compare_runs(runs, by, sweep.looks if sweep else 1)
+    return Report(pairs, failed, by, sweep, folder if sweep else None)
 
 
 # --- what would decide a pair ---
@@ -296,8 +288,8 @@ def as_markdown(report: Report) -> str:
     # A line is a paragraph, and a command is code.
     sentences = _COMMAND.sub(r"`\1`", verdict_sentence(report)).splitlines()
     paragraphs = ["# Comparison", *sentences, markdown_table(_table(report))]
-    paragraphs.append(f"In the table: {' / '.join(report.sides)}.")
-    if report.equal:
+    if report.pairs:
+        paragraphs.append(f"In the table: {' / '.join(report.sides)}.")
         shown = [
             f"{key} {'auto' if value is None else value}" for key, value in report.equal.items()
         ]

@@ -119,11 +119,11 @@ def problems(folder):
 
 
 def sweep(folder, *words):
-    return run_sweep(runs_of(f"hydra.sweep.dir={folder}", *words))
+    return run_sweep(runs_of(f"hydra.sweep.dir={folder}", *words))[1]
 
 
 def resume(folder, *words):
-    return run_sweep(runs_of(f"resume_sweep={folder}", *words))
+    return run_sweep(runs_of(f"resume_sweep={folder}", *words))[1]
 
 
 def compared(folder, key="pairs"):
@@ -138,7 +138,7 @@ def launch(stand_in, folder, models):
         "report.write_chart = lambda *_: False; "
         "from tests.sweeps.test_plan import runs_of; "
         f"runs = runs_of('channels_last=true', 'model={models}', 'hydra.sweep.dir={folder}'); "
-        "sys.exit(sweep.run_sweep(runs))"
+        "sys.exit(sweep.run_sweep(runs)[1])"
     )
     command = [sys.executable, "-c", program]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

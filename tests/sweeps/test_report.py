@@ -139,7 +139,7 @@ def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path, mon
 def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
     folder, layouts = tmp_path / "tensorboard", []
     for _ in range(2):  # the second report replaces the first
-        write_dashboard(report, folder)
+        write_dashboard(replace(report, folder=tmp_path))
     assert {path.name for path in folder.iterdir()} == {"contiguous", "channels_last"}
     for side, speed in (("contiguous", 100.0), ("channels_last", 150.0)):
         assert len(list((folder / side).iterdir())) == 2, "its curves, and its row of HParams"
@@ -178,7 +178,7 @@ def test_folders_are_compared(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert pair.verdict == "faster" and printed.count("1.50 times the speed") == 1
     assert sorted(tmp_path.rglob("*")) == before
-    compare_folders([first, second], out=tmp_path / "out", write_curves=write_dashboard)
+    write_dashboard(compare_folders([first, second], out=tmp_path / "out"))
     printed = capsys.readouterr().out
     assert printed.endswith(f"\nCurves: tensorboard --logdir {tmp_path}/out/tensorboard\n")
     assert (tmp_path / "out" / "comparison.json").is_file() and len(list(first.iterdir())) == 3

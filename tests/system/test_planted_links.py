@@ -100,14 +100,14 @@ def test_a_comparison_writes_through_no_link(kind, train, tmp_path, victims):
     before = contents(victims)
     runs = [train(f"seed={seed}", folder=tmp_path / f"run{seed}").folder for seed in (0, 1)]
     made = tmp_path / "made"
-    compare_folders(runs, "seed", out=made, write_curves=write_dashboard)
+    write_dashboard(compare_folders(runs, "seed", out=made))
     names = names_in(made)
     assert {"comparison.csv", "comparison.png", "tensorboard"} <= {*names}
     for number, name in enumerate(names):
         out = tmp_path / f"out{number}"
         plant(out / name, victims, kind)
         try:
-            compare_folders(runs, "seed", out=out, write_curves=write_dashboard)
+            write_dashboard(compare_folders(runs, "seed", out=out))
         except (ConfigError, OSError) as error:
             assert str(out) in str(error), name
         assert contents(victims) == before, name
