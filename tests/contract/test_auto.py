@@ -81,14 +81,14 @@ def test_the_step_that_is_timed_is_the_step_that_trains(train, quick_auto, monke
 
     monkeypatch.setattr(timed_step, "make_step", recorded("timed"))
     monkeypatch.setattr(build, "make_step", recorded("trained"))
-    words = ["optim=timm", "optim.name=lamb", "optim.clip_norm=1", "optim.layer_decay=0.5"]
+    words = ["optim=adamw", "optim.clip_norm=1", "optim.layer_decay=0.5"]
     words += ["accumulate_steps=2", "batch_size=4", "ema_decay=0.9", "ema_every=2"]
     words += ["loss=bce", "label_smoothing=0.1", "augment.mixup=0.2", "precision=bf16"]
     train(*WORDS, *words)
 
     assert set(made["timed"]) == set(made["trained"]), "the trial step, too"
     settings, optimizer, groups = made["timed"][0]
-    assert (optimizer, settings.accumulate_steps, settings.ema_every) == ("Lamb", 2, 2)
+    assert (optimizer, settings.accumulate_steps, settings.ema_every) == ("AdamW", 2, 2)
     assert (settings.mixup, settings.loss.name, settings.optim.clip_norm) == (0.2, "bce", 1.0)
     assert groups > 1 and settings.precision.name == "bf16"
 

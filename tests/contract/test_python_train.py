@@ -12,9 +12,9 @@ import torch
 
 import cl_train
 from cl_train.cli import main
+from cl_train.commands import train as train_command
 from cl_train.errors import ConfigError, TrainingFault
 from tests.networks import small
-from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"device": "cpu", "precision": "fp32", "batch_size": 16, "epochs": 1}
@@ -79,30 +79,11 @@ def test_faults_are_raised(settings, capsys):
     assert main(["train", "data=folder", "epochs=0"]) == 2 and "epochs=0" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_raised_when_a_checkpoint_is_saved(settings, tmp_path):
-    run = tmp_path / "run"
-    words, long = ["data=folder", f"hydra.run.dir={run}"], settings | {"epochs": 10_000}
-
-    def interrupt():
-        records = run / "metrics.jsonl"
-        wait_until(lambda: records.is_file() and records.stat().st_size)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        cl_train.train(*words, **long)
-    thread.join()
-    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
-    (saved,) = (run / "checkpoints").glob("step-*.pt")
-    steps = int(saved.stem.partition("-")[2]) + 2
-    again = cl_train.train(*words, "resume=auto", f"max_steps={steps}", **long)
-    assert again.summary["steps"] == steps
-
-
 @pytest.mark.slow
 def test_the_notebook(cache_home, tmp_path, monkeypatch):
-    """Its cells run, shortened; the file holds the outputs of the whole."""
+    """Its cells run, shortened; the file holds the outputs of the whole. In the last cell Ctrl-C is
+    raised when a checkpoint is saved, and the run continues.
+    """
     import nbformat
     from nbclient import NotebookClient
 
@@ -131,33 +112,20 @@ def test_the_notebook(cache_home, tmp_path, monkeypatch):
         assert text in str(cell.outputs)
 
 
-outcomes = []
-
-
-def until_the_other_ended(record):
-    """A tracker, whose run begins when the other one has an outcome."""
-    wait_until(lambda: outcomes)
-
-
 def test_it_trains_in_another_thread_and_in_one_at_a_time(settings, tmp_path):
-    outcomes.clear()
-    words = {**settings, "log_to": [f"{__name__}:until_the_other_ended"]}
+    done = []
 
-    def work(name):
-        try:
-            run = cl_train.train(f"hydra.run.dir={tmp_path}/{name}", "data=folder", **words)
-        except ConfigError as error:
-            outcomes.append(str(error))
-        else:
-            outcomes.append(str(run.summary["status"]))
+    def work():
+        run = cl_train.train(f"hydra.run.dir={tmp_path}/run", "data=folder", **settings)
+        done.append(run.summary["status"])
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes)[1] == "completed" and "another thread" in sorted(outcomes)[0]
-    assert len([*tmp_path.iterdir()]) == 1, "the refused one has claimed nothing"
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == ["completed"]
+    with train_command._train_lock, pytest.raises(ConfigError, match="another thread"):
+        cl_train.train(f"hydra.run.dir={tmp_path}/refused", "data=folder", **settings)
+    assert not (tmp_path / "refused").exists(), "it has claimed nothing"
 
 
 class Colours(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

@@ -102,14 +102,15 @@ def test_the_one_liners_of_channels_last_print_what_it_says():
 def run_program(title, folder):
     os.chdir(folder)
     program = re.sub(r"time_limit_s=\d+", "time_limit_s=0.1", PROGRAMS[title])
+    program = re.sub(r"\bsize=64", "size=16", program)
     exec(compile(program, title, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", PROGRAMS)
 def test_program(title, tmp_path):
-    """Every program of the pages runs as it stands but for the time of measurements, in a process
-    and a folder of its own.
+    """Every program of the pages runs as it stands but for the time of measurements and the number
+    of images, in a process and a folder of its own.
     """
     for package in re.findall(r"^(?:import|from) (\w+)", PROGRAMS[title], flags=re.MULTILINE):
         pytest.importorskip(package)

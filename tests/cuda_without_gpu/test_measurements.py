@@ -177,6 +177,7 @@ def test_a_run_asks_between_its_first_and_its_last_step(train, nvidia_smi, monke
 def test_a_shared_gpu_makes_a_comparison_untrusted(nvidia_smi, monkeypatch):
     nvidia_smi(USUAL, r"7\n8")
     monkeypatch.setattr(paired, "GpuWatch", lambda device: GpuWatch(CUDA))
+    monkeypatch.setattr(paired, "BLOCK_S", 0.0)
     done = paired.compare_layouts(small(3), 4, image_size=16, target_ci=9.0, time_limit_s=0.0)
     assert done.verdict == "not_comparable" and "1 other processes used the GPU" in str(done)
     assert done.to_dict()["gpu"]["clock_mhz"] == 1980
