@@ -245,14 +245,12 @@ class EMA:
         copied, as are those that the model has made since, or in another shape. The host does not
         wait.
         """
-        named = {**self._averages, **self._copied}
-        shapes = {name: tensor.shape for name, tensor in named.items()}
-        if other := [name for name in source if shapes.get(name) != source[name].shape]:
-            for name in other:
-                is_float = source[name].is_floating_point()
-                value = source[name].to(torch.float32 if is_float else None, copy=True)
-                set_buffer(self.module, name, value)
-            self.collect()
+        own = {**self._averages, **self._copied}
+        for name, value in source.items():
+            if name not in own or own[name].shape != value.shape:
+                dtype = torch.float32 if value.is_floating_point() else None
+                set_buffer(self.module, name, value.to(dtype, copy=True))
+                self.collect()
         copied = [name for name in self._copied if name in source]
         if copied:  # one launch instead of one per BatchNorm
             values = [source[name] for name in copied]

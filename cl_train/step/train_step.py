@@ -111,7 +111,6 @@ class StepSettings:
     precision: Precision
     optim: OptimConfig = field(default_factory=OptimConfig)  # library, decay groups and clip_norm
     loss: Loss = CROSS_ENTROPY
-    init_scale: float = 65536.0  # of the loss, where the precision scales it
     accumulate_steps: int = 1
     ema_decay: float = 0.0  # 0: no moving average
     ema_every: int = 1
@@ -161,9 +160,7 @@ def make_step(
     weights = Fp32Weights(model, settings.precision)
     average = EMA(model, settings.ema_decay) if settings.ema_decay > 0 else None
     optimizer = build_optimizer(settings.optim, model, weights.trainable(), lr)
-    scaler = torch.amp.GradScaler(
-        device.type, settings.init_scale, enabled=settings.precision.scales_loss
-    )
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision.scales_loss)
     trained = model if wrap is None else wrap(model)
     if settings.compile:
         trained = compiled(trained, settings.image_sizes)
