@@ -6,7 +6,7 @@ from typing import Any
 REMOVED_IN = "0.3"
 
 # The value that is always used now, which an older file may still hold.
-_ALWAYS: dict[str, Any] = {
+ALWAYS: dict[str, Any] = {
     "optim.alpha": 0.9,
     "optim.head_lr_ratio": 1.0,
     "layer_scale": None,
@@ -64,9 +64,9 @@ _INSTEAD = {
 def removal_of(key: str, value: Any) -> str | None:
     """The answer to `key=value` if the setting, or this value of it, was removed; else None."""
     for name in (key, f"{key}={value}"):
-        for pattern in (*_INSTEAD, *_ALWAYS):
+        for pattern in (*_INSTEAD, *ALWAYS):
             if fnmatchcase(name, pattern):
-                instead = _INSTEAD.get(pattern) or f"it is {str(_ALWAYS[pattern]).lower()}"
+                instead = _INSTEAD.get(pattern) or f"it is {str(ALWAYS[pattern]).lower()}"
                 return f"{name} was removed in {REMOVED_IN}: {instead}"
     return None
 
@@ -74,4 +74,4 @@ def removal_of(key: str, value: Any) -> str | None:
 def was_default(key: str, value: Any) -> bool:
     """Whether an older file says by a removed setting only what now always holds."""
     is_whole = (key, value) in (("augment.crop_ratio_min", 0.01), ("augment.crop_ratio_max", 100.0))
-    return is_whole or (key in _ALWAYS and _ALWAYS[key] == value)  # whole: augment=none had them
+    return is_whole or (key in ALWAYS and ALWAYS[key] == value)  # whole: augment=none had them
