@@ -117,13 +117,12 @@ def predict(settings: PredictSettings, file: Path) -> str:
     if not rows:
         raise BadImageError(f"none of the {len(bad)} images could be decoded: {first_reasons(bad)}")
     files = [data.validation_name(index) for index in data.validation_indices()]
-    table = [{"file": name, **row, "error": ""} for name, row in zip(files, rows, strict=True)]
-    empty = dict.fromkeys(table[0], "")
-    table += [empty | {"file": name, "error": reason} for name, reason in bad.items()]
+    table = [{"file": name, **row} for name, row in zip(files, rows, strict=True)]
+    table += [{"file": name, "error": reason} for name, reason in bad.items()]
     for row in table:  # the table stays true where the folder is moved
         if Path(row["file"]).is_relative_to(settings.root):
             row["file"] = str(Path(row["file"]).relative_to(settings.root))
-    write_csv(file, table)
+    write_csv(file, table, [*table[0], "error"])
     data.close()
 
     summary = [f"{len(rows)} images"]
