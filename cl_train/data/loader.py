@@ -247,6 +247,7 @@ class HostLoader:
         self._slots: SlotDataset | None = None
         self._pool: Workers | None = None
         self._thread: threading.Thread | None = None  # that iterates
+        self._is_complete = True  # the last iteration
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
@@ -272,11 +273,10 @@ class HostLoader:
         requests = _requests(numbers, indices, self.batch_size, self._parts, epoch, image_size)
         self._thread = thread
         try:
-            # Nothing is requested until the workers have filled what an earlier iteration requested
-            for pending in (iter(()), requests):
-                self._requests.pending = pending
-                for _ in range(self._parts_ahead):
-                    workers.next()
+            if not self._is_complete:  # its requests are still being filled, in the same slots
+                self._request(iter(()), workers)
+            self._is_complete = False
+            self._request(requests, workers)
             for number in numbers:
                 filled = [workers.next() for _ in range(self._parts)]
                 rows = min(self.batch_size, len(indices) - number * self.batch_size)
@@ -287,9 +287,16 @@ class HostLoader:
                 yield RawBatch(images, targets[good], number, epoch)
                 if self._requests.pending is not requests:
                     raise RuntimeError("another iteration has begun, or the loader was closed")
+            self._is_complete = True
         finally:
             if self._requests.pending is requests:
                 self._thread = None
+
+    def _request(self, pending: Iterator[BatchRequest], workers: Workers) -> None:
+        """What has been requested comes back; then the first of `pending` are under way."""
+        self._requests.pending = pending
+        for _ in range(self._parts_ahead):
+            workers.next()
 
     def start(self) -> tuple[Workers, SlotDataset]:
         """Starts the workers, unless they run."""
