@@ -41,26 +41,20 @@ def facts_of(model: nn.Module, batch: Any, *, training: bool = True) -> ModelFac
 
     Raises what the model raises.
     """
-    device = next((tensor.device for tensor in model.parameters()), _CPU)
-    failure: Exception | None = None
-    # An operator may have no formula for its FLOPs.
-    for copied_to, is_counted in ((_META, True), (_META, False), (device, False)):
-        try:
-            with random_state_restored(device), kernel_selection(autotune=False):
-                copied = copy_model(model, copied_to).train(training)
-                inputs = _on(copied_to, batch, dtype_of(model))
-                return _facts(copied, inputs, training, is_counted)
-        except Exception as error:  # a model may raise any
-            failure = error  # the last one, with values, says most
-    assert failure is not None
-    raise failure
+    own = next((tensor.device for tensor in model.parameters()), _CPU)
+    with random_state_restored(own), kernel_selection(autotune=False):
+        with suppress(Exception):  # it needs values, or an operator has no formula for its FLOPs
+            return _facts(model, batch, _META, training)
+        return _facts(model, batch, own, training)
 
 
-def _facts(model: nn.Module, batch: Any, training: bool, is_counted: bool) -> ModelFacts:
-    counter, crash = flop_counter(), KnownCrash(model)
+def _facts(model: nn.Module, batch: Any, device: torch.device, training: bool) -> ModelFacts:
+    copied = copy_model(model, device).train(training)
+    batch = _on(device, batch, dtype_of(model))
+    is_counted, counter, crash = device == _META, flop_counter(), KnownCrash(copied)
     gradients = nullcontext() if is_counted else torch.no_grad()
     with crash, gradients, counter if is_counted else nullcontext():
-        output = call_model(model, batch)
+        output = call_model(copied, batch)
         gflop = counter.get_total_flops() / images_of(batch) / 1e9
         step_gflop = None
         if is_counted and training:
