@@ -3,16 +3,18 @@ epoch began. Bad images are named, counted, replaced or left out. Images grow.
 """
 
 import random
+import time
 from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import checked_config
 from cl_train.data.loader_report import bottleneck_advice
-from cl_train.data.transforms import WorkerTimes
+from cl_train.data.transforms import ImageReader, WorkerTimes
 from cl_train.errors import ConfigError
 from tests.data.image_folders import (
     CPU,
@@ -60,6 +62,21 @@ def test_batches_do_not_depend_on_workers_abandoned_epochs_and_the_first_batch(r
         same(seen, whole)
         kept = [(batch, batch.images.clone()) for batch in data.train(0, FLOAT_CHANNELS_LAST)]
     assert all(torch.equal(batch.images, pixels) for batch, pixels in kept)
+
+
+def test_an_abandoned_epoch_writes_nothing_into_the_next_one(root, monkeypatch):
+    """Its requests lie in the same slots, and a slow worker still fills them."""
+    plain = ImageReader.read
+
+    def read(self, row, index, epoch, random_index):
+        time.sleep(0.05 if epoch == 5 and get_worker_info().id == 0 else 0)
+        return plain(self, row, index, epoch, random_index)
+
+    monkeypatch.setattr(ImageReader, "read", read)
+    with closing(folder_data(root, workers=2)) as data:
+        next(data.train_loader.batches(5))
+        found = train_batches(data, epoch=3, first_batch=2)
+    same(found, train_batches(folder_data(root), epoch=3, first_batch=2))
 
 
 def test_epochs_and_seeds_differ_and_a_second_iteration_ends_the_first_with_an_error(root):
