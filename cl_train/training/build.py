@@ -98,8 +98,7 @@ def build_train_state(
         freeze(model, wanted.freeze, head)  # the new modules, too
 
     model = cast_model(model.to(dist.device), settings.precision)
-    chosen = convert_layout(wanted, model, settings, dist, facts.values())
-    batch_format = chosen.batch_format
+    batch_format, parity = convert_layout(wanted, model, settings, dist, facts.values())
 
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
@@ -125,7 +124,7 @@ def build_train_state(
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=wanted.graph_may_fail)
-    return TrainState(model, parts, batch_format, step, chosen.parity, facts)
+    return TrainState(model, parts, batch_format, step, parity, facts)
 
 
 def build_evaluated_state(
@@ -140,18 +139,16 @@ def build_evaluated_state(
     facts_by_size(wanted, model, ())
     model = cast_model(model.to(dist.device), settings.precision)
     settings = replace(settings, compile=False, cuda_graph=False, accumulate_steps=1)
-    chosen = convert_layout(wanted, model, settings, dist, (), mode="infer")
+    batch_format, parity = convert_layout(wanted, model, settings, dist, (), mode="infer")
     parts = make_step(model, settings, dist.device)
-    step = partial(train_step, parts)
-    return TrainState(model, parts, chosen.batch_format, step, chosen.parity)
+    return TrainState(model, parts, batch_format, partial(train_step, parts), parity)
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:
     """Raises ConfigError: a trained parameter holds NaN or Inf."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.isfinite().all():
-            value = "NaN" if parameter.isnan().any() else "Inf"
-            raise ConfigError(f"{source} holds {value} in {name}")
+            raise ConfigError(f"{source} holds NaN or Inf in {name}")
 
 
 def model_of(

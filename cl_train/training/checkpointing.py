@@ -117,24 +117,16 @@ class Checkpoints:
             self.store.link_best(progress.step)
 
 
-def evaluated_progress(checkpoints: Checkpoints, source: str | None) -> Progress:
-    """Of a run that only evaluates, the checkpoint `source` or else its weights."""
-    progress = resume(checkpoints, source, training=False) if source else None
-    return progress or Progress()
-
-
 def starting_point(
     checkpoints: Checkpoints, plan: Plan, folder: Path, source: str | None, best_by: str | None
 ) -> Progress:
     """Training begins at the checkpoint that `source`, of `resume=`, names, if there is one."""
     dist = checkpoints.dist
     checkpoints.check()
-    if not source:
-        return Progress()
     progress = resume(checkpoints, source)
     records = on_main(lambda: read_records(folder)[0], dist)
     if progress is None:
-        if records and dist.is_main:
+        if source and records and dist.is_main:
             log.warning(f"{folder} has no checkpoint: the run begins anew and replaces its records")
         return Progress()
     if progress.best is None and progress.best_score > -math.inf:  # an older version saved it
@@ -161,14 +153,17 @@ def starting_point(
     return progress
 
 
-def resume(checkpoints: Checkpoints, source: str, *, training: bool = True) -> Progress | None:
-    """Restore the checkpoint that `resume=` names, without `training` only its weights; None:
-    `auto` finds none. Rank 0 reads for all: nodes need no shared folder.
+def resume(
+    checkpoints: Checkpoints, source: str | None, *, training: bool = True
+) -> Progress | None:
+    """Restore the checkpoint that `resume=` names, without `training` only its weights; None: it
+    names none, or `auto` finds none. Rank 0 reads for all: nodes need no shared folder.
 
     Raises ConfigError: there is none, or it is of another run.
     """
-    newest = on_main(lambda: load_for_resume(source, checkpoints.store), checkpoints.dist)
-    if newest is None:
+    store = checkpoints.store
+    newest = source and on_main(lambda: load_for_resume(source, store), checkpoints.dist)
+    if not newest:
         return None
     path, saved, skipped = newest
     for line in skipped:

@@ -38,7 +38,6 @@ EVALUATED = ("loss", "top1", "top5", "balanced_accuracy", "images")
 class EvaluationSettings:
     source: str | None  # of the weights of a run that only evaluates: checkpoint, run, file, name
     metrics: Metrics | None
-    is_never: bool  # no epoch of training ends with one
     best_by: str | None  # see `score_of`
     flip: bool  # average the logits of each image and of its mirror image
     reported: str | None  # the images, in the words of the report, if there is to be one

@@ -47,14 +47,6 @@ class ModelSettings:
         return size_schedule(self.data).largest
 
 
-@dataclass(frozen=True)
-class ChosenLayout:
-    """The format of a batch, which is also the model's; `parity` as in summary.json."""
-
-    batch_format: DeviceFormat
-    parity: str | None  # None: the run trains contiguous
-
-
 def convert_layout(
     wanted: ModelSettings,
     model: nn.Module,
@@ -62,9 +54,10 @@ def convert_layout(
     dist: Dist,
     facts: Collection[ModelFacts],
     mode: str = "train",
-) -> ChosenLayout:
-    """Convert `model` in place as the settings say. `facts`: at the sizes of training, as `auto`
-    would notice a crash at its own size only. mode: what is run.
+) -> tuple[DeviceFormat, str | None]:
+    """Convert `model` in place as the settings say. Returns the format of its batches, and the
+    parity as in summary.json; None: the run trains contiguous. `facts`: at the sizes of training,
+    as `auto` would notice a crash at its own size only. mode: what is run.
 
     Raises ConfigError: channels_last=true, and torch is known to crash on the model, or to compute
     something else.
@@ -90,7 +83,7 @@ def convert_layout(
     if layout.is_channels_last:
         log.info("%s", report)
     dtype = settings.precision.input_dtype
-    return ChosenLayout(DeviceFormat(dist.device, dtype, layout.memory_format), parity)
+    return DeviceFormat(dist.device, dtype, layout.memory_format), parity
 
 
 def checked_parity(wanted: ModelSettings, model: nn.Module, workload: Workload, dist: Dist) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import Config
-from cl_train.data.loader_report import bad_share, first_reasons
+from cl_train.data.loader_report import bad_share
 from cl_train.errors import TrainingFault
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import gather_objects, max_over_ranks, on_main
@@ -215,8 +215,7 @@ def finish(run: ActiveRun) -> RunResult:
         check_evaluation(evaluation["loss"])
     bad, lost_pct = run.data.bad_images, run.machine_load.lost_pct()
     skipped, each_lost_pct = zip(*gather_objects((bad.skipped, lost_pct), dist), strict=True)
-    if (reasons := run.note_bad_images()) and dist.is_main:
-        log.warning("bad images: %d; %s", len(reasons), first_reasons(reasons))
+    run.note_bad_images()
     write = partial(
         records.finish,
         "interrupted" if stopped_by else "completed",

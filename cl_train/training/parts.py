@@ -35,8 +35,6 @@ def open_data(settings: DataSettings, evaluation: EvaluationSettings, stack: Exi
     known = () if settings.training else on_main(lambda: classes_of(source), settings.dist)
     if known and isinstance(data, ImageData):
         data.evaluate_as(known, f"the model of {source}")
-    if data.val_images == 0 and not (settings.training and evaluation.is_never):
-        raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
     return data
 
 

@@ -61,11 +61,11 @@ from cl_train.training.active_run import ActiveRun
 from cl_train.training.build import (
     TrainState,
 )
-from cl_train.training.checkpointing import Checkpoints, evaluated_progress, starting_point
+from cl_train.training.checkpointing import Checkpoints, resume, starting_point
 from cl_train.training.console import RunLog
 from cl_train.training.evaluation import EvaluationSettings, check_metrics
 from cl_train.training.parts import build_state, open_data, plan_of
-from cl_train.training.plan import Plan
+from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
 from cl_train.training.trackers import Trackers, find_tracker, start_record
 
@@ -120,25 +120,15 @@ def opened_run(cfg: Config, folder: Path, command: str | None) -> Iterator[Activ
 
 
 def set_up(
-    cfg: Config,
-    folder: Path,
-    dist: Dist,
-    signals: StopRequest,
-    stack: ExitStack,
-    command: str,
+    cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str
 ) -> ActiveRun:
     """Build the objects of a run, and restore the checkpoint of `resume=`.
 
     Resources are registered on `stack`.
     """
-    # 1. The process. A program that asked torch for deterministic algorithms keeps them.
-    is_deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
-    micro_steps = micro_steps_of(cfg, dist.world_size)
-    cfg = replace(cfg, deterministic=is_deterministic, accumulate_steps=micro_steps)
-    prepare_process(dist, deterministic=is_deterministic)
+    # 1. The process.
     machine_load = MachineLoad()  # it measures from here on
-    precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
-    stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not is_deterministic))
+    cfg, precision = prepare_process(cfg, dist, stack)
     announce(cfg, precision, dist)
 
     # 2. The data. From here on the ranks draw the same numbers: their models must be equal.
@@ -147,22 +137,16 @@ def set_up(
     evaluation = EvaluationSettings(
         cfg.resume or cfg.weights,
         user_function("metrics", cfg.metrics) if cfg.metrics else None,
-        cfg.evaluate_every < 0,
         cfg.best_by,
         cfg.evaluate_flip,
         images_of(cfg.data) if cfg.report else None,
     )
+    trains, micro_steps = not cfg.evaluate_only, cfg.accumulate_steps
     settings = DataSettings(
-        cfg.data,
-        cfg.augment,
-        cfg.batch_size,
-        cfg.seed,
-        dist,
-        cfg.accumulate_steps,
-        training=not cfg.evaluate_only,
+        cfg.data, cfg.augment, cfg.batch_size, cfg.seed, dist, micro_steps, trains
     )
     data = open_data(settings, evaluation, stack)
-    check_same_run(cfg, data, dist)
+    check_data(cfg, data, dist)
     data.start()
     check_metrics(evaluation, data, dist)
     plan = plan_of(cfg, data.train_images, dist.world_size)
@@ -179,12 +163,12 @@ def set_up(
     store = CheckpointStore(folder / "checkpoints", cfg.checkpoint.keep)
     identity = identity_of_run(facts, data, cfg.data) | {"config": config}
     checkpoints = Checkpoints(store, state, identity, dist)
-    if cfg.evaluate_only:
-        progress = evaluated_progress(checkpoints, cfg.resume)
-    else:
+    if trains:
         progress = starting_point(checkpoints, plan, folder, cfg.resume, evaluation.best_by)
+    else:
+        progress = resume(checkpoints, cfg.resume, training=False) or Progress()
     log.info("run folder: %s", folder)
-    if not cfg.evaluate_only and handles_signals() and signals.ends_process:
+    if trains and handles_signals() and signals.ends_process:
         log.info("kill -USR1 %d saves a checkpoint now", os.getpid())
 
     # 5. Its records.
@@ -197,8 +181,10 @@ def set_up(
     return ActiveRun(dist, folder, *parts, signals, machine_load, progress)
 
 
-def check_same_run(cfg: Config, data: Data, dist: Dist) -> None:
-    """Raises ConfigError: the ranks have other settings or images."""
+def check_data(cfg: Config, data: Data, dist: Dist) -> None:
+    """Raises ConfigError: nothing to evaluate, or the ranks have other settings or images."""
+    if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
+        raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
     names = ("root", "csv", "val_csv", "workers", "prefetch", "dataset")
     of_machine = [f"data.{name}" for name in names]
     of_all_ranks = {key: value for key, value in flatten(asdict(cfg)) if key not in of_machine}
@@ -227,8 +213,11 @@ def record_failure(
             run.checkpoints.store.wait()
 
 
-def prepare_process(dist: Dist, *, deterministic: bool) -> None:
-    """Set switches of the whole process; but for those of `new_torch_state` for good."""
+def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, Precision]:
+    """Set switches of the whole process; but for those of `new_torch_state` for good. Returns `cfg`
+    as the process can have it: a program that asked torch for deterministic algorithms keeps them.
+    """
+    deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
     if deterministic:
         if not torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(True)
@@ -237,6 +226,10 @@ def prepare_process(dist: Dist, *, deterministic: bool) -> None:
     keep_freed_memory(dist.device)
     if dist.world_size > 1 and dist.device.type == "cpu":
         torch.set_num_threads(cores_of_process(dist.world_size))
+    precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
+    stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not deterministic))
+    micro_steps = micro_steps_of(cfg, dist.world_size)
+    return replace(cfg, deterministic=deterministic, accumulate_steps=micro_steps), precision
 
 
 def micro_steps_of(cfg: Config, world_size: int) -> int:
@@ -330,8 +323,6 @@ def announce_work(cfg: Config, data: Data, plan: Plan, state: TrainState, dist: 
     log.info("%s: %s", cfg.data.name, images)
     if data.num_classes == 1:
         log.warning("there is one class only: is data.root one level too high or too low?")
-    if dist.is_main and cfg.data.val_split == "train":
-        log.warning("data.val_split=train: the accuracy on other images is lower")
     steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
     left_out = data.train_images - steps * images_per_step
     dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""

@@ -246,7 +246,7 @@ def test_weights_of_a_run_are_evaluated_alike_and_nan_ones_fail(train, tmp_path)
     torch.save(state, tmp_path / "nan.pth")
     with pytest.raises(TrainingFault, match="NaN"):
         train("evaluate_only=true", f"weights={tmp_path / 'nan.pth'}", folder=failed)
-    with pytest.raises(ConfigError, match=r"nan.pth holds NaN in 0\.weight"):
+    with pytest.raises(ConfigError, match=r"nan.pth holds NaN or Inf in 0\.weight"):
         train("max_steps=1", f"weights={tmp_path / 'nan.pth'}")
     assert Run(failed, 1).summary["status"] == "failed"
 

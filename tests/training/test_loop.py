@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -263,10 +264,11 @@ def test_the_first_cause_is_named_and_a_limit_counts_steps():
     assert count_bad_steps([nan, gradient], 1, 2) == 2, "steps, not ranks"
 
 
-def test_cublas_is_told_that_a_run_is_deterministic(monkeypatch):
+def test_cublas_is_told_that_a_run_is_deterministic(tiny, monkeypatch):
     """Before any work: it reads its variable at its first product."""
     monkeypatch.setattr(os, "environ", {})
-    prepare_process(Dist(0, 1, torch.device("cpu")), deterministic=True)
+    with ExitStack() as stack:
+        prepare_process(tiny("deterministic=true"), Dist(0, 1, torch.device("cpu")), stack)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled()
 
