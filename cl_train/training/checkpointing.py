@@ -129,12 +129,6 @@ def starting_point(
         if source and records and dist.is_main:
             log.warning(f"{folder} has no checkpoint: the run begins anew and replaces its records")
         return Progress()
-    if progress.best is None and progress.best_score > -math.inf:  # an older version saved it
-        for record in records:
-            is_past = record["kind"] == "val" and record["step"] <= progress.step
-            if is_past and score_of({"val": record}, best_by) == progress.best_score:
-                progress.best = {name: record[name] for name in ("step", "epoch", "top1")}
-                break
     # The checkpoint was written before the evaluation of its epoch: the records say whether that
     # took place.
     evaluated = {record["kind"]: record for record in records if record["step"] == progress.step}

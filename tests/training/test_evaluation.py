@@ -43,10 +43,8 @@ def reference_transform(model, weights):
 @pytest.mark.parametrize(
     ("model_name", "weights", "levels"),
     [
-        ("squeezenet1_1", "IMAGENET1K_V1", 1),
         ("mobilenet_v3_small", "IMAGENET1K_V1", 1),  # bilinear, 256 -> 224
         ("efficientnet_b0", "IMAGENET1K_V1", 2),  # bicubic
-        ("timm/mobilenetv3_small_050.lamb_in1k", "pretrained", 2),  # bicubic
         ("timm/vit_tiny_patch16_224", "pretrained", 2),  # mean and std 0.5
     ],
 )

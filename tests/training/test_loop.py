@@ -94,14 +94,8 @@ def test_losses_depend_on_the_seed_not_on_the_layout(train, tmp_path, without_in
 
 
 @pytest.mark.slow
-def test_other_classes_and_a_profile_and_synthetic_data_measures_the_computation(train, tmp_path):
-    root = tmp_path / "other"
-    write_images(root, {"train": 40, "val": 3})
-    for split in ("train", "val"):
-        (root / split / "red").rename(root / split / "ein anderer Name")
-    done = train(f"data.root={root}", "profile=true", "epochs=4")
-    assert done.summary["val"]["images"] == 9
-    assert done.checkpoint()["facts"]["classes"] == ["blue", "ein anderer Name", "green"]
+def test_a_run_is_profiled_and_synthetic_data_measures_the_computation(train):
+    done = train("profile=true", "epochs=4")
     assert (done.folder / "trace.json.gz").stat().st_size > 1000
     assert "aten::" in (done.folder / "operators.txt").read_text()
 
@@ -210,13 +204,13 @@ def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
         assert re.search(f"the run failed: {problem}", (folder / "train.log").read_text())
 
 
-@pytest.mark.parametrize("on_nonfinite", ["skip", "stop"])
+@pytest.mark.parametrize(("on_nonfinite", "bad_step"), [("skip", 8), ("skip", 10), ("stop", 8)])
 def test_a_checkpoint_in_a_window_with_nan_has_good_statistics_and_its_run_can_continue(
-    on_nonfinite, train, monkeypatch, tmp_path
+    on_nonfinite, bad_step, train, monkeypatch, tmp_path
 ):
-    """NaN in step 8 of 12, saved after step 9, log lines at 5 and 10."""
+    """NaN in a step of 12, before or after a save in step 9, log lines at 5 and 10."""
     monkeypatch.setattr(Plan, "lr_at", Plan.lr_at)  # brings it back at the end
-    planted = partial(networks.nan_images_at_a_step, plan=Plan, at_step=8)
+    planted = partial(networks.nan_images_at_a_step, plan=Plan, at_step=bad_step)
     monkeypatch.setattr(networks, "planted", planted, raising=False)
     words = ("model=tests.networks:planted", "batch_size=16", "log_every=5", "optim.lr=0.05",
              "ema_decay=0.5", f"on_nonfinite={on_nonfinite}")  # fmt: skip

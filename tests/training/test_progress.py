@@ -209,13 +209,9 @@ def test_the_best_checkpoint_is_that_of_the_way_that_the_run_goes_on(
     assert first.saved_step("best.pt") == 9
     name = "step-00000006.pt"
 
-    def go_back(folder, scores, *, old=False, new=False, gone=False):
+    def go_back(folder, scores, *, new=False, gone=False):
         shutil.copytree(first.folder, folder)
         path = folder / "checkpoints" / name
-        if old:  # an older version did not save it
-            content = first.checkpoint(name)
-            del content["progress"]["best"]
-            torch.save(content, path)
         if gone:
             path.with_name("step-00000003.pt").unlink()
         SCORES[:] = [0, *([3] * new), *scores]
@@ -227,8 +223,6 @@ def test_the_best_checkpoint_is_that_of_the_way_that_the_run_goes_on(
         assert again.saved_step("best.pt") == 3
         assert again.checkpoint()["progress"]["best_score"] == 5
         assert f"best score 5 after epoch 0: {best}" in again.log
-    again, best = go_back(tmp_path / "old", [4, 2], old=True)
-    assert again.saved_step("best.pt") == 3 and again.summary["best"]["score"] == 5
     again, best = go_back(tmp_path / "gone", [4, 2], gone=True)
     assert not best.exists() and "best.pt is not the best of the steps" in again.log
     again, best = go_back(tmp_path / "better", [4, 6])
