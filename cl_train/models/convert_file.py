@@ -26,7 +26,6 @@ from cl_train.system.files import output_file
 # Of the largest output, for another order of sums; 2e-2 for 16-bit outputs
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 PROGRAMS = (".pt2", ".onnx")
-_EQUAL_VALUES = "the values read back are equal; "
 _SUFFIXES = (".pth", ".pt", ".safetensors", *PROGRAMS)
 
 
@@ -82,27 +81,24 @@ def _convert(
     """Write the file, read it back and compare; returns what is equal, and whether all is."""
     shape = shape or _usual_shape(saved)
     original = runnable(saved, shape[-1])
-    if original is None:
-        if file.suffix in PROGRAMS:
-            raise ConfigError(f"out=*{file.suffix}: {needed_model(saved)}")
-        _written_weights(saved, memory_format, file)
-        return f"{_EQUAL_VALUES}outputs not compared: {needed_model(saved)}", False
+    if original is not None:
+        images = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        images = images.to(dtype_of(original))
+        references = _outputs(original, images, torch.contiguous_format)
+        if not files.module_versions(saved.state):
+            versions = files.module_versions(original.state_dict())
+            saved = replace(saved, state=files.with_versions(saved.state, versions))
 
-    images = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    images = images.to(dtype_of(original))
-    references = _outputs(original, images, torch.contiguous_format)
-    if not files.module_versions(saved.state):
-        versions = files.module_versions(original.state_dict())
-        saved = replace(saved, state=files.with_versions(saved.state, versions))
-
-    if file.suffix in PROGRAMS:
+    converted: Callable[..., Any] | None
+    if file.suffix not in PROGRAMS:
+        proof = "the values read back are equal; "
+        converted = runnable(_written_weights(saved, memory_format, file), shape[-1])
+    elif original is not None:
         proof, converted = "", _written_program(saved, original, images, memory_format, file)
     else:
-        written = _written_weights(saved, memory_format, file)
-        proof, loaded = _EQUAL_VALUES, runnable(written, shape[-1])
-        if loaded is None:  # the weights of a program
-            return f"{proof}outputs not compared: {needed_model(saved)}", False
-        converted = loaded
+        raise ConfigError(f"out=*{file.suffix}: {needed_model(saved)}")
+    if original is None or converted is None:  # weights alone, or those of a program
+        return f"{proof}outputs not compared: {needed_model(saved)}", False
     try:
         outputs = _outputs(converted, images, memory_format)
     except ConfigError as error:

@@ -156,8 +156,8 @@ def _built(
     options |= {"num_classes": num_classes, **_size_options(name, image_size)}
     if is_timm:
         timm = optional_module("timm", f"model={name}")
-        published_name = name.removeprefix("timm/")
-        return timm.create_model(published_name, pretrained=weights is not None, **options)
+        own_name = name.removeprefix("timm/")
+        return timm.create_model(own_name, pretrained=weights is not None, **options)
     if name in ("inception_v3", "googlenet"):  # torchvision warns without it
         options["init_weights"] = True
     return torchvision.models.get_model(name, **options)
