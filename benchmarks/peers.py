@@ -149,7 +149,7 @@ def updates(settings: UpdateSettings) -> Result:
     for model, update, threads in cases:
         torch.set_num_threads(threads)
         variants = [partial(updates_block, update_of(model, update, side)) for side in SIDES]
-        done = alternate(variants, Stop(math.inf, case_s))
+        done = alternate(variants, Stop(math.inf, case_s, least_rounds=2))
         ms = [
             [round(1000 * seconds, 4) for seconds in times]
             for times in map(done.times_s, range(len(SIDES)))

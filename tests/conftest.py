@@ -158,16 +158,15 @@ class Run:
 @pytest.fixture
 def quick_auto(monkeypatch, tmp_path) -> None:
     """`channels_last=auto` measures two short rounds, and knows no earlier choice."""
-    from dataclasses import replace
-
     from cl_train.measure import auto, paired
+    from cl_train.measure.alternate import Stop
 
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
     measure = auto.benchmark_layouts
     monkeypatch.setattr(
         auto,
         "benchmark_layouts",
-        lambda *given, stop: measure(*given, stop=replace(stop, time_limit_s=0.0)),
+        lambda *given, stop: measure(*given, stop=Stop.after(2)),
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

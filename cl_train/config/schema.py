@@ -271,7 +271,7 @@ class BenchmarkSettings(ModelInput, JsonResult):
     target_ci: float = setting(
         0.02, "stop when the 95 % interval of the ratio is at most this wide", Range(above=0)
     )
-    time_limit_s: float = setting(60.0, "seconds of each combination, without warm-up", Range(0))
+    time_limit_s: float = setting(60.0, "seconds of each combination, about", Range(0))
     parity: str = setting(
         "auto",
         "first compare what the layouts compute; auto = once per model and machine",

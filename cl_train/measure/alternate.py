@@ -99,7 +99,7 @@ class Stop:
     target_ci: float = 0.02
     time_limit_s: float = 60.0
     min_rounds: int = 8  # with less, an interval that is narrow by chance would end it too soon
-    least_rounds: int = 2  # are run also beyond the time limit
+    least_rounds: int = 1  # are run also beyond the time limit
 
     @classmethod
     def after(cls, rounds: int) -> "Stop":

@@ -161,8 +161,8 @@ def _measured_choice(
     model: nn.Module, workload: Workload, time_limit_s: float, candidate: Layout
 ) -> Choice:
     started_at = time.perf_counter()
-    stop = Stop(time_limit_s=SHARE_OF_ROUNDS * time_limit_s)
-    measured = scaled_to_time(model, workload, stop.time_limit_s, LEAST_STEPS)
+    measured = scaled_to_time(model, workload, SHARE_OF_ROUNDS * time_limit_s, LEAST_STEPS)
+    stop = Stop(time_limit_s=time_limit_s - (time.perf_counter() - started_at))
     done = benchmark_layouts(model, measured, (CONTIGUOUS, candidate), stop=stop)
 
     verdict = verdict_of(done.ratio)  # even if disturbed: that slows both layouts alike

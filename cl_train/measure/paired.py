@@ -4,6 +4,8 @@ blocks.
 The step is the one that training runs (`timed_step.py`).
 """
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +20,6 @@ from cl_train.measure.alternate import Block, Rounds, Stop, alternate
 from cl_train.measure.statistics import HOST_BOUND, Interval, are_host_bound, verdict_of
 from cl_train.measure.taken_time import TakenTime, timed_block
 from cl_train.measure.timed_step import (
-    SLOW_STEP_S,
     LossFunction,
     TimedStep,
     Workload,
@@ -39,6 +40,7 @@ from cl_train.system.machine import (
     is_out_of_memory,
     problem_of_gpu,
     release_memory,
+    timed_s,
 )
 from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.torch_state import own_torch_state
@@ -70,7 +72,7 @@ class LayoutSpeed:
     layout: str
     images_per_s: float
     step_ms: float
-    peak_memory_gib: float
+    peak_memory_gib: float | None  # None: no time for it
     ratio: Interval
     verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
     block_ms: tuple[float, ...] = ()  # of a step in each block that counts, two blocks per round
@@ -112,6 +114,11 @@ class Comparison:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
 
+    @property
+    def round_s(self) -> float:
+        """The least time of a round: two steps of each variant."""
+        return 2 * sum(speed.step_ms for speed in self.speeds) / 1000
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `pairs` has the keys of a sweep's comparison."""
         speeds, pairs = [], []
@@ -126,11 +133,16 @@ class Comparison:
         lines: list[str] = []
         for speed in self.speeds:
             line = f"{speed.layout:<18} {speed.images_per_s:10.1f} images/s "
-            line += f"{speed.step_ms:10.2f} ms {speed.peak_memory_gib:8.2f} GiB"
+            memory = speed.peak_memory_gib
+            line += f"{speed.step_ms:10.2f} ms" + (f" {memory:8.2f} GiB" if memory else "")
             if lines:
                 untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
                 line += f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}"
             lines.append(line)
+        if self.rounds == 0:
+            lines.append(f"no round of {self.round_s:.0f} s fits into the time: single steps, cold")
+        elif self.rounds == 1:
+            lines.append(f"only one round of {self.round_s:.0f} s fits into the time")
         if self.utilisation:
             lines.append(describe(self.utilisation))
         if by_itself := by_itself_text(self.by_itself_pct):
@@ -205,7 +217,8 @@ def compare_layouts(
         compile: measure copies compiled by `torch.compile`.
         cuda_graph: replay the step as a CUDA graph.
         target_ci: stop when the 95 % interval of the ratio is at most this wide (high - low).
-        time_limit_s: stop after this long; warm-up and compilation are not counted.
+        time_limit_s: end after about this long, compilation aside. Where not even one round of slow
+            steps fits, those of the warm-up are reported, and the verdict is inconclusive.
 
     Raises:
         ConfigError: the model does not run on this batch, or one image does not fit into memory;
@@ -225,9 +238,11 @@ def compare_layouts(
 
 def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
     """As `benchmark_variants`, with fewer images where two rounds would not end in time."""
-    steps = len(variants) * (2 + 2 * stop.least_rounds)  # warm-up, memory, and the rounds
+    started_at = time.perf_counter()
+    steps = 6 * len(variants)  # warm-up, memory, and two rounds
     scaled = scaled_to_time(variants[0].model, workload, stop.time_limit_s, steps)
-    done = benchmark_variants(variants, scaled, stop=stop)
+    left_s = stop.time_limit_s - (time.perf_counter() - started_at)
+    done = benchmark_variants(variants, scaled, stop=replace(stop, time_limit_s=left_s))
     return replace(done, batch_size_requested=workload.batch_size)
 
 
@@ -284,9 +299,11 @@ def scaled_to_time(
     explained = failure_explained("the model cannot be measured", remedy)
     with explained, measurement_state(small, workload.device):
         probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
-        probe.warm_up()
+        probe.first_step()
+        probe.peak_step()
+        assert probe.peak_gib is not None
         image_s = probe.block_times_s(1)[0] / probed
-        image_bytes = (probe.peak_memory_gib() * 2**30 - probe.held_bytes()) / probed
+        image_bytes = (probe.peak_gib * 2**30 - probe.held_bytes()) / probed
         held_bytes = 2 * probe.held_bytes()
     available = available_bytes(workload.device)
 
@@ -314,28 +331,19 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
         for one in variants:
             timed.append(TimedStep(one.model, one.layout, workload, facts.get(one.model)))
             facts[one.model] = timed[-1].facts
-        warm_step_s = max([step.warm_up() for step in timed])
-        # All eager work comes before the recordings, whose memory it could not use.
-        peaks_gib = [step.peak_memory_gib() for step in timed]
-        for step in timed:
-            step.record()
-
-        slowest_s = warm_step_s
-        if warm_step_s < SLOW_STEP_S:
-            slowest_s = max(step.block_times_s(1)[0] for step in timed)
-        count, taken = max(1, min(100, round(BLOCK_S / slowest_s))), TakenTime()
+        step_s, left_s = _warmed_up(timed, stop.time_limit_s)
         watch = GpuWatch(workload.device)
-
-        def block(step: TimedStep) -> Block:
-            watch.look()
-            return timed_block(step, count, taken)
-
-        done = alternate([partial(block, step) for step in timed], stop)
+        has_round = 2 * sum(step_s) <= left_s
+        if has_round:
+            done = _alternated(timed, step_s, watch, replace(stop, time_limit_s=left_s))
+        else:
+            blocks = [Block(seconds, None) for seconds in step_s]
+            done = Rounds([[*blocks, *reversed(blocks)]], sum(step_s), stopped_by="time_limit")
         counted = done.undisturbed()
         gpu = watch.worst()
         is_trusted = (counted.lost_pct or 0.0) < LOST_PCT and problem_of_gpu(gpu) is None
         names = [one.name for one in variants]
-        speeds = _speeds(names, timed, counted, peaks_gib, is_trusted=is_trusted)
+        speeds = _speeds(names, timed, counted, is_trusted=is_trusted)
         pairs = zip(speeds, timed, strict=True)
         fastest, step = max(pairs, key=lambda pair: pair[0].images_per_s)
         return Comparison(
@@ -343,7 +351,7 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
             workload.precision.name,
             batch_size=workload.batch_size,
             batch_size_requested=workload.batch_size,
-            rounds=len(counted),
+            rounds=len(counted) if has_round else 0,
             seconds=done.seconds,
             stopped_by=done.stopped_by,
             others_pct=done.others_pct,
@@ -355,18 +363,57 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
         )
 
 
+def _warmed_up(timed: Sequence[TimedStep], time_limit_s: float) -> tuple[list[float], float]:
+    """Run eager steps of all sides in turns, fewer where rounds would not fit in behind them.
+
+    Returns the seconds of the last step of each side, and what is left of the time.
+    """
+    workload = timed[0].workload
+    ends_at = time.perf_counter() + time_limit_s
+    step_s, left_s = [], math.inf
+    for work in (TimedStep.first_step, TimedStep.peak_step, TimedStep.warm_up):
+        step_s = [timed_s(partial(work, step), workload.device) for step in timed]
+        if workload.settings.compile and work is TimedStep.first_step:
+            ends_at = time.perf_counter() + time_limit_s  # compilation is not counted
+            continue
+        left_s = ends_at - time.perf_counter()
+        # Two rounds fit in behind another pass, or no round fits, but the pass.
+        pass_s = sum(step_s)
+        can_go_on = 5 * pass_s <= left_s or pass_s <= left_s < 2 * pass_s
+        if not can_go_on:
+            break
+    return step_s, left_s
+
+
+def _alternated(
+    timed: Sequence[TimedStep], step_s: Sequence[float], watch: GpuWatch, stop: Stop
+) -> Rounds:
+    """Rounds of the warm steps, which take `step_s` before they are recorded."""
+    # All eager work comes before the recordings, whose memory it could not use.
+    for step in timed:
+        step.record()
+    if timed[0].workload.settings.cuda_graph:
+        step_s = [step.block_times_s(1)[0] for step in timed]
+    count, taken = max(1, min(100, round(BLOCK_S / max(step_s)))), TakenTime()
+
+    def block(step: TimedStep) -> Block:
+        watch.look()
+        return timed_block(step, count, taken)
+
+    return alternate([partial(block, step) for step in timed], stop)
+
+
 def _speeds(
     names: Sequence[str],
     timed: Sequence[TimedStep],
     counted: Rounds,
-    peaks_gib: Sequence[float],
     *,
     is_trusted: bool,
 ) -> list[LayoutSpeed]:
     speeds: list[LayoutSpeed] = []
     is_host_bound = are_host_bound(map(counted.host_pct, range(len(timed))))
-    measured = zip(names, timed, peaks_gib, counted.intervals(), strict=True)
-    for number, (name, step, peak_gib, ratio) in enumerate(measured):
+    measured = zip(names, timed, counted.intervals(), strict=True)
+    for number, (name, step, ratio) in enumerate(measured):
         times_s = counted.times_s(number)
         step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
         rate = step.workload.images_per_step / step_s
@@ -374,6 +421,9 @@ def _speeds(
         verdict = verdict if is_trusted or not speeds else "not_comparable"
         block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
         host_pct = counted.host_pct(number)
-        speed = LayoutSpeed(name, rate, 1000 * step_s, peak_gib, ratio, verdict, block_ms, host_pct)
-        speeds.append(speed)
+        speeds.append(
+            LayoutSpeed(
+                name, rate, 1000 * step_s, step.peak_gib, ratio, verdict, block_ms, host_pct
+            )
+        )
     return speeds

@@ -3,6 +3,7 @@
 import itertools
 import math
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,9 @@ from cl_train.system.machine import document_of
 from cl_train.system.processes import with_threads
 
 LONGEST_ADVISED_S = 3600.0
+DECIDING_ROUNDS = 10  # eight rounds and their warm-up
+AUDIT_SHARE = 0.05  # of the time limit, that a step may take which is audited
+LEAST_AUDITED = 4  # images
 NAMES = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
 
 
@@ -88,10 +92,11 @@ class Combination:
         """Parity, then speed, then the audit. Layouts that compute different results are not
         comparable.
         """
-        settings = self.settings
+        settings, started_at = self.settings, time.perf_counter()
         variants = self._variants()
         parity = self._parity(variants)
-        stop = Stop(settings.target_ci, settings.time_limit_s)
+        left_s = settings.time_limit_s - (time.perf_counter() - started_at)
+        stop = Stop(settings.target_ci, max(left_s, settings.time_limit_s / 2))
         done = benchmark_in_time(variants, self.workload, stop=stop)
         differing = [name for name, found in parity.items() if found.passed is False]
         speeds = [
@@ -101,7 +106,7 @@ class Combination:
         done = replace(done, speeds=tuple(speeds))
 
         try:
-            audited = self._audited(variants, done.batch_size)
+            audited = self._audited(variants, self._images_to_audit(done))
             because = because_text(audited)
         except Exception as error:  # the speeds stay
             audited, because = [], f"the audit failed: {explain_failure(error)}"
@@ -147,6 +152,12 @@ class Combination:
             for one in checked
         }
 
+    def _images_to_audit(self, done: Comparison) -> int:
+        """As many as were timed, or as fit into a share of the time."""
+        image_s = max(speed.step_ms for speed in done.speeds) / 1000 / done.batch_size
+        affordable = int(AUDIT_SHARE * self.settings.time_limit_s / image_s)
+        return min(done.batch_size, max(LEAST_AUDITED, affordable))
+
     def _same_outputs(self, variants: Sequence[Variant]) -> str:
         if self.settings.compare_by != "model" or len(variants) > 2:
             return ""
@@ -154,7 +165,7 @@ class Combination:
         return same_outputs_text(first.model, other.model, self.workload)
 
     def _audited(self, variants: Sequence[Variant], batch_size: int) -> list[LayoutReport]:
-        """A step of each model in channels_last, on as many images as were timed."""
+        """A step of each model in channels_last."""
         workload = replace(self.workload, batch_size=batch_size)
         names = self.described["model"].split(",")
         layouts = {one.model: one.layout for one in variants if one.layout is not CONTIGUOUS}
@@ -176,12 +187,20 @@ class Combination:
 
     def _to_decide(self, done: Comparison) -> str | None:
         """The command that probably decides it; None if it is decided, or no hour decides it."""
-        seconds = max(seconds_to_decide(speed.ratio, done.seconds) for speed in done.speeds[1:])
-        is_undecided = any(speed.verdict == "inconclusive" for speed in done.speeds)
-        if not is_undecided or (seconds > LONGEST_ADVISED_S and not done.is_host_bound):
+        if all(speed.verdict != "inconclusive" for speed in done.speeds):
             return None
         values = self._words()
+        seconds = max(seconds_to_decide(speed.ratio, done.seconds) for speed in done.speeds[1:])
+        # And once more the parity check and the warm-up.
+        seconds += max(0.0, self.settings.time_limit_s - done.seconds)
+        if done.rounds < 2:
+            seconds = DECIDING_ROUNDS * done.round_s
+            if seconds > LONGEST_ADVISED_S:
+                values["batch_size"] = max(1, int(done.batch_size * LONGEST_ADVISED_S / seconds))
+                seconds = LONGEST_ADVISED_S
         if not done.is_host_bound:
+            if seconds > LONGEST_ADVISED_S:
+                return None
             values["time_limit_s"] = math.ceil(seconds)
         elif self.described["cuda_graph"]:
             values["batch_size"] *= 4
@@ -208,7 +227,7 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
 
     for one in combinations:
         described = ", ".join(f"{key} {value}" for key, value in one.described.items())
-        print(f"{described}: at most {settings.time_limit_s:g} s of rounds", flush=True)
+        print(f"{described}: about {settings.time_limit_s:g} s at most", flush=True)
         result = one.result()
         print(result["text"], flush=True)
         document["results"].append(result)

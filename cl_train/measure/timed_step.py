@@ -23,7 +23,7 @@ from cl_train.memory_format.model_call import call_model, mean_square, output_te
 from cl_train.models.facts import ModelFacts, facts_of
 from cl_train.models.sources import copy_model, usual_image_size
 from cl_train.step.backup import random_state_restored
-from cl_train.step.cuda_graph import WARM_UP_STEPS, Recorder, make_capturable, use_tensor_rates
+from cl_train.step.cuda_graph import Recorder, make_capturable, use_tensor_rates
 from cl_train.step.precision import (
     Precision,
     autocast,
@@ -44,7 +44,6 @@ from cl_train.system.machine import keep_freed_memory, peak_memory_of_step_gib, 
 from cl_train.system.tensors import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], torch.Tensor]
-SLOW_STEP_S = 1.0  # an eager step on a CPU that takes longer is warm after one
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,7 @@ class TimedStep:
         # Of the images that convolutions compute, those in channels_last though the model was given
         # contiguous; None: it was not, it is compiled, or it has not run.
         self.by_itself_pct: float | None = None
+        self.peak_gib: float | None = None  # memory of an eager step, without other models
         self._steps = 0
         self.step: Callable[[], object] = self.eager_step
         self._recorder = Recorder(device) if settings.cuda_graph else None
@@ -186,25 +186,20 @@ class TimedStep:
         self._steps += 1
         parts.update_average(self._steps)
 
-    def warm_up(self) -> float:
-        """Run eager steps, which select kernels, compile and create the optimizer's state; in the
-        first one of a contiguous model `by_itself_pct` is counted. Returns the seconds of the last
-        one, on a GPU those of its launch.
+    def first_step(self) -> None:
+        """The eager step that selects kernels, compiles and creates the optimizer's state; of a
+        contiguous model `by_itself_pct` is counted.
         """
         images = _ConvolvedImages()
         is_counted = not (self.layout.is_channels_last or self.workload.settings.compile)
-        is_eager_cpu = self.workload.device.type == "cpu" and not self.workload.settings.compile
-        seconds = 0.0
-        with self._on_recorders_stream():
-            for number in range(WARM_UP_STEPS):
-                started_at = time.perf_counter()
-                with images if is_counted and number == 0 else nullcontext():
-                    self.eager_step()
-                seconds = time.perf_counter() - started_at
-                if is_eager_cpu and seconds >= SLOW_STEP_S:
-                    break
+        with images if is_counted else nullcontext():
+            self.warm_up()
         self.by_itself_pct = images.channels_last_pct if is_counted else None
-        return seconds
+
+    def warm_up(self) -> None:
+        """One eager step, where graphs are recorded."""
+        with self._on_recorders_stream():
+            self.eager_step()
 
     def record(self) -> None:
         """Record the step as a CUDA graph, if the workload asks for it.
@@ -254,11 +249,11 @@ class TimedStep:
         times_s = step_times_s(launch, steps, self.workload.device)
         return times_s, [later - earlier for earlier, later in pairwise(launched_at)]
 
-    def peak_memory_gib(self) -> float:
-        """Memory of an eager step, without other models."""
+    def peak_step(self) -> None:
+        """One eager step, of which `peak_gib` is measured."""
         device = self.workload.device
         with self._on_recorders_stream():
-            return peak_memory_of_step_gib(self.eager_step, self.held_bytes(), device)
+            self.peak_gib = peak_memory_of_step_gib(self.eager_step, self.held_bytes(), device)
 
     def _on_recorders_stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.on_stream()

@@ -196,5 +196,6 @@ def _columns(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
         columns[f"{mode} images/s"] = speeds[-1]["images_per_s"] if speeds else None
         columns[f"{mode} ratio"] = pair.get("ratio")
         columns[f"{mode} ci95"] = "-".join(f"{bound:.2f}" for bound in pair.get("ci95") or ())
-        columns[f"{mode} GiB"] = " / ".join(f"{speed['peak_memory_gib']:.2f}" for speed in speeds)
+        peaks = [speed["peak_memory_gib"] for speed in speeds]
+        columns[f"{mode} GiB"] = " / ".join("-" if gib is None else f"{gib:.2f}" for gib in peaks)
     return {**columns, "verdict": row.get("verdict") or f"error: {row.get('error')}"}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure import alternate, auto, paired, taken_time, timed_step
+from cl_train.measure import auto, paired, taken_time, timed_step
 from cl_train.measure.alternate import Block, MachineLoad, Stop
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
 from cl_train.measure.taken_time import TakenTime, timed_block
@@ -26,7 +26,7 @@ from cl_train.step.train_step import StepSettings
 from tests.measure.conftest import planted_comparison, unchanged
 
 CPU = torch.device("cpu")
-QUICK = Stop(target_ci=0.5, time_limit_s=0.0)
+QUICK = Stop.after(1)
 
 
 def network(width=8):
@@ -67,7 +67,7 @@ def test_a_training_step_trains_and_an_inference_does_not(precision, changes):
     for mode, trains in (("train", True), ("infer", False)):
         timed = TimedStep(network(), CHANNELS_LAST, workload(precision, mode=mode, **changes))
         before = copy.deepcopy(timed.model.state_dict())
-        timed.warm_up()
+        timed.first_step()
         timed.record()
         timed.block_times_s(1)
         after = timed.model.state_dict()
@@ -120,30 +120,6 @@ class Disturbed:
     def seconds(self):
         self.calls += 1
         return 0.5 * (self.calls // 2 // self.every)
-
-
-@pytest.mark.parametrize(("limit_s", "images"), [(200, 32), (60, 8), (1, 8)])
-def test_a_batch_gets_smaller_until_two_rounds_end_in_time(limit_s, images, monkeypatch):
-    def times_s(step, steps):
-        return [0.5 * len(step.inputs)] * steps
-
-    monkeypatch.setattr(TimedStep, "block_times_s", times_s)
-    monkeypatch.setattr(taken_time, "thread_times", dict)
-    monkeypatch.setattr(alternate, "time", Mock(perf_counter=itertools.count(0, 1000).__next__))
-    done = compare_layouts(network(), 32, image_size=16, time_limit_s=limit_s)
-    assert (done.batch_size, done.batch_size_requested, done.rounds) == (images, 32, 2)
-    assert ("all layouts used 8" in str(done)) == (images == 8)
-    assert done.speeds[0].images_per_s == pytest.approx(2)
-
-
-@pytest.mark.parametrize(("step_s", "steps"), [(0.9, 3), (1.1, 1)])
-def test_a_step_of_seconds_is_warm_after_one(step_s, steps, monkeypatch):
-    clock = itertools.count(0, step_s)
-    monkeypatch.setattr(timed_step, "time", Mock(perf_counter=clock.__next__))
-    step = TimedStep(network(), CONTIGUOUS, workload())
-    eager_step = Mock(side_effect=step.eager_step)
-    monkeypatch.setattr(step, "eager_step", eager_step)
-    assert step.warm_up() == pytest.approx(step_s) and eager_step.call_count == steps
 
 
 def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):

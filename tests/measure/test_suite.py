@@ -4,20 +4,23 @@ continued, refusals.
 
 import json
 import math
+import re
 import signal
 import sys
+import time
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import peers
 from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.measure import paired, parity_gate, suite, zoo
+from cl_train.measure import paired, parity_gate, suite, taken_time, zoo
 from cl_train.measure.alternate import Block
 from cl_train.measure.auto import choose_memory_format
 from cl_train.measure.parity_gate import Parity
@@ -83,10 +86,56 @@ def test_each_combination_has_its_time_and_an_undecided_one_its_command(monkeypa
     document, text = benchmark.measure(settings(model=[SMALL, DROPOUT], time_limit_s=20.0))
     verdicts = [one["pairs"][0]["verdict"] for one in document["results"]]
     assert verdicts == ["faster", "inconclusive"] and text.endswith("1 of 2 are decided")
-    assert limits == [(5.0, 20.0)] * 2
+    assert [target for target, _ in limits] == [5.0] * 2
+    assert all(10.0 <= limit <= 20.0 for _, limit in limits), "all but building the model"
     command = "decide it: OMP_NUM_THREADS=1 cl-train benchmark model=tests.networks:dropout"
     printed = capsys.readouterr().out
     assert command in printed and printed.count("decide it: ") == 1
+
+
+class Slow(nn.Conv2d):
+    """Takes `image_s` of the planted clock for each image, and no time else."""
+
+    now_s = image_s = 0.0
+
+    def forward(self, images):
+        if not images.is_meta:  # of shapes alone
+            Slow.now_s += self.image_s * len(images)
+        return super().forward(images)
+
+
+def slow(num_classes):
+    return nn.Sequential(Slow(3, num_classes, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.parametrize(
+    ("images", "image_s", "timed", "rounds", "end_s", "to_decide"),
+    [
+        (32, 1 / 128, 32, 8, 30, None),
+        (32, 0.375, 8, 2, 70, None),
+        (8, 0.75, 8, 1, 70, "batch_size=8 data.image_size=8 .*time_limit_s=240"),
+        (4, 4.0, 4, 0, 180, "batch_size=4 data.image_size=8 .*time_limit_s=640"),
+        (8, 64.0, 8, 0, 3400, "batch_size=1 data.image_size=8 .*time_limit_s=3600"),
+    ],
+)
+def test_the_time_limit_holds_for_slow_steps(
+    images, image_s, timed, rounds, end_s, to_decide, monkeypatch
+):
+    """Fewer images, then fewer rounds; what is left over is parity, once, and a step per side."""
+    monkeypatch.setattr(Slow, "now_s", 0.0)
+    monkeypatch.setattr(Slow, "image_s", image_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: Slow.now_s)
+    monkeypatch.setattr(taken_time, "thread_times", dict)
+    changes = {"model": [f"{__name__}:slow"], "batch_size": [images], "image_size": 8}
+    changes |= {"time_limit_s": 60.0, "parity": "true", "target_ci": 0.02}
+    [result] = run_suite(settings(**changes))["results"]
+    assert (result["batch_size"], result["rounds"]) == (timed, rounds)
+    assert result["speeds"][0]["step_ms"] == pytest.approx(1000 * image_s * timed)
+    assert Slow.now_s <= end_s, Slow.now_s
+    assert ("all layouts used 8" in result["text"]) is (timed < images)
+    assert {0: "no round of", 1: "only one round"}.get(rounds, "images/s") in result["text"]
+    assert (result["pairs"][0]["verdict"] == "inconclusive") is bool(to_decide)
+    assert re.search(to_decide or "None", str(result["to_decide"]))
 
 
 def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
