@@ -337,6 +337,7 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
         if has_round:
             done = _alternated(timed, step_s, watch, replace(stop, time_limit_s=left_s))
         else:
+            watch.look()
             blocks = [Block(seconds, None) for seconds in step_s]
             done = Rounds([[*blocks, *reversed(blocks)]], sum(step_s), stopped_by="time_limit")
         counted = done.undisturbed()

@@ -58,10 +58,10 @@ class Combination:
     described: dict[str, Any]
     workload: Workload
 
-    def result(self) -> dict[str, Any]:
+    def result(self, *, is_checked: bool = True) -> dict[str, Any]:
         """The content of the JSON file: with `error` instead of speeds if it failed; with
         cuda_graph=auto eager steps are tried then. A model may raise any exception, which must not
-        lose the results of the others.
+        lose the results of the others. `is_checked`: with parity, audit and answer.
         """
         result: dict[str, Any] = {}
         for graph in self._graphs():
@@ -72,7 +72,7 @@ class Combination:
                 workload=replace(self.workload, settings=step),
             )
             try:
-                return one.described | one._measured()
+                return one.described | (one._measured() if is_checked else one._timed().to_dict())
             except Exception as error:
                 why = explain_failure(error)
                 result = one.described | {"error": why, "text": f"  failed: {why}", "pairs": []}
@@ -87,6 +87,10 @@ class Combination:
         if is_auto and graph_conflict(settings.optim) is None:
             return [True, False] if CAN_GO_ON_AFTER_FAILURE else [True]
         return [word == "true"]
+
+    def _timed(self) -> Comparison:
+        stop = Stop(self.settings.target_ci, self.settings.time_limit_s)
+        return benchmark_in_time(self._variants(), self.workload, stop=stop)
 
     def _measured(self) -> dict[str, Any]:
         """Parity, then speed, then the audit. Layouts that compute different results are not

@@ -96,14 +96,12 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     size = None if name.startswith(_OWN_SIZE) else settings.image_size
     shape = input_shape(name, size, settings.frames)
     row: dict[str, Any] = {"model": name, "image_size": shape[-1]}
-    checked: dict[str, Any] = {}
     for mode in ("train", "infer") if settings.speed else ():
-        row[mode] = timed = combination_for(name, mode, shape[-1], settings).result()
+        one = combination_for(name, mode, shape[-1], settings)
+        row[mode] = timed = one.result(is_checked=mode == "train")  # which checks both
         if "error" in timed:
             return {"model": name, "error": timed["error"]}
-        checked = checked or timed
-    if not checked:
-        checked = combination_for(name, "train", shape[-1], settings).checked()
+    checked = row.get("train") or combination_for(name, "train", shape[-1], settings).checked()
     parity = checked["parity"]["channels_last"]
     row["parity"] = {"passed": parity["passed"], "why": parity["text"]}
     row["audit"] = checked["audit"][name]
