@@ -191,7 +191,6 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(planted, folder, caps
 
 
 def test_a_completed_run_that_is_damaged_and_stopped_again_is_interrupted(planted, folder, capsys):
-    """What it left before does not look like the end of its new process."""
     assert sweep(folder, BOTH, "model=resnet18") == 0
     metrics = folder / "resnet18_contiguous" / "metrics.jsonl"
     metrics.write_text("garbage\n" + metrics.read_text())

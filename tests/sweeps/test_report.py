@@ -189,6 +189,3 @@ def test_folders_are_compared(tmp_path, capsys):
     for folders in ([first, first], [tmp_path / "nothing"]):
         with pytest.raises(ConfigError):
             compare_folders(folders)
-    same = [folder_of().write(tmp_path / name / "run") for name in ("x", "y")]
-    [pair] = compare_folders(same).pairs
-    assert set(pair.sides) == {f"contiguous ({folder})" for folder in same}
