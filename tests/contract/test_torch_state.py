@@ -61,8 +61,8 @@ def generators():
 
 
 def trained(folder, tmp_path):
-    """Four epochs at which a model learns the colours, if its weights are those that it uses."""
-    words = ("data=folder", f"hydra.run.dir={tmp_path}", "overwrite=true", "epochs=4")
+    """Two epochs at which a model learns the colours, if its weights are those that it uses."""
+    words = ("data=folder", f"hydra.run.dir={tmp_path}", "overwrite=true", "epochs=2")
     given = TINY | {"batch_size": 32, "precision": "bf16", "data": TINY["data"] | {"root": folder}}
     run = cl_train.train(*words, **given)
     return {(r["kind"], r["step"]): (r["loss"], r["top1"]) for r in run.history}
