@@ -24,25 +24,39 @@ def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Ite
     except Exception as error:
         if is_out_of_memory(error) and not memory_too:
             raise
-        raise ConfigError(f"{what}: {explain_failure(error)}; {remedy}") from error
+        advice = "" if known_cause(error) else f"; {remedy}"
+        raise ConfigError(f"{what}: {explain_failure(error)}{advice}") from error
 
 
 def explain_failure(error: BaseException) -> str:
     """One line about an exception raised while a model ran."""
     if isinstance(error, ConfigError):
         return str(error)
+    if known := known_cause(error):
+        return known
     message = " ".join(str(error).split())[:600]
-    where = ""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((TORCH, _PACKAGE)):
-            where = f" at {short_path(frame.filename)}:{frame.lineno} `{frame.line}`"
-            break
+    return f"{type(error).__name__}{_where(error)}" + (f": {message}" if message else "")
+
+
+def known_cause(error: BaseException) -> str | None:
+    """The cause of an exception and its remedy, where they are known."""
+    operator, _, is_random = str(error).partition(" does not have a deterministic implementation")
+    if is_random:
+        return f"{operator} has no deterministic kernel: use deterministic=false"
     if "view size is not compatible" in str(error):
-        line = where.removeprefix(" at ") or "a .view"
+        line = _where(error).removeprefix(" at ") or "a .view"
         return f"{line} needs contiguous memory: use .reshape instead of .view"
     if is_out_of_memory(error):
-        return f"out of memory{where}: use a smaller batch or image size"
-    return f"{type(error).__name__}{where}" + (f": {message}" if message else "")
+        return f"out of memory{_where(error)}: use a smaller batch or image size"
+    return None
+
+
+def _where(error: BaseException) -> str:
+    """The last line that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((TORCH, _PACKAGE)):
+            return f" at {short_path(frame.filename)}:{frame.lineno} `{frame.line}`"
+    return ""
 
 
 def short_path(path: str) -> str:
