@@ -53,7 +53,8 @@ class StreamLoader(IterableDataset[Any]):
         """Yields (images [N, size, size, 3], labels), or (name, reason) of a bad sample."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        form, dist, stream = self._form, self._settings.dist, iter(self._dataset)
+        form, dist = self._form, self._settings.dist
+        stream = itertools.chain.from_iterable([self._dataset])  # so that `next` calls `iter`
         shape = self._settings.batch_size, form.size, form.size, 3
         images, labels = torch.empty(shape, dtype=form.dtype), list[int]()
         for number in itertools.count():

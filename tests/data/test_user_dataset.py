@@ -208,6 +208,20 @@ class LostStream(wrong.Stream):
         return itertools.chain([wrong.good()], map(lost, itertools.count()))
 
 
+class UnopenedStream(wrong.Stream):
+    """Fails from the second epoch on, with the error that a DataLoader raises for a timeout."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        if self.epoch:
+            raise RuntimeError("the storage was lost")
+        return super().__iter__()
+
+
 @WORKERS
 def test_a_stream_of_another_length_than_its_own(monkeypatch, workers):
     """Training takes what it needs and begins again; an evaluation counts what it gets."""
@@ -219,9 +233,10 @@ def test_a_stream_of_another_length_than_its_own(monkeypatch, workers):
     data = wrong_data(monkeypatch, RaisingStream, workers=workers, on_bad_image="skip")
     with pytest.raises(WorkerError, match=r"fewer than 4 good.*was lost"):
         epoch_of(data)
-    data = wrong_data(monkeypatch, LostStream, workers=workers)
-    with pytest.raises(BadImageError, match="the storage was lost"):
-        epoch_of(data)
+    for stream in (LostStream, UnopenedStream):
+        data = wrong_data(monkeypatch, stream, workers=workers)
+        with pytest.raises(BadImageError, match="the storage was lost"):
+            epoch_of(data, epoch=1)
 
 
 def test_a_stream_repeats_no_images(monkeypatch):
