@@ -121,32 +121,41 @@ class LayoutReport:
         """The same as a share of all bytes of the step."""
         return self._pct(self.calls)
 
+    @property
+    def paid(self) -> dict[str, list[Call]]:
+        """The calls that move bytes, by the place that made contiguous what they read: a loss's own
+        or its cause.
+        """
+        paid = defaultdict[str, list[Call]](list)
+        for call in self.of("lost") + self.of("restored") + self.of("inherited"):
+            paid[call.place if call.outcome == "lost" else call.cause].append(call)
+        return paid
+
     def headline(self) -> str:
-        lost = self.of("lost")
+        lost, paid = self.of("lost"), self.paid
         if not lost and self.model_memory_format == "contiguous" and not self.of("kept"):
             return f"{self.model} and its input are contiguous: convert the model first"
         if not lost:
             return f"{self.model}: no operator loses channels_last"
-        causes = {call.place for call in lost}
-        paying = [call for call in self.calls if call.outcome == "lost" or call.cause in causes]
+        paying = [call for place in {call.place for call in lost} for call in paid[place]]
         modules = len({call.module for call in lost})
         number = "1 module; it costs" if modules == 1 else f"{modules} modules; they cost"
         return f"{self.model} loses channels_last in {number} {self._cost(paying)}"
 
     def losses(self) -> list[dict[str, Any]]:
         """A row for each line of code that loses the format, the most expensive first."""
-        rows = []
-        same = attrgetter("operator", "direction", "source", "copy")
-        for calls in grouped(self.of("lost"), same):
-            first, causes = calls[0], {call.place for call in calls}
-            paying = calls + [call for call in self.of("restored") if call.cause in causes]
+        rows, paid = [], self.paid
+        for calls in grouped(
+            self.of("lost"), attrgetter("operator", "direction", "source", "copy")
+        ):
+            first, places = calls[0], {call.place for call in calls}
             row = {
                 "calls": _count(calls),
                 "operator": f"{first.name} ({first.direction})",
                 "line": first.where,
                 "follows from": first.cause.rpartition(" at ")[2],
                 "first module": f"{first.module or '(top)'} {list(first.shape)}",
-                "% of bytes": self._pct(paying),
+                "% of bytes": self._pct([call for place in places for call in paid[place]]),
                 "copy": first.copy,
                 "advice": first.advice(),
             }
@@ -159,12 +168,10 @@ class LayoutReport:
         """
         lost = {call.place for call in self.of("lost")}
         creators = {call.place: call for call in self.of("created")}
-        paying: dict[str, list[Call]] = defaultdict(list)
-        firsts: dict[str, Call] = {}
-        for call in self.of("restored") + self.of("inherited"):
-            if call.cause not in lost:
-                first = firsts.setdefault(call.cause, call)
-                paying[_of_creator(creators.get(call.cause), first)].append(call)
+        paying = defaultdict[str, list[Call]](list)
+        for place, calls in self.paid.items():
+            if place not in lost:
+                paying[_of_creator(creators.get(place), calls[0])] += calls
         lines = []
         for what, calls in sorted(paying.items(), key=lambda item: -_moved_bytes(item[1])):
             number, modules = _count(calls), len({call.cause for call in calls})
