@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
-from cl_train.memory_format.layout import classify, have_other_strides
+from cl_train.memory_format.layout import classify
 from cl_train.memory_format.operator_recorder import (
     COPIES,
     LIBRARIES,
@@ -187,10 +187,12 @@ class TimeRecorder(OriginRecorder):
             call.shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in inputs[:2])
         if self._layout == "channels_last":
             call.gets_contiguous = any(classify(tensor) == "contiguous" for tensor in inputs)
-        if inputs and name_of(function) in COPIES:
-            copied = inputs[-1]
-            if copied.shape == result.shape and have_other_strides(copied, result):
-                call.kind = COPY_KIND
+        if inputs and name_of(function) in COPIES and _have_other_strides(inputs[-1], result):
+            call.kind = COPY_KIND
+
+
+def _have_other_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.stride() != other.stride()
 
 
 def _described(tensor: torch.Tensor) -> str:

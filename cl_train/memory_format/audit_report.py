@@ -123,9 +123,7 @@ class LayoutReport:
 
     @property
     def paid(self) -> dict[str, list[Call]]:
-        """The calls that move bytes, by the place that made contiguous what they read: a loss's own
-        or its cause.
-        """
+        """Losses by their own place, and what reads a contiguous tensor by its cause."""
         paid = defaultdict[str, list[Call]](list)
         for call in self.of("lost") + self.of("restored") + self.of("inherited"):
             paid[call.place if call.outcome == "lost" else call.cause].append(call)

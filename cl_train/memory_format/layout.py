@@ -57,12 +57,6 @@ def _strides_descend(tensor: torch.Tensor, order: Sequence[int]) -> bool:
     return True
 
 
-def have_other_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape differ in the stride of a dimension of more than size 1."""
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return any(size > 1 and first != second for size, first, second in strides)
-
-
 def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
     """`tensor` with the strides of `memory_format`; the same object if it already has them.
 
