@@ -143,6 +143,20 @@ LOST = {
 }
 
 
+def mixer(x):
+    """Its sum with the channels_last image makes the loss good."""
+    t = tokens(x)
+    return image(norm(t + mix(t.mT).mT))
+
+
+def patches_unfolded_by_planes(x):
+    """As MobileViT does it: dimensions that merge channels with rows, and are split again."""
+    n = len(x)
+    rows = x.reshape(n * C * 4, 2, 4, 2).transpose(1, 2).reshape(n, C, 16, 4)
+    mixed = norm(linear(rows.transpose(1, 3).reshape(n * 4, 16, C))).view(n, 4, 16, C)
+    return mixed.transpose(1, 3).reshape(n * C * 4, 4, 2, 2).transpose(1, 2).reshape(n, C, S, S)
+
+
 def is_channels_last(x):
     return x.is_contiguous(memory_format=torch.channels_last)
 
@@ -180,3 +194,10 @@ def test_a_block_that_loses_the_layout_is_named_at_its_line(name):
         model_of(LOST[name])(x)
     with torch.inference_mode(), pytest.raises(LayoutLost), cl_train.layout_guard():
         model_of(LOST[name])(x)
+
+
+@pytest.mark.parametrize(("block", "copies"), [(mixer, 1), (patches_unfolded_by_planes, 2)])
+def test_a_block_whose_copies_lose_the_layout_has_no_other_loss(block, copies):
+    report = audit(model_of(block), images(2, 3, S + 2, S + 2))
+    found = sorted(row["operator"] for row in report.losses())
+    assert found == ["clone (backward)"] * copies + ["clone (forward)"] * copies
