@@ -18,11 +18,9 @@ import yaml
 
 from cl_train.config.validation import checked_config
 from cl_train.errors import BadImageError, ConfigError, TrainingFault
-from cl_train.step.train_step import StepSettings
 from cl_train.sweeps.verdict import compare_pair
 from cl_train.system.distributed import Dist
 from cl_train.system.run_folder import read_run
-from cl_train.training import parts
 from cl_train.training.active_run import ActiveRun, count_bad_steps
 from cl_train.training.console import RunLog
 from cl_train.training.plan import Plan
@@ -181,7 +179,7 @@ def test_an_evaluation_leaves_the_run_alone(train, image_folder, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
     """Also if the device fails while the last lines are read."""
-    original, calls = ActiveRun.log_pending, count()
+    original, calls, scaler = ActiveRun.log_pending, count(), torch.amp.GradScaler
 
     def failing(run):
         if next(calls) == 6:  # two calls a step, and the third step fails
@@ -195,7 +193,7 @@ def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
         (f"{fp16} epochs=7", 1e19, "21 of 21 updates were skipped"),
         (fp16, 0.5, "the loss scale fell to 0.5 at step 1:"),
     ):
-        monkeypatch.setattr(parts, "StepSettings", partial(StepSettings, init_scale=scale))
+        monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=scale))
         folder = tmp_path / str(scale)
         with pytest.raises(TrainingFault, match=problem):
             train(*words.split(), folder=folder)

@@ -10,11 +10,10 @@ from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.errors import ConfigError
-from cl_train.step.train_step import StepSettings
-from cl_train.training import parts
 from cl_train.training.trackers import metrics_of
 from tests.conftest import SHRUNK
 from tests.faults.forkserver import Forked, train_script
@@ -97,7 +96,7 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     train, monkeypatch
 ):
     # Every step overflows, which is faster.
-    monkeypatch.setattr(parts, "StepSettings", partial(StepSettings, init_scale=1e15))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=1e15))
     words = ("precision=fp16", "data.image_size=16")
     done = train(*words)
     for path in (done.folder / "checkpoints").glob("*0006*"):
