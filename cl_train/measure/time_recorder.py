@@ -27,6 +27,7 @@ from cl_train.memory_format.operator_recorder import (
     package_of,
 )
 from cl_train.system.machine import DeviceClock
+from cl_train.system.processes import ran_and_waited_s
 from cl_train.system.tensors import strided_tensors_in, tensors_in
 
 # This quantile of the times between two events is the recorder's own: few modules compute there.
@@ -44,7 +45,7 @@ class ThreadClock(DeviceClock):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        path = Path("/proc/thread-self/schedstat")  # nanoseconds running, waiting, slices
+        path = Path("/proc/thread-self/schedstat")
         self._waiting = None
         if device.type == "cpu" and path.exists():
             self._waiting = os.open(path, os.O_RDONLY)
@@ -53,7 +54,8 @@ class ThreadClock(DeviceClock):
     def mark(self) -> Any:
         if self._waiting is None:
             return super().mark()
-        return super().mark() - 1e-9 * int(os.pread(self._waiting, 64, 0).split()[1])
+        _, waited_s = ran_and_waited_s(os.pread(self._waiting, 64, 0))
+        return super().mark() - waited_s
 
 
 class TimeRecorder(OriginRecorder):

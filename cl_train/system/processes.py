@@ -246,10 +246,16 @@ def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
     times = {}
     for file in Path(f"/proc/{pid or os.getpid()}/task").glob("*/schedstat"):
         with suppress(OSError, ValueError):  # it has just ended
-            ran_s, waited_s = (1e-9 * int(word) for word in file.read_text().split()[:2])
+            ran_s, waited_s = ran_and_waited_s(file.read_bytes())
             if ran_s:  # a kernel without these statistics has zeros
                 times[int(file.parent.name)] = ran_s, waited_s
     return times
+
+
+def ran_and_waited_s(schedstat: bytes) -> tuple[float, float]:
+    """What a thread's file of this name holds: nanoseconds running, waiting, slices."""
+    ran_ns, waited_ns = map(int, schedstat.split()[:2])
+    return 1e-9 * ran_ns, 1e-9 * waited_ns
 
 
 def throttled_s() -> float:
