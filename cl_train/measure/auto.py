@@ -17,9 +17,10 @@ from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
 from cl_train.measure.kept import keep, kept_file, read_kept
-from cl_train.measure.paired import benchmark_layouts, by_itself_text, scaled_to_time
+from cl_train.measure.paired import benchmark_layouts, by_itself_text
 from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.statistics import HOST_BOUND, verdict_of
+from cl_train.measure.time_limit import scaled_to_time
 from cl_train.measure.timed_step import Workload, device_of, image_shape
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES

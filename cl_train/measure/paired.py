@@ -4,7 +4,6 @@ blocks.
 The step is the one that training runs (`timed_step.py`).
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from cl_train.errors import ConfigError, RecordingError
 from cl_train.measure.alternate import Block, Rounds, Stop, alternate
 from cl_train.measure.statistics import HOST_BOUND, Interval, are_host_bound, verdict_of
 from cl_train.measure.taken_time import TakenTime, timed_block
+from cl_train.measure.time_limit import scaled_to_time, warmed_up
 from cl_train.measure.timed_step import (
     LossFunction,
     TimedStep,
@@ -36,20 +36,15 @@ from cl_train.step.utilisation import describe
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import (
     GpuWatch,
-    available_bytes,
     is_out_of_memory,
     problem_of_gpu,
     release_memory,
-    timed_s,
 )
 from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.torch_state import own_torch_state
 
 BLOCK_S = 0.25
 MODES = ("train", "infer")
-PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
-LEAST_IMAGES = 8  # of a batch, also where they take longer
-SHARE_OF_MEMORY = 0.8  # of what is free
 LEAST_BY_ITSELF_PCT = 50.0  # of its images, from which on a contiguous side is called so
 
 
@@ -140,7 +135,7 @@ class Comparison:
                 line += f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}"
             lines.append(line)
         if self.rounds == 0:
-            lines.append(f"no round of {self.round_s:.0f} s fits into the time: single steps, cold")
+            lines.append(f"no round of {self.round_s:.0f} s fits into the time: single steps")
         elif self.rounds == 1:
             lines.append(f"only one round of {self.round_s:.0f} s fits into the time")
         if self.utilisation:
@@ -280,47 +275,6 @@ def benchmark_variants(
         workload = replace(workload, batch_size=size // 2)
 
 
-def scaled_to_time(
-    model: nn.Module, workload: Workload, limit_s: float, least_steps: int
-) -> Workload:
-    """Returns `workload`, on a CPU with as many images per step as memory allows, and as let
-    `least_steps` end within `limit_s`.
-
-    First the batch becomes smaller, down to `LEAST_IMAGES`, then the number of micro-steps. A GPU
-    is measured with the run's own batch, as is a compiled step, which cannot be tried cheaply.
-    """
-    settings = workload.settings
-    is_eager_cpu = workload.device.type == "cpu" and not settings.compile
-    if not is_eager_cpu or workload.batch is not None or workload.images_per_step <= LEAST_IMAGES:
-        return workload
-    probed = min(PROBED_IMAGES, workload.batch_size)
-    small = replace(settings, accumulate_steps=1, cuda_graph=False)
-    remedy = "if it takes another input, give image_size"
-    explained = failure_explained("the model cannot be measured", remedy)
-    with explained, measurement_state(small, workload.device):
-        probe = TimedStep(model, CONTIGUOUS, replace(workload, settings=small, batch_size=probed))
-        probe.first_step()
-        probe.peak_step()
-        assert probe.peak_gib is not None
-        image_s = probe.block_times_s(1)[0] / probed
-        image_bytes = (probe.peak_gib * 2**30 - probe.held_bytes()) / probed
-        held_bytes = 2 * probe.held_bytes()
-    available = available_bytes(workload.device)
-
-    def fits(batch_size: int, micro_steps: int) -> bool:
-        is_quick = least_steps * batch_size * micro_steps * image_s <= limit_s
-        needed = held_bytes + batch_size * image_bytes
-        return is_quick and (available is None or needed <= SHARE_OF_MEMORY * available)
-
-    batch_size, micro_steps = workload.batch_size, settings.accumulate_steps
-    while not fits(batch_size, micro_steps) and batch_size > LEAST_IMAGES:
-        batch_size = max(LEAST_IMAGES, batch_size // 2)
-    while not fits(batch_size, micro_steps) and micro_steps > 1:
-        micro_steps //= 2
-    settings = replace(settings, accumulate_steps=micro_steps)
-    return replace(workload, batch_size=batch_size, settings=settings)
-
-
 def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Comparison:
     """Raises ConfigError: the model fails for another reason than memory."""
     remedy = "if it takes another input, give batch or image_size"
@@ -331,7 +285,7 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
         for one in variants:
             timed.append(TimedStep(one.model, one.layout, workload, facts.get(one.model)))
             facts[one.model] = timed[-1].facts
-        step_s, left_s = _warmed_up(timed, stop.time_limit_s)
+        step_s, left_s = warmed_up(timed, stop.time_limit_s)
         watch = GpuWatch(workload.device)
         has_round = 2 * sum(step_s) <= left_s
         if has_round:
@@ -362,28 +316,6 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
             lost_pct=counted.lost_pct,
             by_itself_pct=timed[0].by_itself_pct,
         )
-
-
-def _warmed_up(timed: Sequence[TimedStep], time_limit_s: float) -> tuple[list[float], float]:
-    """Run eager steps of all sides in turns, fewer where rounds would not fit in behind them.
-
-    Returns the seconds of the last step of each side, and what is left of the time.
-    """
-    workload = timed[0].workload
-    ends_at = time.perf_counter() + time_limit_s
-    step_s, left_s = [], math.inf
-    for work in (TimedStep.first_step, TimedStep.peak_step, TimedStep.warm_up):
-        step_s = [timed_s(partial(work, step), workload.device) for step in timed]
-        if workload.settings.compile and work is TimedStep.first_step:
-            ends_at = time.perf_counter() + time_limit_s  # compilation is not counted
-            continue
-        left_s = ends_at - time.perf_counter()
-        # Two rounds fit in behind another pass, or no round fits, but the pass.
-        pass_s = sum(step_s)
-        can_go_on = 5 * pass_s <= left_s or pass_s <= left_s < 2 * pass_s
-        if not can_go_on:
-            break
-    return step_s, left_s
 
 
 def _alternated(
