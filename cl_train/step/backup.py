@@ -37,9 +37,8 @@ class BufferBackup:
         shape or dtype.
         """
         buffers = dict(self._models.named_buffers())
-        if {name: _kind(buffer) for name, buffer in buffers.items()} != {
-            name: _kind(good) for name, good in self.good.items()
-        }:
+        pairs = [(buffer, self.good.get(name)) for name, buffer in buffers.items()]
+        if any(good is None or _kind(buffer) != _kind(good) for buffer, good in pairs):
             if is_bad:
                 self.restore()
             self._copy()
