@@ -13,6 +13,7 @@ import types
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +217,22 @@ def test_workers_end_when_their_parent_is_stopped(root, number, kind, late):
     os.kill(parent.pid, number)
     parent.join(LIMIT_S)
     wait_until(lambda: not any(process.is_running() for process in children))
+
+
+@pytest.mark.slow
+def test_memory_and_open_files_stay_constant_over_twenty_epochs(root, workers):
+    def resident_kib(pid):
+        return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0])
+
+    def epochs(numbers):
+        for number in numbers:
+            assert len(train_batches(data, number)) == 6 and val_count(data) == 17
+        pids = ["self", *(worker.pid for worker in workers())]
+        return [resident_kib(pid) for pid in pids], len(os.listdir("/proc/self/fd"))
+
+    with contextlib.closing(folder_data(root, workers=2, batch_size=8)) as data:
+        before, files = epochs(range(5))
+        after, files_after = epochs(range(5, 25))
+    growth = [new - old for new, old in zip(after, before, strict=True)]
+    assert max(growth) < 8 * 1024, f"KiB grown: {growth}"
+    assert files_after <= files, "other tests' files may be closed meanwhile"
