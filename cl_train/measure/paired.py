@@ -260,8 +260,7 @@ def benchmark_variants(
     requested = workload.batch_size
     while True:
         try:
-            done = _benchmark(variants, workload, stop)
-            return replace(done, batch_size_requested=requested)
+            return replace(_benchmark(variants, workload, stop), batch_size_requested=requested)
         except Exception as error:
             # The memory of a recording that failed is lost, and no smaller batch would fit.
             can_go_on = CAN_GO_ON_AFTER_FAILURE or not isinstance(error, RecordingError)

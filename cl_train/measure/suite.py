@@ -263,11 +263,8 @@ def combinations_of(settings: BenchmarkSettings) -> list[Combination]:
             described["frames"] = settings.frames
         precision = resolve_precision(described["precision"], device)
         described["precision"] = precision.name
-        step = StepSettings(
-            precision,
-            OptimConfig(name=settings.optimizer),
-            compile=described["compile"],
-        )
+        optim = OptimConfig(name=settings.optimizer)
+        step = StepSettings(precision, optim, compile=described["compile"])
         workload = Workload(described["batch_size"], shape, step, device, described["mode"])
         combinations.append(Combination(settings, described, workload))
     return combinations

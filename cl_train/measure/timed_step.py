@@ -24,12 +24,7 @@ from cl_train.models.facts import ModelFacts, facts_of
 from cl_train.models.sources import copy_model, usual_image_size
 from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import Recorder, make_capturable, use_tensor_rates
-from cl_train.step.precision import (
-    Precision,
-    autocast,
-    cast_model,
-    kernel_selection,
-)
+from cl_train.step.precision import Precision, autocast, cast_model, kernel_selection
 from cl_train.step.train_step import (
     StepParts,
     StepSettings,
@@ -133,7 +128,9 @@ class TimedStep:
             raise ConfigError(f"{why}: only inference can be measured")
         classes = self._classes()
         if classes is not None:
-            self.targets = random_labels(len(self.inputs), classes).to(device)
+            generator = torch.Generator().manual_seed(0)
+            labels = torch.randint(classes, (len(self.inputs),), generator=generator)
+            self.targets = labels.to(device)
             mixing = AugmentConfig(mixup=settings.mixup, cutmix=settings.cutmix)
             self._mix = label_mix(mixing, classes, 0, Dist(0, 1, device))
 
@@ -327,11 +324,6 @@ def input_shape(model: str, image_size: int | None, frames: int) -> tuple[int, .
 def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Returns normal noise of `shape`, float32 on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_labels(count: int, classes: int) -> torch.Tensor:
-    """Returns `count` class indices, int64 on the CPU, the same in each call."""
-    return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def place_batch(

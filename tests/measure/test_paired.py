@@ -17,6 +17,7 @@ from cl_train.errors import ConfigError
 from cl_train.measure import auto, paired, taken_time, timed_step
 from cl_train.measure.alternate import Block, MachineLoad, Stop
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
+from cl_train.measure.parity_gate import Parity
 from cl_train.measure.taken_time import TakenTime, timed_block
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
@@ -220,6 +221,7 @@ def measured(ratio, spread=0.001):
 def benchmark(monkeypatch):
     replaced = Mock(return_value=measured(1.5))
     monkeypatch.setattr(auto, "benchmark_layouts", replaced)
+    monkeypatch.setattr(auto, "parity_before_use", lambda *_: Parity(True))
     monkeypatch.setattr(auto, "release_memory", lambda: None)
     return replaced
 
@@ -262,6 +264,10 @@ def test_what_could_change_the_answer_is_measured_anew(benchmark, change):
     choose(network())
     assert not choose(network(), **change).cached
     assert benchmark.call_args.args[1].settings.cuda_graph is ("cuda_graph" in change)
+
+
+def test_another_model_and_other_kernels_are_measured_anew(benchmark):
+    choose(network())
     assert not choose(network(width=16)).cached, "other shapes under the same name"
     assert not choose(nn.Sequential(*network(), nn.ReLU())).cached, "other modules, same shapes"
     frozen = network()
