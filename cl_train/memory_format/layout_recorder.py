@@ -160,14 +160,12 @@ class LayoutRecorder(OriginRecorder):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = traits_of(function)
-        inputs = strided_tensors_in((args, kwargs))
         if traits.is_view:
-            for tensor in inputs:
-                self._note_viewed(tensor)
             result = function(*args, **kwargs)
             self.origin()
             return result
 
+        inputs = strided_tensors_in((args, kwargs))
         # Described before the call, because an in-place operator changes its arguments.
         operands = [self._operand(tensor, traits) for tensor in _read(traits, inputs)]
         result = function(*args, **kwargs)
@@ -205,15 +203,6 @@ class LayoutRecorder(OriginRecorder):
                 self._memory = {each: m for each, m in entries if not each.expired()}
             self._memory[storage] = memory
         return memory
-
-    def _note_viewed(self, tensor: torch.Tensor) -> None:
-        """The axes of an image that comes from outside the step, the batch or a weight.
-
-        A contiguous one has nothing to lose, and may be no image: a table of positions.
-        """
-        is_followed = self._has_channels_last and _storage(tensor) not in self._memory
-        if is_followed and classify(tensor) == "channels_last":
-            self._memory_of(tensor).axes = axes_of(tensor, image_kinds(tensor.dim()))
 
     def _operand(self, tensor: torch.Tensor, traits: Traits) -> Operand:
         memory = self._memory.get(_storage(tensor), UNKNOWN)
