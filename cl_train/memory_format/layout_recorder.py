@@ -77,7 +77,7 @@ def traits_of(function: Any) -> Traits:
 
 @dataclass(slots=True)
 class Memory:
-    """What is known of memory that an operator of the step has allocated, written or viewed."""
+    """What is known of memory that an operator of the step has allocated or written."""
 
     axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
     cause: Call | None = None  # the call that made the image there contiguous
