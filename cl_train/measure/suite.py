@@ -198,6 +198,7 @@ class Combination:
         # And once more the parity check and the warm-up.
         seconds += max(0.0, self.settings.time_limit_s - done.seconds)
         if done.rounds < 2:
+            values["batch_size"] = done.batch_size
             seconds = DECIDING_ROUNDS * done.round_s
             if seconds > LONGEST_ADVISED_S:
                 values["batch_size"] = max(1, int(done.batch_size * LONGEST_ADVISED_S / seconds))

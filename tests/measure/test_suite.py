@@ -113,6 +113,7 @@ def slow(num_classes):
     [
         (32, 1 / 128, 32, 8, 30, None),
         (32, 0.375, 8, 2, 70, None),
+        (32, 0.75, 8, 0, 70, "batch_size=8 data.image_size=8 .*time_limit_s=240"),
         (8, 0.75, 8, 1, 70, "batch_size=8 data.image_size=8 .*time_limit_s=240"),
         (4, 4.0, 4, 0, 180, "batch_size=4 data.image_size=8 .*time_limit_s=640"),
         (8, 64.0, 8, 0, 3400, "batch_size=1 data.image_size=8 .*time_limit_s=3600"),
