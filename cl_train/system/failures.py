@@ -24,21 +24,22 @@ def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Ite
     except Exception as error:
         if is_out_of_memory(error) and not memory_too:
             raise
-        advice = "" if known_cause(error) else f"; {remedy}"
-        raise ConfigError(f"{what}: {explain_failure(error)}{advice}") from error
+        raise ConfigError(f"{what}: {explain_failure(error, remedy)}") from error
 
 
-def explain_failure(error: BaseException) -> str:
-    """One line about an exception raised while a model ran."""
+def explain_failure(error: BaseException, remedy: str = "") -> str:
+    """One line about an exception of a model; `remedy`: where the cause is not known."""
     if isinstance(error, ConfigError):
         return str(error)
-    if known := known_cause(error):
+    if known := _known_cause(error):
         return known
-    message = " ".join(str(error).split())[:600]
-    return f"{type(error).__name__}{_where(error)}" + (f": {message}" if message else "")
+    text = f"{type(error).__name__}{_where(error)}"
+    if message := " ".join(str(error).split())[:600]:
+        text += f": {message}"
+    return f"{text}; {remedy}" if remedy else text
 
 
-def known_cause(error: BaseException) -> str | None:
+def _known_cause(error: BaseException) -> str | None:
     """The cause of an exception and its remedy, where they are known."""
     operator, _, is_random = str(error).partition(" does not have a deterministic implementation")
     if is_random:

@@ -291,7 +291,7 @@ def try_model(
             raise TrainingFault(f"{what}. {advice}") from None
         what = f"the model cannot train on {shape[-1]} px images"
         advice = "change batch_size or data.image_size, or mend the model"
-        raise ConfigError(f"{what}: {explain_failure(error)}; {advice}") from error
+        raise ConfigError(f"{what}: {explain_failure(error, advice)}") from error
 
 
 def try_evaluation(

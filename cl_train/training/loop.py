@@ -156,8 +156,12 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
         if plan.is_out_of_patience(progress):
             log.info("patience=%d: as many evaluations without a gain; the run ends", plan.patience)
             run.save()
-        took_s = sum(window.seconds for window in run.epoch_windows)
-        log.info("epoch %d: %s of training", progress.epoch, duration(took_s))
+        if run.epoch_windows:  # none: the run resumed at the end of an epoch
+            took = duration(sum(window.seconds for window in run.epoch_windows))
+            best = f"accuracy {progress.best_score:.2f} %"
+            if run.evaluation.best_by is not None:
+                best = f"{run.evaluation.best_by} {abs(progress.best_score):.4g}"
+            log.info("epoch %d: %s of training, best %s", progress.epoch, took, best)
     if (reasons := run.note_bad_images()) and progress.epoch == 0 and run.dist.is_main:
         share = bad_share(reasons, run.data.train_images + run.data.val_images)
         cost = "each is read in vain, and in training the next image takes its place"
