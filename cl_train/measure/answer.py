@@ -1,5 +1,6 @@
 """The answer of a benchmark in four lines: right, faster, because, do."""
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cl_train.config.validation import show
 from cl_train.measure.audit import audit
 from cl_train.measure.code_paths import code_errors
 from cl_train.measure.paired import Comparison, by_itself_text
@@ -85,14 +87,32 @@ def do_text(
         return "measure again on a quiet machine, or with OMP_NUM_THREADS=1"
     if to_decide:
         return f"decide it: {to_decide}"
-    is_faster = last.verdict == "faster"
+    best = last.layout if last.verdict == "faster" else done.speeds[0].layout
     if words.get("compare_by") == "model":
-        return f"cl-train train model={last.layout if is_faster else done.speeds[0].layout}"
-    command = f"cl-train train model={words['model']} channels_last={str(is_faster).lower()}"
+        layout = "channels_last" if words.get("channels_last", True) else "contiguous"
+        return train_command(best, layout, done.batch_size, words)
+    command = train_command(words["model"], best, done.batch_size, words)
     losses = audited[-1].losses() if audited else []
     if losses and losses[0]["% of bytes"] >= LEAST_LOSS_PCT:
         command += f"; to gain more, mend {_place(losses[0])}: {losses[0]['advice']}"
     return command
+
+
+def train_command(model: str, layout: str, batch_size: int, words: Mapping[str, Any]) -> str:
+    """Trains what was timed. `words`: as in `do_text`."""
+    values: dict[str, Any] = {"model": model, "channels_last": layout != "contiguous"}
+    if layout == "channels_last_conv":
+        values["conversion"] = "conv"
+    values["precision"] = words["precision"]
+    values["data.image_size"] = words["data.image_size"]
+    values["batch_size"] = batch_size
+    for name in ("compile", "cuda_graph", "device"):
+        if words.get(name):
+            values[name] = words[name]
+    if "optimizer" in words:
+        values["optim"] = words["optimizer"]
+    typed = [f"{name}={show(value)}" for name, value in values.items()]
+    return f"cl-train train {shlex.join(typed)}"
 
 
 def _place(loss: Mapping[str, Any]) -> str:

@@ -18,10 +18,12 @@ from torch import nn
 from benchmarks import peers
 from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
-from cl_train.config.schema import BenchmarkSettings, ZooSettings
+from cl_train.config.command_line import CommandLine, compose
+from cl_train.config.schema import LAYOUT_CHOICES, BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
 from cl_train.measure import paired, parity_gate, suite, taken_time, zoo
 from cl_train.measure.alternate import Block
+from cl_train.measure.answer import do_text
 from cl_train.measure.auto import choose_memory_format
 from cl_train.measure.parity_gate import Parity
 from cl_train.measure.suite import run_suite
@@ -153,7 +155,8 @@ def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
     assert answer["faster"].startswith("channels_last is 1.500x [1.500, 1.500] faster")
     assert f"{COPYING} loses channels_last in 1 module" in answer["because"]
     assert "clone (forward) at tests/networks.py:" in answer["because"]
-    assert answer["do"].startswith(f"cl-train train model={COPYING} channels_last=true; to gain")
+    trained = "channels_last=true precision=fp32 data.image_size=32 batch_size=4 device=cpu"
+    assert answer["do"].startswith(f"cl-train train model={COPYING} {trained}; to gain")
     assert result["audit"][COPYING]["lost_forward"] == {"clone": 1}
 
     wrong = Parity(False, "convolution in features.0")
@@ -165,6 +168,36 @@ def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
     monkeypatch.setattr(suite, "audited_step", Mock(side_effect=ValueError("planted")))
     [result] = run_suite(settings())["results"]
     assert "planted" in result["answer"]["because"] and result["speeds"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "changes", "trained"),
+    [
+        (1.5, {}, "a channels_last=true"),
+        (0.5, {}, "a channels_last=false"),
+        (1.5, {"layouts": ["channels_last", "contiguous"]}, "a channels_last=false"),
+        (0.5, {"layouts": ["channels_last", "contiguous"]}, "a channels_last=true"),
+        (1.5, {"layouts": ["contiguous", "channels_last_conv"]}, "a channels_last=true {conv}"),
+        (1.5, {"compare_by": "model"}, "b channels_last=true"),
+        (0.5, {"compare_by": "model", "channels_last": False}, "a channels_last=false"),
+    ],
+)
+def test_the_answer_trains_what_was_timed(ratio, changes, trained):
+    sides = ["a", "b"] if "compare_by" in changes else changes.get("layouts", LAYOUT_CHOICES[:2])
+    done = planted_comparison([ratio] * 4)
+    named = zip(done.speeds, sides, strict=True)
+    done = replace(done, speeds=tuple(replace(one, layout=side) for one, side in named))
+    timed = {"precision": "bf16", "data.image_size": 64, "device": "cpu", "compile": True}
+    words = {"model": ",".join(sides[:2]) if "compare_by" in changes else "a", **changes, **timed}
+    command = do_text(done, words | {"optimizer": "adamw"}, {}, [], None)
+    layout = trained.format(conv="conversion=conv")
+    shared = "precision=bf16 data.image_size=64 batch_size=4 compile=true device=cpu optim=adamw"
+    assert command == f"cl-train train model={layout} {shared}"
+    model = {"a": SMALL, "b": DROPOUT}[trained[0]]
+    typed = command.replace(f"model={trained[0]}", f"model={model}").split()[2:]
+    [composed] = compose(CommandLine.parse(typed))
+    assert (composed.cfg.model, composed.cfg.batch_size) == (model, 4)
+    assert (composed.cfg.optim.name, composed.cfg.data.image_size) == ("adamw", 64)
 
 
 def test_two_models_are_timed_in_turns_and_told_whether_they_compute_the_same(monkeypatch):
