@@ -113,7 +113,7 @@ def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
         return [resize.resize_folder(**options)], True
     if task == "verify":
         lines, problems = folders.verify(**options)
-        return [*lines, *problems, f"{len(problems)} problems found"], not problems
+        return [*lines, *(problems or ["0 problems found"])], not problems
     if task == "shards":
         images, bad = shards.write_shards(**options)
         summary = f"{options['out']}: {sum(images.values()):,} images in {len(images):,} shards"

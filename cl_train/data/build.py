@@ -3,6 +3,7 @@ synthetic data.
 """
 
 import logging
+import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,16 @@ from cl_train.data.class_names import matched_all
 from cl_train.data.csv_lists import list_csv, list_csv_images
 from cl_train.data.decode import Pixels
 from cl_train.data.device import Batch, DeviceFormat, Normalise, to_device
-from cl_train.data.images import ImageSource, Indices, Split, list_folder, list_images, listed
+from cl_train.data.images import (
+    EXTENSIONS,
+    FolderSplit,
+    ImageSource,
+    Indices,
+    Split,
+    list_folder,
+    list_images,
+    listed,
+)
 from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader
 from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
 from cl_train.data.sample import list_sample
@@ -64,7 +74,8 @@ class ImageData:
         files = len(source.val) + (len(source.train) if settings.training else 0)
         most = str(cfg.max_bad_images)
         limit = int(float(most[:-1]) / 100 * files) if most.endswith("%") else int(most)
-        self.bad_images = BadImages(cfg.on_bad_image == "skip", limit, most)
+        search = _search_of(cfg) if isinstance(source.val, FolderSplit) else ""
+        self.bad_images = BadImages(cfg.on_bad_image == "skip", limit, most, search)
         self._label_of: torch.Tensor | None = None
         self.class_counts = class_counts(source.train, self.num_classes)
         self._mix = label_mix(augment, self.num_classes, settings.seed, settings.dist)
@@ -275,6 +286,16 @@ def _image_data(settings: DataSettings) -> ImageData:
     for note in source.notes if settings.dist.is_main else ():
         log.info("%s", note)
     return ImageData(source, settings)
+
+
+def _search_of(cfg: DataConfig) -> str:
+    """The command that finds every bad image of a folder; empty for that of the sample data."""
+    if cfg.root is None:
+        return ""
+    words = [f"data.root={cfg.root}", "expect=any", "deep=true"]
+    if {*cfg.extensions} - {*EXTENSIONS}:
+        words.append(f"data.extensions=[{','.join(cfg.extensions)}]")
+    return f"cl-train prepare_imagenet verify {shlex.join(words)}"
 
 
 def size_schedule(cfg: DataConfig) -> SizeSchedule:

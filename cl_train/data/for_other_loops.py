@@ -3,6 +3,7 @@
 """
 
 import math
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -127,11 +128,20 @@ def image_loader(
         "on_bad_image": "skip" if skip_bad_images else "error",
     }
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
-    data = _folder_data(settings, split, batch_size, seed, dist)
+    try:
+        data = _folder_data(settings, split, batch_size, seed, dist)
+    except ConfigError as error:
+        raise ConfigError(list(map(_of_arguments, error.problems))) from None
+    data.bad_images.remedy = "skip_bad_images=True"
     normalise = None
     if device is not None:
         normalise = Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
     return ImageLoader(data, split, normalise)
+
+
+def _of_arguments(problem: str) -> str:
+    """A problem of the settings `data.*`, which are arguments of the same names here."""
+    return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", re.sub(r"(;|,) [a-z: ]+ data=sample$", "", problem))
 
 
 def _folder_data(

@@ -87,8 +87,10 @@ class BadImages:
     """
 
     skip: bool
-    limit: int
-    setting: str = ""  # that the limit follows
+    limit: int = field(repr=False)
+    setting: str = field(default="", repr=False)  # that the limit follows
+    search: str = field(default="", repr=False)  # the command that finds all
+    remedy: str = field(default="data.on_bad_image=skip", repr=False)
     reasons: dict[str, str] = field(default_factory=dict)
     skipped: int = 0
 
@@ -100,9 +102,10 @@ class BadImages:
         self.skipped += skipped
         self.reasons[name] = reason
         if not self.skip:
+            all_of_them = f"; to find all: {self.search}" if self.search else ""
             raise BadImageError(
                 f"'{name}' cannot be used: {reason}. Repair or remove it, or use"
-                " data.on_bad_image=skip; cl-train prepare_imagenet verify names all"
+                f" {self.remedy}{all_of_them}"
             )
         if len(self.reasons) > self.limit:
             raise BadImageError(

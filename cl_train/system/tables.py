@@ -19,6 +19,12 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]], header: Sequence[str] 
     write_text(path, text.getvalue())
 
 
+def counted(count: int, noun: str) -> str:
+    """1 class, 2 classes, 1,200 images."""
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def two_digits(value: float) -> str:
     """110 and 0.53, where `.2g` has 1.1e+02."""
     return f"{float(f'{value:.2g}'):g}"

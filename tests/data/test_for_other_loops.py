@@ -4,6 +4,7 @@ channels_last_collate.
 
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from cl_train import DevicePrefetcher, image_loader
+from cl_train.commands import prepare_imagenet
 from cl_train.config.schema import AugmentConfig
 from cl_train.data.for_other_loops import channels_last_collate
 from cl_train.errors import BadImageError
@@ -69,12 +71,15 @@ def test_on_a_device_batches_are_normalised(root, memory_format):
         assert torch.equal(images, batch.images)
 
 
-def test_bad_images_are_named(tmp_path):
+def test_bad_images_are_named(tmp_path, capsys):
     root = write_folder(tmp_path, train=4, val=4)
     broken = root / "train/class_0/0000.jpg"
-    broken.write_bytes(b"")
-    with pytest.raises(BadImageError, match=r"0000\.jpg' cannot be used: .*on_bad_image=skip"):
+    broken.write_bytes(broken.read_bytes()[:-30])  # its first bytes are right
+    advice = r"0000\.jpg' cannot be used: .*skip_bad_images=True"
+    with pytest.raises(BadImageError, match=advice) as error:
         list(loader(root))
+    find = str(error.value).partition("cl-train prepare_imagenet ")[2].split()
+    assert prepare_imagenet.main(find) == 1 and str(broken) in capsys.readouterr().out
     tolerant = loader(root, skip_bad_images=True)
     assert [len(targets) for _, targets in tolerant] == [4]
     assert list(tolerant.bad_images.reasons) == [str(broken)]
@@ -88,7 +93,8 @@ def test_bad_images_are_named(tmp_path):
         ({"batch_size": 2.5}, "batch_size=2.5"),
         ({"batch_size": 8, "rank": 0, "world_size": 3}, "one step takes 24 images"),
         ({"image_size": 10**6}, "image_size"),
-        ({"val_fraction": 2}, "val_fraction=2"),
+        ({"val_fraction": 2}, r"^val_fraction=2"),
+        ({"root": Path(__file__).parent}, r"^root '.*' has no folder .*: val_fraction=0\.1;[^;]*$"),
         ({"rank": 3, "world_size": 2}, "rank=3, world_size=2"),
         ({"world_size": 2}, "give both"),
         ({"device": "cpu", "dtype": torch.float8_e4m3fn}, "float8"),

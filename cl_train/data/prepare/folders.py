@@ -14,6 +14,7 @@ from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
 from cl_train.system.files import claim_output, lock_file, read_json, replacing, write_json
 from cl_train.system.processes import map_in_processes
+from cl_train.system.tables import counted
 
 CLASSES, IMAGES = 1000, {"train": 1_281_167, "val": 50_000}
 SHOWN = 10  # bad files
@@ -85,11 +86,13 @@ def verify(
             problems.append(f"{lines[-1]}; {expected} (another data set: expect=any)")
         for other in contents:
             if only := sorted(classes.keys() - contents[other]):
-                problems.append(f"{len(only)} classes are in {split} only: {listed(only)}")
+                problems.append(f"{counted(len(only), 'class')} in {split} only: {listed(only)}")
         if empty := [name for name, (count, _) in classes.items() if not count]:
-            problems.append(f"{split}: {len(empty)} classes have no image: {listed(empty)}")
+            problems.append(
+                f"{split}: {counted(len(empty), 'class')} without an image: {listed(empty)}"
+            )
         if bad := [file for _, files in classes.values() for file in files]:
-            title = f"{split}: {len(bad)} files are not usable images:"
+            title = f"{split}: not usable as images: {counted(len(bad), 'file')}"
             problems.append("\n  ".join([title, *bad[:SHOWN]]))
     return lines, problems
 

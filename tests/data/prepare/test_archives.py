@@ -158,8 +158,8 @@ def test_problems_are_named(prepared):
         "notes.txt: ",
         "link.JPEG: No such file",
         "fifo.JPEG: not a regular file",
-        "train: 1 classes have no image: n09999999",
-        "2 classes are in train only: n01440764, n09999999",
+        "train: 1 class without an image: n09999999",
+        "2 classes in train only: n01440764, n09999999",
     ):
         assert text in problems
     assert "n01443537_0.JPEG" not in problems, "only decoding finds it"
