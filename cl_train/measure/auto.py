@@ -148,13 +148,12 @@ def choose_layout(
 
 
 def _with_parity(choice: Choice, model: nn.Module, workload: Workload, parity: str) -> Choice:
-    """The choice; contiguous if channels_last computes something else."""
+    """The choice; contiguous if channels_last fails or computes something else."""
     if not choice.channels_last:
         return choice
     found = parity_before_use(model, workload, choice.layout, parity)
     if found.passed is False:
-        reason = f"contiguous: channels_last computes something else: {found.text}"
-        return replace(choice, layout=CONTIGUOUS, reason=reason)
+        return replace(choice, layout=CONTIGUOUS, reason=f"contiguous: {found.difference}")
     return replace(choice, parity=found.status)
 
 

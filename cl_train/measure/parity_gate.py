@@ -25,6 +25,12 @@ class Parity:
 
     passed: bool | None
     text: str = ""
+    fails: bool = False  # channels_last raises, and contiguous does not
+
+    @property
+    def difference(self) -> str:
+        """How channels_last differs, if it has not passed."""
+        return f"channels_last {'fails' if self.fails else 'computes something else'}: {self.text}"
 
     @property
     def status(self) -> str:
@@ -52,8 +58,8 @@ def parity_before_use(
     checked = replace(workload, batch_size=count, settings=settings)
     path = kept_file("parity", model, checked, layout)
     kept: Any = read_kept(path) if parity == "auto" else {}
-    if {"passed", "text"} <= kept.keys():
-        return Parity(kept["passed"], str(kept["text"]))
+    if {"passed", "text", "fails"} <= kept.keys():
+        return Parity(kept["passed"], str(kept["text"]), bool(kept["fails"]))
 
     started_at = time.perf_counter()
     try:
@@ -67,6 +73,7 @@ def parity_before_use(
     seconds = time.perf_counter() - started_at
     log.info("parity: both layouts compared in %.1f s; the result is kept", seconds)
     text = report.note if report.passed is None else report.first_divergence or ""
-    found = Parity(report.passed, report.failed[0] if report.failed else text)
+    fails = report.passed is False and not report.failed
+    found = Parity(report.passed, report.failed[0] if report.failed else text, fails)
     keep(path, vars(found), "parity")
     return found

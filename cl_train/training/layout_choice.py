@@ -89,19 +89,20 @@ def convert_layout(
 def checked_parity(wanted: ModelSettings, model: nn.Module, workload: Workload, dist: Dist) -> str:
     """Rank 0 compares both layouts in the run's own step; the status in summary.json.
 
-    Raises ConfigError: channels_last computes something else.
+    Raises ConfigError: channels_last fails or computes something else.
     """
     layout = wanted.channels_last_layout
     parity = on_main(partial(parity_before_use, model, workload, layout, wanted.parity), dist)
+    if parity.fails:
+        raise ConfigError(f"{parity.difference}; channels_last=false trains")
     if parity.passed is False:
         check = "cl_train.check_parity(model)"
         if is_importable(wanted.name):
             size = f"data.image_size={workload.input_shape[-1]}"
             check = f"cl-train compare parity=true model={wanted.name} {size}"
             check += f" precision={workload.precision.name}"
-        what = f"channels_last=true computes something else: {parity.text}"
         advice = "channels_last=false trains, parity=false trains all the same"
-        raise ConfigError(f"{what}; more: {check}; {advice}")
+        raise ConfigError(f"{parity.difference}; more: {check}; {advice}")
     if parity.status.startswith("inconclusive"):
         log.warning("parity: %s", parity.status)
     return parity.status
