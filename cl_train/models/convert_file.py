@@ -98,7 +98,8 @@ def _convert(
     else:
         raise ConfigError(f"out=*{file.suffix}: {needed_model(saved)}")
     if original is None or converted is None:  # weights alone, or those of a program
-        return f"{proof}outputs not compared: {needed_model(saved)}", False
+        what = "the file is written, but its outputs are not compared (exit code 1)"
+        return f"{proof}{what}: {needed_model(saved)}", False
     try:
         outputs = _outputs(converted, images, memory_format)
     except ConfigError as error:

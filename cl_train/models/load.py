@@ -45,6 +45,9 @@ def load_model(
     """
     if not isinstance(file_or_run, str | Path):
         raise ConfigError(f"load_model({file_or_run!r}): give a file or a run folder")
+    if not isinstance(model, str | None):
+        what = f"is a name, such as resnet50 or my_net:build, not a {type(model).__name__}"
+        raise ConfigError(f"load_model: model {what}; it is built here, with the file's classes")
     loaded, card, _ = load_saved(file_or_run, model=model, entry=entry, trust=trust)
     return loaded, card.preprocessing, card.classes
 
@@ -56,7 +59,7 @@ def load_saved(
     saved = read_saved(source, **reading)
     model = runnable(saved, saved.card.image_size)
     if model is None:
-        raise ConfigError(f"{source}: holds weights only: {needed_model(saved)}")
+        raise ConfigError(f"{source}: {needed_model(saved)}")
     if memory_format is None:
         memory_format = MEMORY_FORMATS.get(str(saved.card.memory_format), torch.contiguous_format)
     convert(model, memory_format=memory_format)
@@ -87,7 +90,11 @@ def read_saved(
 
 
 def needed_model(saved: SavedModel) -> str:
-    return f"give model={saved.code or 'NAME'}, the model of these weights; a file never runs code"
+    """Why a file alone gives no model that can run, and what does."""
+    if saved.code is None:
+        return "these are weights without a model: give model=NAME"
+    what = f"its model is your code, {saved.code}, and no file may choose the code that runs"
+    return f"{what}: give model={saved.code}"
 
 
 def runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:

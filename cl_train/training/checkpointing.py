@@ -14,6 +14,7 @@ from torch import nn
 
 from cl_train.config.schema import affects
 from cl_train.config.validation import flatten, show
+from cl_train.data.images import listed
 from cl_train.errors import ConfigError
 from cl_train.models.files import load_state
 from cl_train.step.backup import random_state, set_buffer, set_random_state
@@ -276,14 +277,21 @@ def check_compatible(
 
     Raises ConfigError: this is another run or, to evaluate, another model.
     """
-    of_training = ("data_fingerprint", "global_batch_size") if training else ()
+    of_training = ("global_batch_size",) if training else ()
     problems = [*differences(saved, current, ("model", "num_classes", *of_training)).values()]
     if saved["classes"] != current["classes"]:
-        other = sorted({*saved["classes"]} ^ {*current["classes"]}) or "another order"
-        problems.append(f"other classes: {other!r:.120}")
+        other = sorted({*saved["classes"]} ^ {*current["classes"]})
+        problems.append(f"other classes: {listed(other) if other else 'another order'}")
+    elif training and differences(saved, current, ("data_fingerprint",)):
+        problems.append("other images: their names or labels differ")
     if problems:
         needs = "resume needs the same model, classes, data and global batch"
-        advice = "weights=<checkpoint> takes weights only"
+        source = current["config"]["resume"]
+        advice = f"weights={source or 'CHECKPOINT'} takes weights only"
+        if training and source and (Path(source).expanduser() / "config.yaml").is_file():
+            code = f" model={saved['model']}" if ":" in saved["model"] else ""
+            same = f"config={source} resume={source}{code}"
+            advice = f"{same} continues with the settings of that run; {advice}"
         raise ConfigError([*(f"resume: {problem}" for problem in problems), f"{needs}; {advice}"])
     if not training:
         return {}
