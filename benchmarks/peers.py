@@ -204,7 +204,7 @@ def timm(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     modules = ("timm.data", "timm.data.loader")
     data, loader = (optional_module(name, "peers loader") for name in modules)
     images = data.create_loader(
-        data.create_dataset("", f"{settings.root}/train", is_training=True),
+        data.create_dataset("", str(settings.root), is_training=True),
         (3, settings.image_size, settings.image_size),
         settings.batch_size,
         is_training=True,

@@ -284,7 +284,7 @@ class LoaderBenchmarkSettings(JsonResult):
     """The data, and the loaders to compare."""
 
     root: str | None = setting(
-        None, "folder of train/<class>/* and val/<class>/*; null = the sample", key="data.root"
+        None, "folder of train/<class>/* or <class>/*; null = the sample", key="data.root"
     )
     image_size: int = setting(224, "side of the crops, pixels", Range(8), key="data.image_size")
     workers: list[int] = setting(

@@ -51,6 +51,8 @@ def benchmark_loaders(
     """
     folder = settings.root and Path(settings.root).expanduser()
     root = folder or ensure_sample(DATA_DIR / "sample-large")
+    if (root / "train").is_dir():  # else a folder of classes
+        root /= "train"
     cores = len(os.sched_getaffinity(0))
     workers = settings.workers or [2**power for power in range(5) if 2**power <= cores]
     settings = replace(settings, root=str(root), workers=workers)
@@ -91,8 +93,13 @@ def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
     """uint8 NHWC batches in shared memory, as training receives them before the copy to the
     device.
     """
+    # No validation images are needed: the least share takes one image of each class.
     cfg = DataConfig(
-        name="folder", root=settings.root, image_size=settings.image_size, workers=workers
+        name="folder",
+        root=settings.root,
+        val_fraction=1e-9,
+        image_size=settings.image_size,
+        workers=workers,
     )
     dist, augment = Dist(0, 1, torch.device("cpu")), AugmentConfig(crop_scale_min=0.08, flip=0.5)
     data = build_data(DataSettings(cfg, augment, settings.batch_size, seed=0, dist=dist))
@@ -116,7 +123,7 @@ def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pi
     normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     steps = transforms.Compose([crop, flip, transforms.ToTensor(), normalise])
     loader = torch.utils.data.DataLoader(
-        datasets.ImageFolder(f"{settings.root}/train", steps),
+        datasets.ImageFolder(str(settings.root), steps),
         settings.batch_size,
         shuffle=True,
         num_workers=workers,
