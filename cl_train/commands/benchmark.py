@@ -12,9 +12,11 @@ Blocks alternate A B B A with the same weights and images until the 95 % interva
 most target_ci wide or time_limit_s is over. The step is that of training, loss scaling included.
 Each combination ends with four lines: is it right, is it faster, because of what, what to do.
 `out` is written after each combination: stopped before the end it says "complete": false.
-Exit codes: 0 done, 1 a combination failed, 2 wrong usage.
+Exit codes: 0 done, 1 a combination failed, 2 wrong usage, 130/143 stopped by a signal.
 """
 
+import signal
+import sys
 from typing import Any
 
 from cl_train.commands import Result, print_result
@@ -24,7 +26,12 @@ SETTINGS = {"settings": BenchmarkSettings}
 
 
 def main(words: list[str]) -> int:
-    document = print_result(BenchmarkSettings, words, measure)
+    # As Ctrl-C: it says what is measured.
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    try:
+        document = print_result(BenchmarkSettings, words, measure)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 1 if any("error" in result for result in document["results"]) else 0
 
 

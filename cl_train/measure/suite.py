@@ -1,10 +1,13 @@
 """What `cl-train benchmark` measures: every combination of its settings, in one process."""
 
 import itertools
+import logging
 import math
 import shlex
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from cl_train.measure.answer import (
 from cl_train.measure.paired import Comparison, Variant, benchmark_in_time
 from cl_train.measure.parity_gate import Parity, parity_before_use
 from cl_train.measure.statistics import seconds_to_decide
+from cl_train.measure.time_limit import progress
 from cl_train.measure.timed_step import Workload, input_shape
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
@@ -43,6 +47,7 @@ from cl_train.system.files import write_json
 from cl_train.system.machine import document_of
 from cl_train.system.processes import with_threads
 
+SLOW_PARITY_S = 5.0  # from here on its end is said
 LONGEST_ADVISED_S = 3600.0
 DECIDING_ROUNDS = 10  # eight rounds and their warm-up
 AUDIT_SHARE = 0.05  # of the time limit, that a step may take which is audited
@@ -99,7 +104,10 @@ class Combination:
         settings, started_at = self.settings, time.perf_counter()
         variants = self._variants()
         parity = self._parity(variants)
-        left_s = settings.time_limit_s - (time.perf_counter() - started_at)
+        parity_s = time.perf_counter() - started_at
+        if parity and parity_s >= SLOW_PARITY_S:
+            progress.info("parity is compared after %.0f s, speed follows", parity_s)
+        left_s = settings.time_limit_s - parity_s
         stop = Stop(settings.target_ci, max(left_s, settings.time_limit_s / 2))
         done = benchmark_in_time(variants, self.workload, stop=stop)
         differing = [name for name, found in parity.items() if found.passed is False]
@@ -230,15 +238,37 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     combinations = combinations_of(settings)
     document = document_of(settings, choose_device(settings.device), complete=False, results=[])
 
-    for one in combinations:
-        described = ", ".join(f"{key} {value}" for key, value in one.described.items())
-        print(f"{described}: about {settings.time_limit_s:g} s at most", flush=True)
-        result = one.result()
-        print(result["text"], flush=True)
-        document["results"].append(result)
-        if settings.out:
-            write_json(Path(settings.out), document)
+    try:
+        for one in combinations:
+            described = ", ".join(f"{key} {value}" for key, value in one.described.items())
+            print(f"{described}: about {settings.time_limit_s:g} s at most", flush=True)
+            with progress_shown():
+                result = one.result()
+            print(result["text"], flush=True)
+            document["results"].append(result)
+            if settings.out:
+                write_json(Path(settings.out), document)
+    except (KeyboardInterrupt, SystemExit):
+        done = len(document["results"])
+        where = f", in {settings.out}" if settings.out and done else ""
+        print(f"stopped: {done} of {len(combinations)} are measured{where}", flush=True)
+        raise
     return document | {"complete": True}
+
+
+@contextmanager
+def progress_shown() -> Iterator[None]:
+    """Print what the slow parts of a measurement log."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("  %(message)s"))
+    level = progress.level
+    progress.addHandler(handler)
+    progress.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        progress.removeHandler(handler)
+        progress.setLevel(level)
 
 
 def combinations_of(settings: BenchmarkSettings) -> list[Combination]:

@@ -1,5 +1,6 @@
 """What fits into a time limit: images per step, and steps of warm-up."""
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -13,6 +14,10 @@ from cl_train.memory_format.convert import CONTIGUOUS
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import available_bytes, timed_s
 
+# What a slow measurement says meanwhile; a benchmark shows it, a run has it in its log.
+progress = logging.getLogger("cl_train.measure.progress")
+
+SLOW_S = 2.0  # of the first steps of all sides: from here on it is said how long the rest takes
 PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
 LEAST_IMAGES = 8  # of a batch, also where they take longer
 SHARE_OF_MEMORY = 0.8  # of what is free
@@ -70,11 +75,15 @@ def warmed_up(timed: Sequence[TimedStep], time_limit_s: float) -> tuple[list[flo
     for work in (TimedStep.first_step, TimedStep.peak_step, TimedStep.warm_up):
         step_s = [timed_s(partial(work, step), workload.device) for step in timed]
         if workload.settings.compile and work is TimedStep.first_step:
+            progress.info("compiled: about %.0f s to go", time_limit_s)
             ends_at = time.perf_counter() + time_limit_s  # compilation is not counted
             continue
         left_s = ends_at - time.perf_counter()
         # Two rounds fit in behind another pass, or no round fits, but the pass.
         pass_s = sum(step_s)
+        if work is TimedStep.first_step and pass_s >= SLOW_S:
+            rest_s = max(left_s, pass_s)
+            progress.info("a step of %.1f s: about %.0f s to go", max(step_s), rest_s)
         can_go_on = 5 * pass_s <= left_s or pass_s <= left_s < 2 * pass_s
         if not can_go_on:
             break

@@ -123,7 +123,7 @@ def slow(num_classes):
     ],
 )
 def test_the_time_limit_holds_for_slow_steps(
-    images, image_s, timed, rounds, end_s, to_decide, monkeypatch
+    images, image_s, timed, rounds, end_s, to_decide, monkeypatch, capsys
 ):
     """Fewer images, then fewer rounds; what is left over is parity, once, and a step per side."""
     monkeypatch.setattr(Slow, "now_s", 0.0)
@@ -136,6 +136,10 @@ def test_the_time_limit_holds_for_slow_steps(
     assert (result["batch_size"], result["rounds"]) == (timed, rounds)
     assert result["speeds"][0]["step_ms"] == pytest.approx(1000 * image_s * timed)
     assert Slow.now_s <= end_s, Slow.now_s
+    said = re.findall("a step of (.+) s: about (.+) s to go", capsys.readouterr().out)
+    step_s = image_s * timed
+    assert [float(step) for step, _ in said] == ([round(step_s, 1)] if step_s >= 1 else [])
+    assert all(float(rest) <= 60 or step_s > 30 for _, rest in said)
     assert ("all layouts used 8" in result["text"]) is (timed < images)
     assert {0: "no round of", 1: "only one round"}.get(rounds, "images/s") in result["text"]
     assert (result["pairs"][0]["verdict"] == "inconclusive") is bool(to_decide)
@@ -241,16 +245,45 @@ def test_a_contiguous_side_that_is_channels_last_by_itself_is_named(monkeypatch)
     assert said in choice.reason
 
 
-def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(monkeypatch, tmp_path):
-    faster = planted_comparison([2.0] * 4)
-    monkeypatch.setattr(suite, "benchmark_in_time", Mock(side_effect=[faster, KeyboardInterrupt]))
-    out = tmp_path / "new" / "benchmark.json"
+@pytest.mark.parametrize(
+    ("signum", "stop"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(
+    signum, stop, monkeypatch, tmp_path, capsys
+):
+    outcomes = iter([planted_comparison([2.0] * 4)])
+    measured = lambda *_, **__: next(outcomes, None) or signal.raise_signal(signum)  # noqa: E731
+    monkeypatch.setattr(suite, "benchmark_in_time", measured)
+    out, before = tmp_path / "new" / "benchmark.json", signal.getsignal(signal.SIGTERM)
     words = ["batch_size=2", "data.image_size=32", "device=cpu", "precision=fp32", "parity=false"]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(stop):
         benchmark.main([f"model={SMALL},{DROPOUT}", *words, f"out={out}"])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().out.endswith(f"\nstopped: 1 of 2 are measured, in {out}\n")
     document = json.loads(out.read_text())
     assert document["complete"] is False
     assert [(one["model"], one["pairs"][0]["ratio"]) for one in document["results"]] == [(SMALL, 2)]
+
+
+def test_the_end_of_a_slow_parity_check_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(Slow, "now_s", 0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: Slow.now_s)
+
+    def slow_parity(*_):
+        Slow.now_s += 40.0
+        return Parity(True)
+
+    limits = []
+
+    def planted(variants, workload, stop):
+        limits.append(stop.time_limit_s)
+        return planted_comparison([2.0] * 4)
+
+    monkeypatch.setattr(suite, "parity_before_use", slow_parity)
+    monkeypatch.setattr(suite, "benchmark_in_time", planted)
+    run_suite(settings(parity="auto", time_limit_s=60.0))
+    assert limits == [30.0]
+    assert capsys.readouterr().out.count("  parity is compared after 40 s, speed follows\n") == 1
 
 
 @pytest.mark.parametrize(
