@@ -25,9 +25,10 @@ from cl_train.errors import ConfigError
 from cl_train.sweeps.job import JOB_NAME, LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.places import Place, plan_places, visible_gpus
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
-from cl_train.sweeps.report import Report, compare_folders, read_report
+from cl_train.sweeps.report import Report, benchmark_command, compare_folders, read_report
 from cl_train.system.files import create, lock_file, write_json
 from cl_train.system.processes import StopRequest, read_launch
+from cl_train.system.run_folder import Run
 
 GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
 _PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
@@ -88,6 +89,7 @@ class Launcher:
     seconds: list[float] = field(default_factory=list)  # that jobs took
     left: int = 0  # jobs that are being run and have not ended
     began_s: float = field(default_factory=time.monotonic)
+    is_busy: bool = False  # other processes disturbed a job, which has been said
     console: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, jobs: Sequence[Job]) -> Sweep:
@@ -137,6 +139,7 @@ class Launcher:
     def _run_job(self, job: Job, place: Place) -> None:
         started_s = time.monotonic()
         outcome = self._outcome(job, place)
+        words = outcome if isinstance(outcome, str) else words_of(outcome)
         seconds = time.monotonic() - started_s
         with self.console:
             self.seconds.append(seconds)
@@ -146,10 +149,15 @@ class Launcher:
             remaining = timedelta(seconds=round(self._seconds_for(self.left)))
             left = f"; jobs left: {self.left}, about {remaining}" if self.left else ""
             start = "\r\x1b[K" if sys.stdout.isatty() else ""
-            print(f"{start}{job.name}: {outcome} {took}{left}", flush=True)
+            print(f"{start}{job.name}: {words} {took}{left}", flush=True)
+            if isinstance(outcome, Run) and outcome.is_disturbed and not self.is_busy:
+                self.is_busy = True
+                if self.sweep.compare_by == "channels_last":
+                    decides = f"on a busy machine this decides: {benchmark_command(outcome)}"
+                    print(f"{decides}; the sweep goes on", flush=True)
 
-    def _outcome(self, job: Job, place: Place) -> str:
-        """Runs a job and says in words how it ended."""
+    def _outcome(self, job: Job, place: Place) -> Run | str:
+        """Runs a job; in words why it has not completed."""
         folder = self.sweep.folder / job.name
         try:
             process = start_job(job, folder, place, lambda: self.request.stop is not None)
@@ -160,12 +168,7 @@ class Launcher:
             run = outcome_of(folder)
         except (ConfigError, OSError) as error:  # OSError: no space is left
             run = str(error)
-        if isinstance(run, str):
-            return f"not completed: {run}"
-        speed = f"completed, {run.results['images_per_s']:.1f} images/s"
-        if run.is_disturbed:
-            return f"{speed}, disturbed: it waited for a core in {run.lost_pct:.0f} % of its time"
-        return speed
+        return f"not completed: {run}" if isinstance(run, str) else run
 
     def _wait(self, job: Job, process: "subprocess.Popen[bytes]") -> int:
         """The exit code of a job, -n after signal n; after a stop signal it has `GRACE_S`."""
@@ -189,6 +192,14 @@ class Launcher:
             columns = os.get_terminal_size().columns
             with self.console:
                 print(f"\r\x1b[K{text[: columns - 1]}", end="", flush=True)
+
+
+def words_of(run: Run) -> str:
+    """How a completed job went."""
+    speed = f"completed, {run.results['images_per_s']:.1f} images/s"
+    if run.is_disturbed:
+        return f"{speed}, disturbed: it waited for a core in {run.lost_pct:.0f} % of its time"
+    return speed
 
 
 def progress_of(folder: Path) -> str:

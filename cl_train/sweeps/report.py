@@ -185,7 +185,11 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     if sweep and pair.is_disturbed:
         command = sweep.resume_command(*words, device_name=device_name)
         again = f"{_duration(pair.runs, 4)} for 2 more repeats: {command}"
-        here = f"; on this one: {_benchmark(pair)}" if report.by == "channels_last" else ""
+        here = (
+            f"; on this one: {benchmark_command(pair.runs[0])}"
+            if report.by == "channels_last"
+            else ""
+        )
         return f"on a quieter machine, {again}{here}"
 
     values = [str(runs[0].settings.get(report.by)) for runs in pair.sides.values()]
@@ -206,11 +210,10 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     return f"{what}: {with_threads(command, device_name)}"
 
 
-def _benchmark(pair: Pair) -> str:
-    """The command that compares the layouts of the pair although other processes run."""
+def benchmark_command(run: Run) -> str:
+    """The command that compares the layouts of the run although other processes run."""
     keys = ("model", "precision", "batch_size", "data.image_size")
-    facts = {key: pair.runs[0].fact(key) for key in keys}
-    words = [f"{key}={value}" for key, value in facts.items() if value is not None]
+    words = [f"{key}={run.fact(key)}" for key in keys if run.fact(key) is not None]
     return f"OMP_NUM_THREADS=1 cl-train benchmark {shlex.join(words)}"
 
 

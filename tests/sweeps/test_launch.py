@@ -327,12 +327,18 @@ def test_disturbed_runs_do_not_count_and_auto_adds_others(
     assert len(planted.ran) == jobs
     [pair] = compared(folder)
     assert pair["verdict"] == verdict
+    printed = capsys.readouterr().out
+    starts = (*planted.ran, "on a busy")
+    first, after, *_ = [line for line in printed.splitlines() if line.startswith(starts)]
+    assert "disturbed: it waited for a core in 60 %" in first, "at once, and once"
+    command = "OMP_NUM_THREADS=1 cl-train benchmark model=resnet18"
+    assert after.startswith(f"on a busy machine this decides: {command}")
+    assert printed.count("this decides: ") == 1
     if verdict == "faster":
         assert (pair["n"], pair["to_decide"]) == (3, None)
         assert "disturbed them: 1 of the repeats" in " ".join(pair["notes"])
         return
-    is_given_up = "undecided: max_repeats=4 is reached" in capsys.readouterr().out
-    assert is_given_up == ("auto" in words)
+    assert ("undecided: max_repeats=4 is reached" in printed) == ("auto" in words)
     [advised] = re.findall(
         rf"resume_sweep={folder} (repeats=auto max_repeats=\d+)", pair["to_decide"]
     )
