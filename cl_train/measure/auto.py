@@ -178,6 +178,8 @@ def _measured_choice(
     reason += _smaller(done.batch_size, measured, workload)
     if by_itself := by_itself_text(done.by_itself_pct):
         reason += f"; {by_itself}"
+        if verdict == "no_difference" and not done.is_host_bound:
+            reason += ", and either setting is as fast"
     if done.is_host_bound:
         reason += f"; {HOST_BOUND}"
     if disturbed or is_wide:

@@ -297,6 +297,24 @@ def test_a_disturbed_measurement_is_used_once_and_says_why(benchmark, gpu, reaso
     assert reason in choice.reason and "measures again" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("ratio", "spread", "by_itself_pct", "said"),
+    [
+        (1.004, 0.0001, 95.0, True),
+        (1.1, 0.001, 95.0, False),
+        (1.0, 0.08, 95.0, False),
+        (1.004, 0.0001, 0.0, False),
+    ],
+)
+def test_a_model_that_is_channels_last_by_itself_is_as_fast_if_the_interval_says_so(
+    benchmark, ratio, spread, by_itself_pct, said
+):
+    benchmark.return_value = replace(measured(ratio, spread), by_itself_pct=by_itself_pct)
+    reason = choose(network()).reason
+    assert ("does it by itself, and either setting is as fast" in reason) is said
+    assert ("by itself" in reason) is (by_itself_pct > 0)
+
+
 def test_a_cache_that_is_damaged_or_cannot_be_written(benchmark, tmp_path, monkeypatch, caplog):
     choose(network())
     [path] = (tmp_path / "cache" / "cl_train").glob("layout-*")
