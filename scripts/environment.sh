@@ -12,8 +12,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         exit 2
     }
     echo "Installing into .venv; PyTorch is several GB, so this takes minutes the first time ..." >&2
-    [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
-    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".${EXTRAS:+[$EXTRAS]}" >&2
+    quiet=-q # an update says little
+    [ -x .venv/bin/python ] || { quiet=; "$PYTHON" -m venv .venv; }
+    .venv/bin/python -m pip install $quiet --disable-pip-version-check -c constraints.txt -e ".${EXTRAS:+[$EXTRAS]}" >&2
     echo "$wanted" >"$stamp"
     echo "$wanted" >.venv/.installed # an extra includes the base
 fi

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cl_train.config.environment import parse_environment
 from cl_train.config.fields import suggest
-from cl_train.config.main_amp import settings_of_main_amp
+from cl_train.config.main_amp import setting_of_flag, settings_of_main_amp
 from cl_train.config.removed import removal_of
 from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, MULTIRUN_KEYS, Config
 from cl_train.config.start_file import StartFile, code_named, on_one_line, refuse_code
@@ -83,10 +83,21 @@ class CommandLine:
 def _unknown_option(option: str, words: Sequence[str]) -> str:
     if settings := settings_of_main_amp(words):
         return f"no option {option}: it is one of apex's main_amp.py; write {' '.join(settings)}"
-    key = option.lstrip("-").replace("-", "_")
-    is_setting = key in TYPED_KEYS
-    hint = f"; settings have no dashes: {key}=..." if is_setting else suggest(key, TYPED_KEYS)
+    key = setting_of_flag(option) or option.lstrip("-").replace("-", "_")
+    hint = suggest(key, TYPED_KEYS)
+    if key in TYPED_KEYS:
+        hint = f"; settings have no dashes: {key}={_value_of(option, words)}"
     return f"no option {option}{hint} (there are -m, --help, --cfg job and --config-dir DIR)"
+
+
+def _value_of(option: str, words: Sequence[str]) -> str:
+    """What follows `option`, as --option=value or --option value."""
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        name, _, value = word.partition("=")
+        if name == option:
+            is_value = not following.startswith("-") and "=" not in following
+            return value or (following if is_value else "...")
+    return "..."
 
 
 @dataclass(frozen=True)

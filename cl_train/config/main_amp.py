@@ -26,7 +26,12 @@ _SWITCHES = (
     ("--deterministic", "deterministic=true"),
     ("--sync_bn", "sync_batchnorm=true"),
 )
-_ITS_OWN = {"-a", "--arch", "-b", "--b", "--batch-size", "--opt-level", "--channels-last"}
+_ITS_OWN = {"-a", "--arch", "--b", "--opt-level", "--channels-last"}  # timm's train.py lacks them
+
+
+def setting_of_flag(flag: str) -> str:
+    """The setting of a flag that timm's and torchvision's scripts have too; empty if none has."""
+    return next((key for *flags, key in _VALUES if flag in flags), "")
 
 
 def settings_of_main_amp(words: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from cl_train.data.decode import read_file
 from cl_train.data.walk import files_below, is_hidden
 from cl_train.errors import ConfigError
 from cl_train.system.files import cache_folder, replacing
+from cl_train.system.tables import counted
 
 Indices = npt.NDArray[np.int64]
 
@@ -182,7 +183,7 @@ def _index(
     classes = class_names(base)
     if unknown := sorted(set(class_names(val)) - set(classes)):
         raise ConfigError(
-            f"'{val}' has {len(unknown)} classes that '{base}' lacks: {listed(unknown)}"
+            f"'{val}' has {counted(len(unknown), 'class')} that '{base}' lacks: {listed(unknown)}"
         )
     listings = {
         folder: _list(folder, classes, cfg.extensions, needs_all=training and folder == base)
@@ -225,7 +226,7 @@ def ignored_files(
     if others:
         kinds = Counter(os.path.splitext(name)[1].lower() for name in others)
         shown = [f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()]
-        note = f"{len(others)} files in '{folder}' are ignored ({listed(shown)})"
+        note = f"ignored in '{folder}': {counted(len(others), 'file')} ({listed(shown)})"
         notes.append(f"{note}, such as '{others[0]}'")
         if readable := sorted(kinds.keys() & IMAGE_FORMATS.keys() - set(extensions)):
             notes.append(
@@ -233,7 +234,9 @@ def ignored_files(
             )
     if hidden:
         where = "" if others else f" in '{folder}'"
-        notes.append(f"{len(hidden)} hidden names{where} are left out, such as '{hidden[0]}'")
+        notes.append(
+            f"left out{where}: {counted(len(hidden), 'hidden name')}, such as '{hidden[0]}'"
+        )
     return "; ".join(notes)
 
 

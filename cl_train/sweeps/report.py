@@ -20,7 +20,7 @@ from cl_train.sweeps.verdict import Pair, compare_pair, compare_runs
 from cl_train.system.files import write_json, write_text
 from cl_train.system.processes import with_threads
 from cl_train.system.run_folder import Run, read_run
-from cl_train.system.tables import markdown_table, write_csv
+from cl_train.system.tables import counted, markdown_table, write_csv
 
 _COMMAND = re.compile(r"((?:OMP_NUM_THREADS=\d+ )?(?:python train\.py|cl-train) [^;\n]+)")
 START_S = 5.0  # of a process, before the clock of its run begins
@@ -282,7 +282,7 @@ def verdict_sentence(report: Report) -> str:
         if not report.failed:
             lines[-1] += " compare_by=SETTING names another one."
     if failed := len(report.failed):
-        lines[-1] += f" {failed} job{'s' if failed > 1 else ''} did not finish."
+        lines[-1] += f" {counted(failed, 'job')} did not finish."
     return "\n".join(lines)
 
 

@@ -24,6 +24,7 @@ from cl_train.system.files import AppendFile, replacing, write_text
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory
 from cl_train.system.processes import LOST_PCT
 from cl_train.system.run_folder import Window, after_warmup
+from cl_train.system.tables import counted
 from cl_train.training.plan import Plan
 
 log = logging.getLogger("cl_train")
@@ -103,24 +104,24 @@ def mean(windows: Sequence[Window], name: str) -> float:
 def closing_lines(summary: dict[str, Any], folder: Path, config: dict[str, Any]) -> Iterator[str]:
     """What came out, where it is, and the commands that come next."""
     checkpoints, best = folder / "checkpoints", summary["best"]
-    what = f"{summary['status']} after {summary['steps']} steps"
+    what = f"{summary['status']} after {counted(summary['steps'], 'step')}"
     if config["evaluate_only"]:
         what = f"evaluation {summary['status']}"
     parts = [f"{what} in {duration(summary['seconds'])}"]
     if end_to_end := summary["images_per_s"]["end_to_end"]:
         how = f"{summary['memory_format']}, {summary['precision']}"
         parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
-        if (summary["lost_pct"] or 0) >= LOST_PCT:
-            share = f"{summary['lost_pct']:.0f} % of the time"
-            advice = "do not trust the speed"
-            if torch.get_num_threads() > 1:
-                advice += "; OMP_NUM_THREADS=1 may be faster"
-            parts.append(f"the run waited for a core in {share}: {advice}")
     if summary["val"]:
         parts.append(f"top-1 {summary['val']['top1']:.2f} %")
     if count := summary["skipped_images"]:
-        parts.append(f"bad images skipped {count} time{'s' if count > 1 else ''}")
+        parts.append(f"bad images skipped {counted(count, 'time')}")
     yield f"{', '.join(parts)}. Records: {folder}"
+    if end_to_end and (summary["lost_pct"] or 0) >= LOST_PCT:
+        share = f"{summary['lost_pct']:.0f} % of the time"
+        advice = "do not trust the speed"
+        if torch.get_num_threads() > 1:
+            advice += "; OMP_NUM_THREADS=1 may be faster"
+        yield f"the run waited for a core in {share}: {advice}"
     if best is not None and (checkpoints / "best.pt").is_file():
         score = f"top-1 {best['top1']:.2f} %"
         for name in best.keys() - {"top1", "epoch"}:  # the one of `best_by`

@@ -57,6 +57,7 @@ from cl_train.system.processes import (
     handles_signals,
 )
 from cl_train.system.run_folder import RunFacts
+from cl_train.system.tables import counted
 from cl_train.training.active_run import ActiveRun
 from cl_train.training.build import (
     TrainState,
@@ -325,10 +326,12 @@ def announce_work(cfg: Config, data: Data, plan: Plan, state: TrainState, dist: 
         log.warning("there is one class only: is data.root one level too high or too low?")
     steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
     left_out = data.train_images - steps * images_per_step
-    dropped = f" ({left_out} images of each epoch are left out: no full batch)" if left_out else ""
-    length = f"{cfg.epochs} epoch{'s' if cfg.epochs > 1 else ''} of {steps} steps"
+    dropped = (
+        f" (no full batch: each epoch leaves out {counted(left_out, 'image')})" if left_out else ""
+    )
+    length = f"{counted(cfg.epochs, 'epoch')} of {counted(steps, 'step')}"
     if plan.last_step < steps * cfg.epochs:  # max_steps
-        length = f"the first {plan.last_step} steps of {length}"
+        length = f"the first {counted(plan.last_step, 'step')} of {length}"
     log.info("%s, %d images per step%s", length, images_per_step, dropped)
     if dist.device.type == "cuda":
         compiling = ", compiling the model, which takes minutes" if cfg.compile else ""

@@ -232,7 +232,7 @@ def test_links_are_followed_but_not_back_and_droppings_are_counted(with_links_an
     ]
     assert cats == [f"{number:04d}.jpg" for number in range(0, 20, 2)] + linked
     (note,) = source.notes
-    assert "5 hidden names" in note and "1 files" in note and "'class_0/self'" in note
+    assert "5 hidden names" in note and "1 file (" in note and "'class_0/self'" in note
     labels = images.list_images(
         with_links_and_droppings / "train", ["class_0"], [".jpg"]
     ).val.labels
