@@ -95,7 +95,7 @@ EMPTY = ["'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imag
         (
             lambda root: [(root / s).mkdir() for s in ("train/cat", "val/dog")],
             {},
-            ["val' has 1 classes that", "train' lacks: dog"],
+            ["val' has 1 class that", "train' lacks: dog"],
         ),
         (
             lambda root: rename_all(root / "val/class_1", ".webp"),
