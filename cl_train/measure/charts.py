@@ -21,6 +21,7 @@ COLOURS = {
     "inconclusive": "#808080",
     "not_comparable": "#b0b0b0",
 }
+ARROW_ROOM = 12  # points between an axis and its labels, for the arrows of intervals that go on
 _TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
@@ -68,7 +69,7 @@ def write_chart(
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.minorticks_off()
         axes.set_yticks(range(len(panel)), [textwrap.fill(bar.label, 22) for bar in panel])
-        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="y", length=0, pad=ARROW_ROOM)
         axes.spines[["top", "right", "left"]].set_visible(False)
         for row, bar in enumerate(panel):
             middle = math.sqrt(low * high)
@@ -79,8 +80,11 @@ def write_chart(
                 is_hollow = bar.verdict in ("inconclusive", "not_comparable")
                 fill = "white" if is_hollow else colour
                 axes.plot(middle, row, "o", color=colour, mfc=fill, mew=2, ms=8)
-            words = textwrap.fill(bar.words, 62, max_lines=2)
-            axes.text(middle, row - 0.15, words, ha="center", va="bottom", fontsize=9)
+            words = textwrap.fill(bar.words, 62, max_lines=2, placeholder=" …")
+            # Over the line at 1.
+            over = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            place = {"ha": "center", "va": "bottom"}
+            axes.text(middle, row - 0.15, words, fontsize=9, bbox=over, **place)
     _save(figure, path)
     return True
 
@@ -144,6 +148,7 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
         low, high = row.interval_ms
         _draw_interval(differences, (-high, -low), y, "#333333", width=1.5)
     differences.set_yticks(range(len(modules)), [row.name for row in modules], fontsize=8)
+    differences.tick_params(axis="y", pad=ARROW_ROOM)
     differences.invert_yaxis()
     differences.axvline(0, color="#333333", lw=1)
     differences.set_xlabel("ms saved by channels_last\n(below 0: lost; pale: within noise)")

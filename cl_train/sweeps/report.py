@@ -245,10 +245,11 @@ def write_report(report: Report, folder: Path) -> None:
 
     bars = []
     for label, pair, _ in report.named:
-        why = "busy machine" if pair.is_disturbed else "".join(pair.notes[:1])
-        reason = f": {why}" if pair.verdict == "not_comparable" else ""
-        words = f"{pair.ratio} {pair.words}{reason}"
-        bars.append(Bar(label, pair.interval, pair.verdict, words))
+        if pair.verdict == "not_comparable":  # its ratio says nothing
+            why = "busy machine" if pair.is_disturbed else pair.notes[0]
+            bars.append(Bar(label, None, pair.verdict, f"{pair.words}: {why}"))
+        else:
+            bars.append(Bar(label, pair.interval, pair.verdict, f"{pair.ratio} {pair.words}"))
     baseline, candidate = report.sides
     keys = [key for key in ("model", "precision", "device_name") if key in report.equal]
     facts = ", ".join(str(report.equal[key]) for key in keys)
