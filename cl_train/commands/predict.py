@@ -24,7 +24,7 @@ from cl_train.config.fields import Range
 from cl_train.config.schema import DataConfig, OnDevice, setting
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_file
-from cl_train.system.tables import write_csv
+from cl_train.system.tables import counted, write_csv
 
 
 @dataclass
@@ -125,7 +125,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
     write_csv(file, table, [*table[0], "error"])
     data.close()
 
-    summary = [f"{len(rows)} images"]
+    summary = [counted(len(rows), "image")]
     correct = [row["label"] == row["class1"] for row in rows if row["label"]]
     if correct:
         share_pct = 100 * sum(correct) / len(correct)

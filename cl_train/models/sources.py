@@ -144,6 +144,11 @@ def _built(
         try:
             inspect.signature(function).bind_partial(num_classes=num_classes)
         except TypeError:  # it has another name for its argument
+            try:
+                inspect.signature(function).bind_partial(num_classes)
+            except TypeError as error:
+                what = f"it is called as {name.partition(':')[2]}(num_classes=...): {error}"
+                raise ConfigError(f"model={name} cannot be built: {what}") from None
             return function(num_classes, **options)
         except ValueError:  # a type written in C has no signature
             pass

@@ -103,10 +103,11 @@ def test_the_extensions_of_the_run_and_the_entry_of_the_average(
         predicted(run.folder, root, tmp_path / f"{entry}.csv", f"entry={entry}", "precision=fp32")
         printed = capsys.readouterr().out
         assert f"21 images, {run.summary[kind]['top1']:.3f} %" in printed
-        assert "1 files in" in printed and "(1 .jpg)" in printed
+        assert "1 file (" in printed and "(1 .jpg)" in printed
     predicted(run.folder, root, tmp_path / "jpg.csv", "data.extensions=[.jpg]")
     said = capsys.readouterr().out
-    assert "1 images; 21 files in" in said and "data.extensions=[.jpg,.jpeg,.png,.webp]" in said
+    assert "1 image; ignored in" in said and ": 21 files (" in said
+    assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in said
 
 
 def test_a_csv_file_is_predicted_in_its_order(train, image_folder, tmp_path, capsys):

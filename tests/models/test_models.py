@@ -27,6 +27,11 @@ REFUSED = [
     ("tests.raises_on_import:small", None, "cannot import.*RuntimeError"),
     ("tests.networks:smal", None, "did you mean small"),
     ("builtins:dict", None, "must return a torch"),
+    (
+        "tests.models.test_models:test_all_classification_models_are_known",
+        None,
+        r"it is called as test_all_\w+\(num_classes=\.\.\.\): too many positional arguments",
+    ),
     ("resnet50", "IMAGENET1K_V3", "IMAGENET1K_V2"),
     (SMALL, "DEFAULT", "your own model has no named weights"),
     *((SMALL, path, "no such file or folder") for path in ("no.pth", "outputs/no")),

@@ -20,6 +20,7 @@ from cl_train.data.transforms import resized
 from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
 from cl_train.system.processes import map_in_processes
+from cl_train.system.tables import counted
 
 
 def resize_folder(
@@ -57,10 +58,13 @@ def resize_folder(
     bad = [result for result in results if isinstance(result, str)]
     existed = len(results) - len(written) - len(bad)
     before, after = (sum(size[side] for size in written) / 2**20 for side in (0, 1))
-    lines = [f"{len(written):,} images written, {existed:,} existed already"]
+    lines = [f"{counted(len(written), 'image')} written, {existed:,} existed already"]
     lines += [f"{before:,.1f} MiB became {after:,.1f} MiB"] if written else []
     if bad:
-        lines += [f"{len(bad):,} images cannot be decoded and were not copied:", *bad[:SHOWN]]
+        lines += [
+            f"not copied, as they cannot be decoded: {counted(len(bad), 'image')}:",
+            *bad[:SHOWN],
+        ]
     return "\n".join(lines)
 
 

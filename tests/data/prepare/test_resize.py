@@ -68,6 +68,6 @@ def test_a_second_run_continues_and_bad_images_are_left_out(source, tmp_path):
     (source / "train/a/broken.jpg").write_bytes(jpeg()[:300])
     report = resize_folder(source, copy, max_side=200, workers=2)
     assert report.startswith("2 images written, 8 existed already")
-    assert f"1 images cannot be decoded and were not copied:\n{source}/train/a/broken" in report
+    assert f"cannot be decoded: 1 image:\n{source}/train/a/broken" in report
     assert (copy / "train/a/large.JPEG").stat().st_mtime_ns == kept
     assert not list(copy.rglob(".*.part")) and not (copy / "train/a/broken.jpg").exists()
