@@ -195,6 +195,7 @@ class ActiveRun:
                 self._buffers.restore()
             self._buffers.mend()
             progress.good_buffers = self._buffers.good
+        progress.skipped_images = sum(gather_objects(self.data.bad_images.skipped, self.dist))
         self.checkpoints.save(progress)
         progress.good_buffers = {}
 

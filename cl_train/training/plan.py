@@ -20,6 +20,7 @@ class Progress:
     step: int = 0
     images_seen: int = 0
     skipped_steps: int = 0
+    skipped_images: int = 0  # of all ranks, with those that were loaded ahead when it was saved
     best_score: float = -math.inf  # of `score_of`
     # Step, epoch and top-1 of `best_score`; None also if an older version saved it.
     best: dict[str, Any] | None = None

@@ -166,6 +166,8 @@ def set_up(
     checkpoints = Checkpoints(store, state, identity, dist)
     if trains:
         progress = starting_point(checkpoints, plan, folder, cfg.resume, evaluation.best_by)
+        if dist.is_main:  # those of all ranks before
+            data.bad_images.skipped += progress.skipped_images
     else:
         progress = resume(checkpoints, cfg.resume, training=False) or Progress()
     log.info("run folder: %s", folder)

@@ -295,6 +295,10 @@ def test_bad_images_are_counted_in_percent_and_named_once(train, tmp_path):
     assert f"Bad images {first.records('train')[-1]['skipped_images']}" in first.log
     done = train(*at_most, "max_steps=14", "resume=auto", folder=folder)
     assert done.log.count("9 of 117 images are bad (7.7 %)") == 1
+    counts = [record["skipped_images"] for record in done.records("train")]
+    saved = first.checkpoint()["progress"]["skipped_images"]
+    assert counts == sorted(counts) and counts[-1] >= saved >= 8, "counted over both processes"
+    assert done.summary["skipped_images"] > counts[-2]
     assert done.summary["val"]["images"] == 20
     with (folder / "bad_images.csv").open(newline="") as file:
         reasons = {Path(row["file"]).name: row["reason"] for row in csv.DictReader(file)}
