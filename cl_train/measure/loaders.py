@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from cl_train.config.schema import AugmentConfig, DataConfig, LoaderBenchmarkSet
 from cl_train.data.build import DATA_DIR, ImageData, build_data
 from cl_train.data.loader import DataSettings
 from cl_train.data.sample import ensure_sample
+from cl_train.errors import BadImageError, ConfigError
 from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import document_of
@@ -47,7 +49,7 @@ def benchmark_loaders(
     """The content of the JSON file, and its text; `others` make more pipelines, of the largest
     number of workers.
 
-    Raises ConfigError: no such folder, or no whole batch.
+    Raises ConfigError: no such folder, no whole batch, or a bad image.
     """
     folder = settings.root and Path(settings.root).expanduser()
     root = folder or ensure_sample(DATA_DIR / "sample-large")
@@ -61,9 +63,16 @@ def benchmark_loaders(
     try:
         pipelines[:0] = [make(settings, workers[-1]) for make in (torchvision_reference, *others)]
         variants = [partial(pipeline.block, settings.images) for pipeline in pipelines]
-        for variant in reversed(variants):  # ours first: it names a bad image
+        for variant in variants:
             variant()  # starts workers and fills the page cache
         done = alternate(variants, Stop.after(settings.rounds))
+    except BadImageError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:  # of the others' readers, which name no file
+        reason = str(error).strip().rpartition("\n")[2]
+        find = shlex.join([f"data.root={root}", "expect=any", "deep=true"])
+        advice = f"to find all: cl-train prepare_imagenet verify {find}"
+        raise ConfigError(f"an image cannot be used: {reason}; {advice}") from error
     finally:
         for pipeline in pipelines:
             pipeline.close()

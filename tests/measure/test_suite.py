@@ -21,7 +21,7 @@ from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.command_line import CommandLine, compose
 from cl_train.config.schema import LAYOUT_CHOICES, BenchmarkSettings, ZooSettings
-from cl_train.errors import BadImageError, ConfigError
+from cl_train.errors import ConfigError
 from cl_train.measure import paired, parity_gate, suite, taken_time, zoo
 from cl_train.measure.alternate import Block
 from cl_train.measure.answer import do_text
@@ -456,5 +456,5 @@ def test_the_cores_that_a_rate_needs(main, others, tmp_path, capsys):
         main([f"data.root={tmp_path}/nowhere"])
     for path in classes.rglob("*.jpg"):
         path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(BadImageError, match=r"\.jpg' .*, or use other images; to find all: "):
+    with pytest.raises(ConfigError, match=r"truncated.*; to find all: cl-train prepare_imagenet"):
         main([f"data.root={root}", *words])
