@@ -31,7 +31,7 @@ WIDTH, LINE_PX = 104, 18  # characters; pixels between lines
 STYLE = """<style>
 text { font: 13px ui-monospace, Menlo, Consolas, monospace; white-space: pre;
   animation: show 0s both }
-@keyframes show { from { visibility: hidden } }
+@keyframes show { from { opacity: 0.4 } }
 @media (prefers-reduced-motion) { text { animation: none } }
 </style>
 <rect width="100%" height="100%" rx="8" fill="#0d1117"/>"""
@@ -76,7 +76,7 @@ def narrowed(line: str) -> str:
 
 
 def drawn(lines: list[str]) -> str:
-    """The lines as SVG; each appears a quarter of a second after the one before."""
+    """The lines as SVG; each lights up a quarter of a second after the one before."""
     texts = []
     for number, line in enumerate(lines):
         short = line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"

@@ -109,9 +109,8 @@ HOLD = """
 import os, sys, time
 from cl_train.system.files import lock_file
 with lock_file(sys.argv[1]):
-    if os.fork() == 0:  # a worker that outlives its parent
-        time.sleep(10_000)
-    print("held", flush=True)
+    if os.fork() == 0:  # a worker that outlives its parent, and has left the lock
+        print("held", flush=True)
     time.sleep(10_000)
 """
 
