@@ -88,7 +88,7 @@ class BadImages:
 
     skip: bool
     limit: int = field(repr=False)
-    setting: str = field(default="", repr=False)  # that the limit follows
+    setting: str = field(default="", repr=False)  # where the limit comes from
     search: str = field(default="", repr=False)  # the command that finds all
     remedy: str = field(default="data.on_bad_image=skip", repr=False)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -204,7 +204,8 @@ class SlotDataset(Dataset[Any]):
 
 
 class _Requests:
-    """The batch sampler. It never ends, so that workers live on between epochs: without `pending`
+    """The batch sampler: torch hands its items to `SlotDataset.__getitems__`, requests instead of
+    indices. It never ends, so that workers live on between epochs: without `pending`
     requests it asks for nothing.
     """
 
@@ -249,8 +250,8 @@ class HostLoader:
         self._requests = _Requests()
         self._slots: SlotDataset | None = None
         self._pool: Workers | None = None
-        self._thread: threading.Thread | None = None  # that iterates
-        self._is_complete = True  # the last iteration
+        self._thread: threading.Thread | None = None  # that is iterating
+        self._is_complete = True  # whether the last iteration ran to its end
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:

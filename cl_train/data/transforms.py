@@ -134,8 +134,8 @@ class ImageTransform:
         return decode_s
 
     def _reduction(self, size: Sequence[int], side: int, epoch: int, random_index: int) -> int:
-        """How much smaller, 1, 2, 4 or 8, an image of `size` may be decoded: what becomes `side`
-        pixels is still twice as large.
+        """The largest of 1, 2, 4 and 8 by which an image of `size` can be decoded smaller: its crop
+        still has at least 2 x `side` pixels.
         """
         if not self.training:
             side = self._short_side(side)

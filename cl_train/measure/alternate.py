@@ -40,7 +40,7 @@ class Rounds:
         return len(self.blocks)
 
     def times_s(self, variant: int) -> list[float]:
-        """Seconds per step of each block of a variant, two per round."""
+        """Seconds per step of each block of a variant, at its place and the mirror place."""
         return [blocks[place].seconds for blocks in self.blocks for place in (variant, ~variant)]
 
     def host_pct(self, variant: int) -> float | None:

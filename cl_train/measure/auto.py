@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
 SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for finding the batch size and warm-up
-LEAST_STEPS = 32  # eight rounds of four blocks: what an interval needs
+LEAST_STEPS = 32  # a step in each block of eight rounds, which an interval needs
 # Of a ratio's interval: a wider one is not cached unless it decides.
 NOISY_WIDTH = 0.2
 

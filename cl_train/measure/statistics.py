@@ -22,8 +22,8 @@ SMALLEST_DIFFERENCE = 0.01
 SMALLEST_SPREAD = 0.01
 SMALLEST_SPREAD_OF_TWO = 0.04  # both runs may have been of the fast, or of the slow, processes
 UNKNOWN_SPREAD = 0.05
-WIDEST = 10.0  # times the ratio: beyond, a few rounds had little in common
-LOOK_COST = 0.8
+WIDEST = 10.0  # times the ratio: an interval with a higher bound is called unknown
+LOOK_COST = 0.8  # exponent, see `error_of_look`
 MAX_REPEATS = 100  # that are recommended
 MIN_WINDOWS = 4  # of a run: one per segment, see `interval_of_runs`
 

@@ -112,8 +112,8 @@ class TimedStep:
             if settings.compile:
                 self._called = compiled(self.model)
 
-        # Of the images that convolutions compute, those in channels_last though the model was given
-        # contiguous; None: it was not, it is compiled, or it has not run.
+        # Percent of the bytes that convolutions return: those in channels_last though the model was
+        # given contiguous. None: it was not, it is compiled, or it has not run.
         self.by_itself_pct: float | None = None
         self.peak_gib: float | None = None  # memory of an eager step, without other models
         self._steps = 0

@@ -47,7 +47,7 @@ class Window:
     images: int = 0
     seconds: float = 0.0  # without pauses, such as for a checkpoint
     step_ms: float = math.nan
-    host_bound_pct: float = 0.0  # of the steps, that the device had done when they were submitted
+    host_bound_pct: float = 0.0  # of the steps: before them the device was idle
     warmup: bool = False
     loss_scale: float | None = None
     skipped_steps: int = 0  # since the run began

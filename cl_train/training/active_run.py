@@ -57,7 +57,7 @@ class Timing:
     # it and after the wait
     waits: list[tuple[float, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
-    steps_behind: int = 0  # whose batch was asked for when the device had nothing left to do
+    steps_behind: int = 0  # when the host asked for their batch, the device was idle
 
 
 @dataclass(frozen=True)

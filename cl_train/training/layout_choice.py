@@ -34,7 +34,7 @@ class ModelSettings:
     freeze: Sequence[str] = ()
     sync_batchnorm: bool = False
     channels_last: str = "false"  # true, false or auto
-    channels_last_layout: Layout = CHANNELS_LAST  # what true and auto mean by it
+    channels_last_layout: Layout = CHANNELS_LAST  # that true and auto convert to
     parity: str = "auto"
     batch_size: int = 32  # of a device and micro-step
     data: DataConfig = DataConfig()
@@ -56,8 +56,8 @@ def convert_layout(
     mode: str = "train",
 ) -> tuple[DeviceFormat, str | None]:
     """Convert `model` in place as the settings say. Returns the format of its batches, and the
-    parity as in summary.json; None: the run trains contiguous. `facts`: at the sizes of training,
-    as `auto` would notice a crash at its own size only. mode: what is run.
+    parity as in summary.json; None: the run trains contiguous. `facts`: of every size in training,
+    because `auto` measures the largest alone. mode: what is run.
 
     Raises ConfigError: channels_last=true, and torch is known to crash on the model, or to compute
     something else.

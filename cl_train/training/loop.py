@@ -51,7 +51,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                 if not run.stop_signal:
                     end_epoch(run, save_due=save_due)
         has_checkpoint = run.checkpoints.saved_step >= 0 or continues(cfg.resume, run.folder)
-        if cfg.resume is not None and not has_checkpoint:  # the other run left nothing to train
+        if cfg.resume is not None and not has_checkpoint:  # it was at its last step: a copy
             run.save()
         run.checkpoints.store.finish()
         steps, skipped = run.progress.step, run.progress.skipped_steps
@@ -118,8 +118,8 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
 
 @contextmanager
 def step_observers(run: ActiveRun, *, profiled: bool) -> Iterator[Callable[[], bool]]:
-    """What follows each step on rank 0: the progress bar and the profile, and whether that was
-    written.
+    """Yields what is called after each step: it moves the progress bar and the profiler of rank 0,
+    and returns whether a profile was written, whose time is no step's.
     """
     is_main, progress = run.dist.is_main, run.progress
     with ExitStack() as stack:

@@ -195,7 +195,7 @@ def check_data(cfg: Config, data: Data, dist: Dist) -> None:
 
 
 def images_of(cfg: DataConfig) -> str:
-    """The evaluated ones, in words."""
+    """Which images are evaluated, for the title of the report."""
     return f"{cfg.val_split or 'val'} of {cfg.root or cfg.dataset or cfg.name}"
 
 
@@ -217,8 +217,9 @@ def record_failure(
 
 
 def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, Precision]:
-    """Set switches of the whole process; but for those of `new_torch_state` for good. Returns `cfg`
-    as the process can have it: a program that asked torch for deterministic algorithms keeps them.
+    """Set switches of the whole process; those of `new_torch_state` are given back later.
+
+    Returns `cfg` as the process can have it: deterministic, where the program has asked torch.
     """
     deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
     if deterministic:
