@@ -27,7 +27,7 @@ STEPS = (
     (f"{GAIN} {WITH}", r" *(right|faster|because|do):"),
 )
 COLUMNS = (0, 2, 5)  # of the table of losses
-WIDTH, LINE_PX = 104, 18  # characters; pixels between lines
+WIDTH, LINE_PX = 114, 18  # characters; pixels between lines
 STYLE = """<style>
 text { font: 13px ui-monospace, Menlo, Consolas, monospace; white-space: pre;
   animation: show 0s both }

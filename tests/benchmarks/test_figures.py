@@ -78,6 +78,7 @@ def planted_accuracy():
         ("timm, recipe of train.py", 3, None, [2.5, 2.4, 2.9]),
     ):
         of_run = {"runs": 8, "reached": reached, "target_s": target_s, "epoch_s": epoch_s}
+        of_run["share_of_floor"] = [0.9, 0.8, 1.0]
         ratios = {"target": None, "epoch": [epoch_s[0] / 2, 1.0, 2.0]}
         summary[name] = of_run | {"first_s": [7.0, 6.0, 8.0], "theirs_over_ours": ratios}
     return {"target_top1": 95.0, "summary": {"digits": summary}}
