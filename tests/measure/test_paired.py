@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure import auto, paired, taken_time, timed_step
+from cl_train.measure import alternate, auto, paired, taken_time, timed_step
 from cl_train.measure.alternate import Block, MachineLoad, Stop
 from cl_train.measure.paired import benchmark_layouts, compare_layouts
 from cl_train.measure.parity_gate import Parity
@@ -162,7 +162,8 @@ def test_a_comparison_prints_and_becomes_json(monkeypatch):
     monkeypatch.setattr(MachineLoad, "others_pct", lambda self: 60.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(paired, "TakenTime", Disturbed)
-    done = compare_layouts(network(), 4, image_size=16, target_ci=5.0, time_limit_s=0.1)
+    monkeypatch.setattr(alternate, "time", Mock(perf_counter=itertools.count(0, 20).__next__))
+    done = compare_layouts(network(), 4, image_size=16, target_ci=5.0)
     [pair] = json.loads(json.dumps(done.to_dict(), allow_nan=False))["pairs"]
     ratio = done.ratio.ratio
     assert pair["candidate"] == "channels_last" and pair["ratio"] == pytest.approx(ratio, abs=1e-3)
