@@ -43,11 +43,11 @@ RUN_LIMIT_S = {"digits": 120.0, "sample": 150.0}  # four times and twice train.p
 EPOCHS, BATCH_SIZE = 5, 32
 
 OURS = """{script} data=folder data.root={data} data.image_size={size} model=resnet18
-    channels_last=true batch_size=32 data.workers=2 epochs={epochs} seed={seed}
+    channels_last=true batch_size={batch} data.workers=2 epochs={epochs} seed={seed}
     hydra.run.dir={out} overwrite=true"""
 TIMM = """{script} --data-dir {data} --val-split val --num-classes 10 --model resnet18
-    --input-size 3 {size} {size} --crop-pct 0.875 -b 32 -j 2 --epochs {epochs} --warmup-epochs 0
-    --seed {seed} --output {out} --device cpu --channels-last {amp} --opt momentum
+    --input-size 3 {size} {size} --crop-pct 0.875 -b {batch} -j 2 --epochs {epochs}
+    --warmup-epochs 0 --seed {seed} --output {out} --device cpu --channels-last {amp} --opt momentum
     --model-kwargs zero_init_last=False --lr-base 0.1 --weight-decay 1e-4 --sched-on-updates
     --smoothing 0 --scale 0.35 1 --hflip 0 --color-jitter 0 --train-interpolation bilinear"""
 OPTIONS = {"cl_train": OURS, "timm, recipe of train.py": TIMM}
@@ -121,7 +121,7 @@ def run_of(data: str, program: str, script: Path, seed: int, work: Path) -> Reco
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / "out"
     values = {"script": script, "data": work / data, "size": IMAGE_SIZE[data], "out": out}
-    values |= {"seed": seed, "epochs": EPOCHS}
+    values |= {"seed": seed, "epochs": EPOCHS, "batch": BATCH_SIZE}
     command = [sys.executable, *(word.format(**values) for word in options_of(program))]
     run: Record = {"data": data, "program": program, "seed": seed, "epochs": EPOCHS}
     run |= run_to_end(LINES[program], command, folder / "run.log", RUN_LIMIT_S[data])

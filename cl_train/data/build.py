@@ -74,7 +74,8 @@ class ImageData:
         files = len(source.val) + (len(source.train) if settings.training else 0)
         most = str(cfg.max_bad_images)
         limit = int(float(most[:-1]) / 100 * files) if most.endswith("%") else int(most)
-        search = _search_of(cfg) if isinstance(source.val, FolderSplit) else ""
+        is_folder = cfg.root is not None and isinstance(source.val, FolderSplit)
+        search = search_command(str(cfg.root), cfg.extensions) if is_folder else ""
         self.bad_images = BadImages(cfg.on_bad_image == "skip", limit, most, search)
         self._label_of: torch.Tensor | None = None
         self.class_counts = class_counts(source.train, self.num_classes)
@@ -288,13 +289,11 @@ def _image_data(settings: DataSettings) -> ImageData:
     return ImageData(source, settings)
 
 
-def _search_of(cfg: DataConfig) -> str:
-    """The command that finds every bad image of a folder; empty for that of the sample data."""
-    if cfg.root is None:
-        return ""
-    words = [f"data.root={cfg.root}", "expect=any", "deep=true"]
-    if {*cfg.extensions} - {*EXTENSIONS}:
-        words.append(f"data.extensions=[{','.join(cfg.extensions)}]")
+def search_command(root: str, extensions: Sequence[str] = EXTENSIONS) -> str:
+    """The command that finds every bad image of a folder."""
+    words = [f"data.root={root}", "expect=any", "deep=true"]
+    if {*extensions} - {*EXTENSIONS}:
+        words.append(f"data.extensions=[{','.join(extensions)}]")
     return f"cl-train prepare_imagenet verify {shlex.join(words)}"
 
 

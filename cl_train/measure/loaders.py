@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from cl_train.config.schema import AugmentConfig, DataConfig, LoaderBenchmarkSettings
-from cl_train.data.build import DATA_DIR, ImageData, build_data
+from cl_train.data.build import DATA_DIR, ImageData, build_data, search_command
 from cl_train.data.loader import DataSettings
 from cl_train.data.sample import ensure_sample
 from cl_train.errors import BadImageError, ConfigError
@@ -70,8 +69,7 @@ def benchmark_loaders(
         raise ConfigError(str(error)) from None
     except OSError as error:  # of the others' readers, which name no file
         reason = str(error).strip().rpartition("\n")[2]
-        find = shlex.join([f"data.root={root}", "expect=any", "deep=true"])
-        advice = f"to find all: cl-train prepare_imagenet verify {find}"
+        advice = f"to find all: {search_command(str(root))}"
         raise ConfigError(f"an image cannot be used: {reason}; {advice}") from error
     finally:
         for pipeline in pipelines:

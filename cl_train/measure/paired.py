@@ -34,12 +34,7 @@ from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
 from cl_train.step.utilisation import describe
 from cl_train.system.failures import failure_explained
-from cl_train.system.machine import (
-    GpuWatch,
-    is_out_of_memory,
-    problem_of_gpu,
-    release_memory,
-)
+from cl_train.system.machine import GpuWatch, is_out_of_memory, problem_of_gpu, release_memory
 from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.torch_state import own_torch_state
 

@@ -17,12 +17,7 @@ from cl_train.system.files import continues
 from cl_train.system.run_folder import BAD_IMAGES
 from cl_train.training.active_run import ADVICE, ActiveRun
 from cl_train.training.build import utilisation_of
-from cl_train.training.console import (
-    closing_lines,
-    duration,
-    profile,
-    progress_bar,
-)
+from cl_train.training.console import closing_lines, duration, profile, progress_bar
 from cl_train.training.evaluation import (
     EVALUATED,
     Interrupted,

@@ -44,12 +44,7 @@ from cl_train.system.distributed import (
     processes,
 )
 from cl_train.system.files import claimed_folder, continues, refuse_link
-from cl_train.system.machine import (
-    describe_environment,
-    device_name,
-    git_state,
-    keep_freed_memory,
-)
+from cl_train.system.machine import describe_environment, device_name, git_state, keep_freed_memory
 from cl_train.system.processes import (
     MachineLoad,
     StopRequest,
