@@ -227,12 +227,13 @@ def cpu_ticks(root: int) -> dict[int, int]:
     """Those of a process and of all its descendants, by their numbers."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for number in _numbers_in("/proc"):
         with suppress(OSError):  # it has just ended
-            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
+            stat = Path(f"/proc/{number}/stat").read_text(errors="replace")
+            fields = stat.rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(number)
             # own and waited children's utime and stime
-            ticks[int(entry.parent.name)] = sum(map(int, fields[11:15]))
+            ticks[number] = sum(map(int, fields[11:15]))
     family = [root]
     for pid in family:
         family += children.get(pid, [])
@@ -243,13 +244,24 @@ def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
     """Seconds that each thread of a process ran, and that it was ready and had no core; empty:
     unknown, as on other systems than Linux. None: of this process.
     """
-    times = {}
-    for file in Path(f"/proc/{pid or os.getpid()}/task").glob("*/schedstat"):
+    times, folder = {}, f"/proc/{pid or os.getpid()}/task"
+    for thread in _numbers_in(folder):
         with suppress(OSError, ValueError):  # it has just ended
-            ran_s, waited_s = ran_and_waited_s(file.read_bytes())
+            ran_s, waited_s = ran_and_waited_s(Path(f"{folder}/{thread}/schedstat").read_bytes())
             if ran_s:  # a kernel without these statistics has zeros
-                times[int(file.parent.name)] = ran_s, waited_s
+                times[thread] = ran_s, waited_s
     return times
+
+
+def _numbers_in(folder: str) -> list[int]:
+    """Of processes or threads; none if there is no such folder, or its process has just ended.
+
+    Not by `Path.glob`, which raises if one of them ends between its name and its file.
+    """
+    try:
+        return [int(name) for name in os.listdir(folder) if name.isdigit()]
+    except OSError:
+        return []
 
 
 def ran_and_waited_s(schedstat: bytes) -> tuple[float, float]:

@@ -126,6 +126,20 @@ def test_freed_memory_is_kept_without_page_faults_until_it_is_released():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_processes_and_threads_that_end_while_they_are_listed_are_left_out(monkeypatch):
+    def ended(path, *args, **options):
+        raise ProcessLookupError(3, "No such process", path)
+
+    listed = [str(os.getpid()), "999999999", "self"]
+    monkeypatch.setattr(os, "listdir", lambda folder: listed)
+    monkeypatch.setattr(os, "stat", ended)  # as of a process that ends after its name is read
+    assert list(processes.cpu_ticks(os.getpid())) == [os.getpid()]
+    assert processes.thread_times().keys() <= {os.getpid()}
+    monkeypatch.setattr(os, "listdir", ended)
+    assert processes.thread_times() == {} and processes.cpu_ticks(1) == {1: 0}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_peak_of_a_run_on_a_cpu_is_not_that_of_what_came_before():
     reset_peak_memory(CPU)
     held = peak_memory_gib(CPU)  # other tests of this process may have had more
