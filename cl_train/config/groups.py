@@ -29,9 +29,6 @@ class DataConfig:
     root: str | None = setting(
         None, "folder of train/<class>/* and val/<class>/*, or what the data set expects"
     )
-    shuffle: str = setting(
-        "full", "permute all images, or shard after shard", choices=("full", "shards")
-    )
     csv: str | None = setting(
         None, "data=csv: file with the columns path, label, perhaps split; null = root/labels.csv"
     )

@@ -31,10 +31,10 @@ from cl_train.data.images import (
     listed,
 )
 from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader
-from cl_train.data.order import SizeSchedule, permutation, repeated, shard_permutation
+from cl_train.data.order import SizeSchedule, permutation, repeated
 from cl_train.data.sample import list_sample
 from cl_train.data.stream import StreamLoader
-from cl_train.data.tar_shards import ShardSplit, list_shards
+from cl_train.data.tar_shards import list_shards
 from cl_train.data.transforms import ImageReader, ImageTransform, WorkerTimes, label_mix
 from cl_train.data.user_dataset import DatasetReader, SampleForm, check_first, open_datasets
 from cl_train.errors import ConfigError
@@ -106,16 +106,10 @@ class ImageData:
             if isinstance(images, IterableDataset):
                 return StreamLoader(images, form, settings, self.bad_images)
             reader = DatasetReader(images, form)
-        shards = None
-        if cfg.shuffle == "shards" and isinstance(images, ShardSplit):
-            shards = images.by_shard()
         count = len(reader)
 
         def order(epoch: int) -> Indices:  # refers to no loader: a cycle would keep its memory
-            if shards:
-                indices = shard_permutation(settings.seed, epoch, shards)
-            else:
-                indices = permutation(settings.seed, epoch, count)
+            indices = permutation(settings.seed, epoch, count)
             return repeated(indices, settings.augment.repeats, settings.global_batch_size)
 
         order_of = order if training else None

@@ -6,7 +6,6 @@ and resumed runs share no state (Salmon et al., "Parallel random numbers: as eas
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from cl_train.data.images import Indices
 
 # The last counter word separates the streams, so that no two purposes share a number.
-_ORDER, SAMPLES, BATCHES, _SHARDS = 1, 2, 3, 4
+_ORDER, SAMPLES, BATCHES = 1, 2, 3
 _GRID = 32  # of growing image sizes: the total stride of most networks
 
 
@@ -27,23 +26,6 @@ def permutation(seed: int, epoch: int, count: int) -> Indices:
     """
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]).random_raw(count)
     return np.argsort(words, kind="stable")
-
-
-def shard_permutation(
-    seed: int, epoch: int, shards: Sequence[Indices], distance: int = 8192
-) -> Indices:
-    """Returns an order for storage that is slow at random reads.
-
-    Shards are permuted, then each image moves by less than `distance` places. Each shard must hold
-    a mixture of all classes.
-    """
-    count = sum(map(len, shards))
-    philox = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _SHARDS])
-    words = philox.random_raw(len(shards) + count)
-    order_of_shards = np.argsort(words[: len(shards)], kind="stable")
-    order = np.concatenate([shards[shard] for shard in order_of_shards])
-    shift = words[len(shards) :] >> np.uint64(11)  # 53 bits, which a float64 holds exactly
-    return order[np.argsort(np.arange(count) + shift * (distance / 2**53), kind="stable")]
 
 
 def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:

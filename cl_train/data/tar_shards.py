@@ -70,12 +70,6 @@ class ShardSplit(Split):
             raise BadImage(f"{len(data)} of {size} bytes could be read")
         return data
 
-    def by_shard(self) -> tuple[Indices, ...]:
-        """Returns for each shard the indices of its images, in the order of the file."""
-        order = np.lexsort((self.offsets, self.shard))
-        ends = np.cumsum(np.bincount(self.shard, minlength=len(self.shards)))
-        return tuple(np.split(order, ends[:-1]))
-
 
 def list_shards(
     root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None

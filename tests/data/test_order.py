@@ -11,7 +11,6 @@ from cl_train.data.order import (
     order_of_rank,
     permutation,
     repeated,
-    shard_permutation,
 )
 
 
@@ -47,16 +46,6 @@ def test_repeated_augmentation_gives_each_rank_the_images_of_timms_sampler(repea
         )
         ours = order_of_rank(order, batch_size, rank, repeats) % count
         assert ours.tolist() == list(sampler)[: len(ours)]
-
-
-def test_the_order_by_shards_is_a_permutation_that_stays_near_the_shards():
-    shards = tuple(np.array_split(np.random.default_rng(0).permutation(1000), 10))
-    order, again, other = (shard_permutation(0, epoch, shards, distance=50) for epoch in (3, 3, 4))
-    assert sorted(order) == list(range(1000)) and np.array_equal(order, again)
-    assert not np.array_equal(order, other)
-    shard_of = {image: number for number, shard in enumerate(shards) for image in shard}
-    for part in order.reshape(20, 50):
-        assert len({shard_of[image] for image in part}) <= 3
 
 
 @pytest.mark.parametrize(
