@@ -116,14 +116,6 @@ class _Image(NamedTuple):
     size: int
 
 
-class ShardIndex(NamedTuple):
-    """What is in a shard."""
-
-    images: list[_Image]
-    ignored: list[str]  # members that belong to no sample
-    dotted: list[str]  # keys with a dot in the file's name
-
-
 def _index(
     shards: dict[str, list[str]],
     manifest: Path,
@@ -132,9 +124,11 @@ def _index(
 ) -> ImageSource:
     paths = list(dict.fromkeys(shards["train"] + shards["val"]))
     read = partial(index_shard, extensions=extensions)
-    indices = map_in_processes(read, paths, workers, description="index shards", unit="shard")
-    of_shards = dict(zip(paths, indices, strict=True))
-    contents = {path: index.images for path, index in of_shards.items()}
+    results = map_in_processes(read, paths, workers, description="index shards", unit="shard")
+    contents, ignored = dict[str, list[_Image]](), list[str]()
+    for path, (images, others) in zip(paths, results, strict=True):
+        contents[path] = images
+        ignored += others
     train, val = (
         _split({path: contents[path] for path in shards[name]}) for name in ("train", "val")
     )
@@ -147,22 +141,21 @@ def _index(
         what = f"the training images have {found} labels, the highest is {count - 1}"
         raise ConfigError(f"{what}: of {len(classes)} classes each class needs an image")
     fingerprint = digest(classes, (train, val), ("names", "labels", "sizes"))
-    ignored = [name for index in of_shards.values() for name in index.ignored]
-    notes = [ignored_files(manifest.parent, ignored, extensions)]
-    if dotted := [key for index in of_shards.values() for key in index.dotted]:
-        notes.append(f"{len(dotted)} keys have dots ({listed(dotted)}): they end at the last one")
-    return ImageSource(classes, train, val, fingerprint, tuple(filter(None, notes)))
+    note = ignored_files(manifest.parent, ignored, extensions)
+    return ImageSource(classes, train, val, fingerprint, (note,) if note else ())
 
 
-def index_shard(path: str, extensions: Sequence[str] = EXTENSIONS) -> ShardIndex:
-    """The images of a shard.
+def index_shard(
+    path: str, extensions: Sequence[str] = EXTENSIONS
+) -> tuple[list[_Image], list[str]]:
+    """The images of a shard, and the members that belong to no sample.
 
-    Raises ConfigError: it is damaged, a name occurs twice, or a sample has not one image and one
-    label. A key ends at the first dot, as WebDataset's; members that this leaves over, such as
-    img.00.jpg and img.00.cls, are a sample if they pair by their last suffix, or else ignored.
+    A sample's image and label have a name up to the last dot; a key with other dots may lack one.
+    Raises ConfigError: the shard is damaged, or a sample has not one image and one label.
     """
-    names, samples = set[str](), dict[str, _Members]()
-    index = ShardIndex([], [], [])
+    names, ignored = set[str](), list[str]()
+    images: dict[str, list[tuple[str, int, int]]] = {}
+    labels: dict[str, int] = {}
     with naming(path), open_tar(Path(path), path) as archive:
         for member in regular_files(archive, path):
             name = member.name.removeprefix("./")
@@ -170,60 +163,35 @@ def index_shard(path: str, extensions: Sequence[str] = EXTENSIONS) -> ShardIndex
                 raise ConfigError(f"{path}: the name '{name}' occurs twice")
             names.add(name)
             key, suffix = os.path.splitext(name)
-            of_key = samples.setdefault(key, _Members([], {}))
             if is_hidden(os.fsencode(os.path.basename(name))):
-                index.ignored.append(name)
+                ignored.append(name)
             elif suffix.lower() in extensions:
-                of_key.images.append((name, member.offset_data, member.size))
-            elif suffix.lower() in (".cls", ".json"):
-                of_key.labels[name] = read_member(archive, member, path)
+                images.setdefault(key, []).append((name, member.offset_data, member.size))
+            elif suffix.lower() == ".cls":
+                labels[key] = _label(read_member(archive, member, path), f"{path}/{name}")
             else:
-                index.ignored.append(name)
-    problems = []
-    for key, (images, labels) in samples.items():
-        has_dot = "." in os.path.basename(key)
-        if len(images) == 1 and labels:
-            index.images.append(_Image(_label(labels, path), *images[0]))
-            index.dotted.extend([key] if has_dot else [])
-        elif has_dot and len(images) < 2:
-            index.ignored.extend([*(name for name, *_ in images), *labels])
-        elif images or labels:
-            lacking = "label" if images else "image"
-            several = f"{len(images)} images: {', '.join(name for name, *_ in images)}"
-            problems.append(f"'{key}' has {several if len(images) > 1 else f'no {lacking}'}")
-    if problems or not index.images:
+                ignored.append(name)
+    found, problems = list[_Image](), list[str]()
+    for key in images | labels:
+        of_key = images.get(key, [])
+        if len(of_key) == 1 and key in labels:
+            found.append(_Image(labels[key], *of_key[0]))
+        elif len(of_key) < 2 and "." in os.path.basename(key):
+            ignored += [name for name, *_ in of_key] or [f"{key}.cls"]
+        else:
+            kinds = f"{len(of_key)} images" if of_key else "no image"
+            problems.append(f"'{key}' has {'no label' if len(of_key) == 1 else kinds}")
+    if problems or not found:
         what = f"{len(problems)} incomplete samples: {listed(sorted(problems))}"
-        note = ignored_files(path, index.ignored, extensions)
+        note = ignored_files(path, ignored, extensions)
         raise ConfigError(f"{path}: {what if problems else 'no samples'}. {note}".rstrip(". "))
-    return index
+    return found, ignored
 
 
-class _Members(NamedTuple):
-    """Those of a key: name, offset and size of its images, the labels' content by name."""
-
-    images: list[tuple[str, int, int]]
-    labels: dict[str, bytes]
-
-
-def _label(labels: dict[str, bytes], path: str) -> int:
-    """Of the .cls file, or else the .json file. Raises ConfigError: no number, or two."""
-    numbers = {name: _number(text, os.path.splitext(name)[1]) for name, text in labels.items()}
-    found = {number for number in numbers.values() if number is not None}
-    if len(found) > 1:
-        raise ConfigError(f"{path}: {' and '.join(numbers)} are different labels")
-    wrong = [name for name, number in numbers.items() if number is None]
-    if not found or any(name.lower().endswith(".cls") for name in wrong):
-        what = f"{labels[wrong[0]][:40]!r} is not a label: expected a number from 0"
-        raise ConfigError(f"{path}/{wrong[0]}: {what}")
-    return found.pop()
-
-
-def _number(text: bytes, suffix: str) -> int | None:
-    try:
-        label = json.loads(text)["label"] if suffix.lower() == ".json" else int(text)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return label if isinstance(label, int) and 0 <= label < 10**6 else None
+def _label(text: bytes, where: str) -> int:
+    if text.strip().isdigit() and int(text) < 10**6:
+        return int(text)
+    raise ConfigError(f"{where}: {text[:40]!r} is not a label: expected a number from 0")
 
 
 def _split(contents: dict[str, list[_Image]]) -> ShardSplit:

@@ -66,7 +66,7 @@ def _write_share(
     path, bad, written = out / share[0], [], 0
     if path.exists():
         with suppress(ConfigError):  # damaged since
-            return len(index_shard(str(path)).images), []
+            return len(index_shard(str(path))[0]), []
     with (
         replacing(path, path.with_name(f".{path.name}.part")) as part,
         tarfile.open(part, "w", format=tarfile.PAX_FORMAT) as archive,
