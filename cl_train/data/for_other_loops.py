@@ -3,7 +3,6 @@
 """
 
 import math
-import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -107,17 +106,25 @@ def image_loader(
         dtype, memory_format, mean, std: of batches on a device: (x / 255 - mean) / std.
         rank, world_size: None = those of `torch.distributed` if it is initialised, else 0 and 1.
         skip_bad_images: replace unreadable images, in val leave them out; see `bad_images`.
-        val_fraction, extensions: as the settings `data.val_fraction` and `data.extensions`.
+        val_fraction, extensions: as the settings of these names.
 
     Returns:
         An iterable over (images [N, 3, image_size, image_size], targets int64 [N]) with a length,
         and workers that `close()`, or the end of a `with` block, ends.
 
     Raises:
-        ConfigError: a wrong type or range, no such folder, no classes, or less than a batch.
+        ConfigError: a wrong type or range, no such folder, no classes, or less than a batch. It
+            names the settings `data.*`, which are arguments of the same names here.
         BadImageError, WorkerError: while iterating; the message names the image.
     """
+    dist = _dist(rank, world_size, torch.device(device or "cpu"))
+    if split not in ("train", "val") or not isinstance(batch_size, int):
+        raise ConfigError(
+            f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole"
+            " number"
+        )
     settings = {
+        "name": "folder",
         "root": str(root),
         "image_size": image_size,
         "workers": workers,
@@ -126,39 +133,17 @@ def image_loader(
         "val_fraction": val_fraction,
         "extensions": list(extensions),
         "on_bad_image": "skip" if skip_bad_images else "error",
+        "max_bad_images": "100%",
     }
-    dist = _dist(rank, world_size, torch.device(device or "cpu"))
-    try:
-        data = _folder_data(settings, split, batch_size, seed, dist)
-    except ConfigError as error:
-        raise ConfigError(list(map(_of_arguments, error.problems))) from None
+    cfg = checked_config({"batch_size": batch_size, "seed": seed, "data": settings}).data
+    augment, is_training = AugmentConfig(crop_scale_min=0.08, flip=0.5), split == "train"
+    data = build_data(DataSettings(cfg, augment, batch_size, seed, dist, training=is_training))
+    assert isinstance(data, ImageData)
     data.bad_images.remedy = "skip_bad_images=True"
     normalise = None
     if device is not None:
         normalise = Normalise(mean, std, DeviceFormat(dist.device, dtype, memory_format))
     return ImageLoader(data, split, normalise)
-
-
-def _of_arguments(problem: str) -> str:
-    """A problem of the settings `data.*`, which are arguments of the same names here."""
-    return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", re.sub(r"(;|,) [a-z: ]+ data=sample$", "", problem))
-
-
-def _folder_data(
-    settings: dict[str, Any], split: str, batch_size: int, seed: int, dist: Dist
-) -> ImageData:
-    if split not in ("train", "val") or not isinstance(batch_size, int):
-        raise ConfigError(
-            f"split={split!r}, batch_size={batch_size!r}: expected 'train' or 'val', and a whole"
-            " number"
-        )
-    settings = {"name": "folder", "max_bad_images": "100%", **settings}
-    cfg = checked_config({"batch_size": batch_size, "seed": seed, "data": settings})
-    augment = AugmentConfig(crop_scale_min=0.08, flip=0.5)
-    is_training = split == "train"
-    data = build_data(DataSettings(cfg.data, augment, batch_size, seed, dist, training=is_training))
-    assert isinstance(data, ImageData)
-    return data
 
 
 def _dist(rank: int | None, world_size: int | None, device: torch.device) -> Dist:

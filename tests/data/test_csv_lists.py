@@ -2,7 +2,6 @@
 
 import os
 import time
-from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +11,7 @@ from cl_train.data import csv_lists
 from cl_train.data.csv_lists import list_csv
 from cl_train.data.images import list_folder
 from cl_train.errors import ConfigError
-from tests.data.image_folders import folder_data, jpeg, same, train_batches, write_folder
+from tests.data.image_folders import folder_data, same, train_batches, write_folder
 
 
 @pytest.fixture
@@ -90,38 +89,20 @@ def test_a_split_column_or_a_fraction(root):
     assert len(listed(root, csv=csv, training=False, val_fraction=0.3).val) == 4
 
 
-@pytest.mark.parametrize(
-    ("labels", "classes"),
-    [
-        (("10", "9", "-1.5"), ("-1.5", "9", "10")),
-        (("10", "9", "x"), ("10", "9", "x")),
-        (("nan", "1", "10"), ("1", "10", "nan")),
-    ],
-)
-def test_labels_are_sorted_as_numbers_if_all_are(root, labels, classes):
-    rows = [f"train/class_0/{2 * n:04d}.jpg,{label}\n" for n, label in enumerate(labels)]
+@pytest.mark.parametrize("classes", [("-1.5", "9", "10"), ("1", "10", "nan")])
+def test_labels_are_sorted_as_numbers_if_all_are(root, classes):
+    rows = [f"train/class_0/{2 * n:04d}.jpg,{label}\n" for n, label in enumerate(classes[::-1])]
     csv = table(root, "path,label\n" + "".join(rows))
     assert listed(root, csv=csv, val_csv=csv).classes == classes
-
-
-def test_ids_without_a_suffix_and_with_dots(root):
-    (root / "one.5.JPG").write_bytes(jpeg())
-    (root / "one").mkdir()
-    (root / "one.png").write_bytes(jpeg())
-    csv = table(root, "id,label\none.5,a\none,b\n")
-    found = [os.path.basename(name) for name in names(listed(root, csv=csv, val_csv=csv).train)]
-    assert found == ["one.5.JPG", "one.png"]
 
 
 A, B = "train/class_0/0000.jpg", "train/class_1/0001.jpg"
 BAD = {
     f"path,label\n{A},cat\nmissing.jpg,cat\n": ["line 3: no image 'missing.jpg'", ".png below '"],
-    f"path,label\n{A},cat\n{A}.webp,cat\n": ["line 3: no image"],
     f'path,label\n"{A}",cat\n\n{B},""\n,cat\n': ["line 4: no label", "line 5: no name", "2 rows"],
     f"path,label\n{A},cat\n{B},dog\n./{A},dog\n": [
         f"line 4: './{A}' is train 'dog', and train 'cat' in line 2"
     ],
-    f"path,label,split\n{A},cat,train\n{A},cat,val\n": ["is val 'cat', and train 'cat' in line 2"],
     f"path,label,split\n{A},cat,train\n{B},cat,\n": ["line 3: no split"],
     f"path,label,split\n{A},cat,train\n{B},dog,val\n": [
         "line 3: no training image has the label 'dog'"
@@ -129,8 +110,6 @@ BAD = {
     f"path,label\n{A},cat\n": ["data.val_csv", "a column split", "data.val_fraction"],
     f"{A},cat\n": ["the first line must name the columns", A],
     "path;label\n": ["no rows"],
-    "": ["the first line must name"],
-    f'path,label\n"{A},cat\n': ["line 2: unexpected end of data"],
 }
 
 
@@ -147,24 +126,8 @@ def test_no_file_and_settings_that_need_another(root):
         listed(root, csv=str(root / "none.csv"))
     csv = table(root, rows_of(root, "train"))
     assert len(listed(root, val_csv=csv).train) == 10, "labels.csv in data.root"
-    with pytest.raises(ConfigError, match="give the validation images once"):
-        listed(root, csv=csv, val_csv=csv, val_fraction=0.1)
-    for data, problem in (
-        ({"name": "csv", "csv": "x"}, "data.root=FOLDER"),
-        ({"name": "folder", "root": "x", "csv": "y"}, "has no effect without data=csv"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            checked_config({"data": data})
-
-
-def test_a_folder_that_cannot_be_read_is_named(root, monkeypatch):
-    refusal = Mock(
-        side_effect=PermissionError(13, "Permission denied", str(root / "train/class_0"))
-    )
-    csv = table(root, f"path,label\n{A},cat\n")
-    monkeypatch.setattr(os, "listdir", refusal)
-    with pytest.raises(ConfigError, match=r"class_0' cannot be read: Permission denied"):
-        listed(root, csv=csv, val_csv=csv)
+    with pytest.raises(ConfigError, match="data.root=FOLDER"):
+        checked_config({"data": {"name": "csv", "csv": "x"}})
 
 
 def test_a_large_list_is_stored_until_the_file_or_a_folder_changes(root, monkeypatch):

@@ -49,11 +49,6 @@ def upright(data):
     return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
 
 
-def xmp_alone():
-    text = b'<x:xmpmeta xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/>'
-    return encoded(PHOTO, xmp=text)
-
-
 TURNED = {
     "JPEG": turned,
     "JPEG after a comment": functools.partial(turned, comment=b"c" * 300),
@@ -61,7 +56,6 @@ TURNED = {
     "PNG": functools.partial(turned, kind="PNG"),
     "WebP": functools.partial(turned, kind="WEBP", lossless=True),
     "TIFF": functools.partial(turned, kind="TIFF"),
-    "JPEG with XMP": lambda _: xmp_alone(),
     "JPEG without EXIF": lambda _: encoded(PHOTO),
 }
 
@@ -80,8 +74,8 @@ def test_pixels_are_as_pillow_turns_them(name, decoder):
         assert EncodedImage(turned(6)).decode().shape == (60, 84, 3)
 
 
-@pytest.mark.parametrize("exif", [b"Exif\0\0broken", b"Exif\0\0II*\0\x08\0\0\0\x09\0\x31\x31"])
-def test_exif_that_cannot_be_read_is_no_reason_against_an_image(exif):
+def test_exif_that_cannot_be_read_is_no_reason_against_an_image():
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x09\0\x31\x31"
     for kind in ("JPEG", "PNG"):
         assert EncodedImage(encoded(PHOTO, kind, exif=exif), upright=True).decode().shape[0] == 60
 
@@ -252,8 +246,8 @@ def palette_with_hidden_red():
 
 
 def frames(kind):
-    first, second = PHOTO, Image.new("RGB", PHOTO.size)
-    return encoded(first, kind, save_all=True, append_images=[second], lossless=True)
+    second = Image.new("RGB", PHOTO.size)
+    return encoded(PHOTO, kind, save_all=True, append_images=[second], lossless=True)
 
 
 GREY_ALPHA = Image.merge("LA", [Image.new("L", (60, 40), 0), Image.new("L", (60, 40), 51)])
@@ -261,24 +255,18 @@ GREY_ALPHA = Image.merge("LA", [Image.new("L", (60, 40), 0), Image.new("L", (60,
 ODD = {
     "16 bits": (encoded(grey([0x8000, 0xFFFF], np.uint16), "PNG"), (128, 255)),
     "12 bits in 16": (encoded(grey([4095], np.uint16), "PNG"), "16 bits per pixel, and none above"),
-    "16-bit TIFF": (encoded(grey([0x8000, 0xFFFF], np.uint16), "TIFF"), (128, 255)),
     "palette, transparent": (palette_with_hidden_red(), ((255, 255, 255), (100, 120, 140))),
     "grey, alpha": (encoded(GREY_ALPHA, "PNG"), (204, 204)),
-    "clear black": (encoded(Image.new("RGBA", (60, 40)), "PNG"), (255, 255)),
     "CMYK": (encoded(Image.new("CMYK", (60, 40), (255, 0, 0, 0)), "TIFF"), ((0, 255, 255),) * 2),
-    "one bit": (encoded(grey([True, False], bool), "PNG"), (255, 0)),
     "animated WebP": (frames("WEBP"), (PHOTO.getpixel((0, 0)), PHOTO.getpixel((83, 59)))),
-    "animated PNG": (frames("PNG"), (PHOTO.getpixel((0, 0)), PHOTO.getpixel((83, 59)))),
     "float TIFF": (encoded(grey([0.5], np.float32), "TIFF"), "32 bits per pixel .mode F."),
-    "32-bit TIFF": (encoded(grey([70000], np.int32), "TIFF"), "32 bits per pixel .mode I."),
 }
-FORMATS = ["JPEG", "PNG", "WEBP", "TIFF"]
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_pixels_are_right_or_refused_never_black(name, tmp_path):
+def test_odd_pixels_are_right_or_refused_never_black(name):
     data, expected = ODD[name]
-    image = EncodedImage(data, formats=tuple(FORMATS), upright=True)
+    image = EncodedImage(data, formats=("PNG", "WEBP", "TIFF"), upright=True)
     if isinstance(expected, str):
         with pytest.raises(BadImage, match=expected):
             image.decode()
@@ -286,20 +274,18 @@ def test_odd_pixels_are_right_or_refused_never_black(name, tmp_path):
         pixels = image.decode()
         for pixel, wanted in zip((pixels[0, 0], pixels[-1, -1]), expected, strict=True):
             assert pixel.tolist() == np.broadcast_to(wanted, 3).tolist()
-    # training, which reads the same way, prediction and the check of a folder agree with it
+
+
+def test_training_prediction_and_the_check_of_a_folder_refuse_the_same_images(tmp_path):
+    data, reason = ODD["12 bits in 16"]
     (tmp_path / "train/a").mkdir(parents=True)
     for number in range(4):
         (tmp_path / f"train/a/{number}.png").write_bytes(data)
     (tmp_path / "val").symlink_to("train")
     skip = {"on_bad_image": "skip", "image_size": 32}
-    extensions = [".jpg", ".png", ".webp", ".tif"]
-    cfg = DataConfig(root=str(tmp_path), workers=0, extensions=extensions, **skip)
-    seen = images_of_folder(cfg, ("a",), 4, Dist(0, 1, CPU))
-    folder = folder_data(tmp_path, extensions=extensions, **skip)
-    for data in (seen, folder):
-        list(data.val_loader.batches())
-        assert len(data.bad_images.reasons) == 4 * isinstance(expected, str)
-    problems = verify(tmp_path, deep=True, expect="any", extensions=extensions, workers=1)[1]
-    is_bad = isinstance(expected, str)
-    assert sum("bits per pixel" in problem for problem in problems) == 2 * is_bad
-    assert bool(problems) == is_bad
+    cfg = DataConfig(root=str(tmp_path), workers=0, **skip)
+    for seen in images_of_folder(cfg, ("a",), 4, Dist(0, 1, CPU)), folder_data(tmp_path, **skip):
+        list(seen.val_loader.batches())
+        assert len(seen.bad_images.reasons) == 4
+    problems = verify(tmp_path, deep=True, expect="any", workers=1)[1]
+    assert sum(reason in problem for problem in problems) == 2

@@ -3,16 +3,13 @@ Pixels of unusual files, and reasons against damaged ones; tests/faults/test_inp
 more, and fuzzed ones.
 """
 
-import io
 import os
 import shutil
 import time
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -76,21 +73,20 @@ def rename_all(folder, suffix):
         path.rename(path.with_suffix(suffix))
 
 
-EMPTY = ["'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imagenet"]
-
-
 @pytest.mark.parametrize(
     ("change", "layout", "words"),
     [
-        (shutil.rmtree, {}, ["does not exist"]),
-        (lambda root: [shutil.rmtree(root), root.touch()], {}, ["is not a folder"]),
-        (lambda root: (empty(root) / "train.tar").touch(), {}, EMPTY),
+        (shutil.rmtree, {}, ["does not exist", "not a URL"]),
+        (
+            lambda root: (empty(root) / "train.tar").touch(),
+            {},
+            ["'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imagenet"],
+        ),
         (
             lambda root: (empty(root, "val") / "1.JPEG").touch(),
             {},
-            ["has no class folders", "1.JPEG", EMPTY[-1]],
+            ["has no class folders", "1.JPEG", "prepare_imagenet"],
         ),
-        (lambda root: (root / "mine").mkdir(), {"val_split": "mine"}, ["has no class folders"]),
         (lambda root: None, {"val_split": "nothing"}, ["'nothing'"]),
         (
             lambda root: [(root / s).mkdir() for s in ("train/cat", "val/dog")],
@@ -103,11 +99,6 @@ EMPTY = ["'val'", "data.val_fraction", "data=sample", "train.tar", "prepare_imag
             ["class_1", "2 .webp", "data.extensions"],
         ),
         (lambda root: None, {"val_fraction": 0.5}, ["/val"]),
-        (
-            lambda root: (root / "train/class_1/0001.jpg").unlink(),
-            {},
-            ["for 1 of 2 classes: class_1"],
-        ),
         (
             lambda root: write_folder(root, train=1, val=9, classes=9),
             {},
@@ -122,13 +113,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, change, layout, words):
     assert all(word in message for word in words), message
 
 
-def test_a_url_is_answered():
-    assert "not a URL" in refused(Path("s3://bucket/imagenet"))
-
-
-@pytest.mark.parametrize(
-    "unreadable", ["train", "train/class_1", "val/class_0", "train/class_1/deep"]
-)
+@pytest.mark.parametrize("unreadable", ["train", "train/class_1/deep"])
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, unreadable):
     root = write_folder(tmp_path, train=4, val=4)
     (root / "train/class_1/deep").mkdir()
@@ -164,16 +149,10 @@ def test_a_fraction_of_each_class_is_the_validation_split(tmp_path, below):
     os.link(source.train.name(0), os.path.join(os.path.dirname(source.train.name(0)), "zzz.jpg"))
     again = list_folder(root, DataConfig(val_fraction=0.2))
     assert len(set(names(again.val)) ^ val) <= 2
-
-
-def test_a_class_of_one_image_is_trained_and_has_no_validation_image(tmp_path):
-    root = write_folder(tmp_path, train=9, val=0, classes=2)
-    shutil.rmtree(root / "val")
-    (root / "train/lone").mkdir()
-    (root / "train/lone/1.jpg").write_bytes(jpeg())
+    (root / below / "lone").mkdir()
+    (root / below / "lone/1.jpg").write_bytes(jpeg())
     source = list_folder(root, DataConfig(val_fraction=0.9))
-    assert source.train.labels.tolist() == [0, 1, 2]
-    assert source.val.labels.tolist() == [0] * 4 + [1] * 3
+    assert source.train.labels.tolist() == [0, 1, 2, 3], "a class of one image is trained"
 
 
 def test_validation_classes_are_matched_by_name(tmp_path):
@@ -183,60 +162,39 @@ def test_validation_classes_are_matched_by_name(tmp_path):
     (root / "val/class_0").mkdir()
     assert list_folder(root).val.labels.tolist() == [1, 1, 2, 2]
     assert list_folder(root, training=False).classes == ("class_0", "class_1", "class_2")
-    for name in ("class_1", "class_2"):
-        empty(root, f"val/{name}")
-    assert "for 3 of 3 classes" in refused(root)
 
 
-@pytest.fixture
-def with_links_and_droppings(tmp_path):
-    """Ten images of cats, five more behind a link, and what other programs left."""
+def test_links_are_followed_but_not_back_and_droppings_are_counted(tmp_path):
+    """Ten images of cats, three behind each of two links, and what other programs left."""
     root = write_folder(tmp_path / "data", train=20, val=2)
     cats, elsewhere = root / "train/class_0", tmp_path / "elsewhere"
-    for name in ("elsewhere/deep/0.jpg", "elsewhere/deep/1.JPG", "elsewhere/2.jpg"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(jpeg())
+    droppings = ("._0000.jpg", ".ipynb_checkpoints/0-checkpoint.jpg", "@eaDir/0.jpg", "Thumbs.db")
+    for path in (
+        *(elsewhere / name for name in ("deep/0.jpg", "deep/1.JPG", "2.jpg")),
+        *(cats / name for name in droppings),
+        root / "train/__MACOSX/class_0/._0000.jpg",
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg())
     for link, target in (
         (cats / "more", elsewhere),
         (cats / "again", elsewhere),
         (elsewhere / "deep/up", elsewhere),
-        (cats / "loop", "."),
         (cats / "all", ".."),
         (cats / "self", "self"),
     ):
         link.symlink_to(target)
-    for name in (
-        "class_0/._0000.jpg",
-        "class_0/.ipynb_checkpoints/0000-checkpoint.jpg",
-        "class_0/@eaDir/0000.jpg/SYNOFILE_THUMB_M.jpg",
-        "class_0/Thumbs.db",
-        "__MACOSX/class_0/._0000.jpg",
-    ):
-        path = root / "train" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(jpeg())
-    return root
-
-
-def test_links_are_followed_but_not_back_and_droppings_are_counted(with_links_and_droppings):
-    source = list_folder(with_links_and_droppings)
+    source = list_folder(root)
     assert source.classes == ("class_0", "class_1")
-    cats = [
-        os.path.relpath(name, with_links_and_droppings / "train/class_0")
-        for name in names(source.train)[: (source.train.labels == 0).sum()]
+    found = [os.path.relpath(name, cats) for name in names(source.train)[:16]]
+    linked = ("2.jpg", "deep/0.jpg", "deep/1.JPG")
+    assert found == [
+        *(f"{number:04d}.jpg" for number in range(0, 20, 2)),
+        *(f"{link}/{name}" for link in ("again", "more") for name in linked),
     ]
-    linked = [
-        f"{link}/{name}"
-        for link in ("again", "more")
-        for name in ("2.jpg", "deep/0.jpg", "deep/1.JPG")
-    ]
-    assert cats == [f"{number:04d}.jpg" for number in range(0, 20, 2)] + linked
     (note,) = source.notes
     assert "5 hidden names" in note and "1 file (" in note and "'class_0/self'" in note
-    labels = images.list_images(
-        with_links_and_droppings / "train", ["class_0"], [".jpg"]
-    ).val.labels
-    assert len(labels) == 26
+    assert len(images.list_images(root / "train", ["class_0"], [".jpg"]).val) == 26
 
 
 def test_ignored_files_are_counted_and_named_once(tmp_path):
@@ -282,38 +240,21 @@ def test_the_stored_list_is_the_list_of_this_layout(root, listings):
     assert names(again.val) == names(first.val) and listings.call_count == 4
 
 
-CHANGES = {
-    "added": lambda root: (root / "train/class_0/new.jpg").write_bytes(b"1"),
-    "removed": lambda root: (root / "val/class_0/0000.jpg").unlink(),
-    "class": lambda root: [
-        shutil.copytree(root / s / "class_0", root / s / "class_9") for s in ("train", "val")
-    ],
-    "nested": lambda root: (root / "train/class_0/deep").mkdir(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_folder_is_listed_again(root, tmp_path, listings, change):
+@pytest.mark.parametrize("name", ["train/class_0/new.jpg", "train/class_0/deep/new.jpg"])
+def test_a_changed_folder_is_listed_again(root, tmp_path, name):
     """Class folders may be links."""
-    for folder in list(root.glob("*/class_0")):
-        target = tmp_path / f"{folder.parent.name}-{folder.name}"
-        folder.rename(target)
-        folder.symlink_to(target)
-    for split in (root / "train", root / "val"):
-        os.utime(split, (time.time() - 100, time.time() - 100))
+    folder = root / "train/class_0"
+    folder.symlink_to(folder.rename(tmp_path / "elsewhere"))
     before = list_folder(root)
-    CHANGES[change](root)
-    assert (list_folder(root).fingerprint != before.fingerprint) == (change != "nested")
-    assert listings.call_count == 4
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_bytes(b"1")
+    assert len(list_folder(root).train) == len(before.train) + 1
 
 
 def test_a_broken_list_is_replaced(root, listings):
     first = list_folder(root)
     (path,) = stored()
-    with np.load(path) as file:
-        lacking = {key: array for key, array in file.items() if key != "val/labels"}
-    np.savez(buffer := io.BytesIO(), **lacking)
-    for content in (b"", b"PK broken", path.read_bytes()[:300], buffer.getvalue()):
+    for content in (b"", path.read_bytes()[:300]):
         path.write_bytes(content)
         listings.reset_mock()
         assert list_folder(root).fingerprint == list_folder(root).fingerprint == first.fingerprint
@@ -342,7 +283,6 @@ PICTURE = noise(40, 60)
     ],
 )
 def test_broken_images_are_refused_with_a_reason(content, reason):
-    """Of a file that cannot be read prepare/test_archives.py has the reasons."""
     with pytest.raises(BadImage, match=reason):
         EncodedImage(content).decode()
 
