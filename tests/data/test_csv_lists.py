@@ -126,7 +126,7 @@ def test_no_file_and_settings_that_need_another(root):
         listed(root, csv=str(root / "none.csv"))
     csv = table(root, rows_of(root, "train"))
     assert len(listed(root, val_csv=csv).train) == 10, "labels.csv in data.root"
-    with pytest.raises(ConfigError, match="data.root=FOLDER"):
+    with pytest.raises(ConfigError, match="root=FOLDER"):
         checked_config({"data": {"name": "csv", "csv": "x"}})
 
 
