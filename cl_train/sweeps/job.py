@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cl_train.config.command_line import quoted
@@ -26,13 +26,11 @@ _ERROR = re.compile(
 )
 
 
-def start_job(
-    job: Job, folder: Path, place: Place, is_stopped: Callable[[], bool] = lambda: False
-) -> "subprocess.Popen[bytes]":
+def start_job(job: Job, folder: Path, place: Place) -> "subprocess.Popen[bytes]":
     """Start the process of a job; it ends when this process is killed. Waits for an earlier one
-    that is still ending, until `is_stopped`.
+    that is still ending.
 
-    Raises ConfigError: the folder is not one of this sweep, or another process still holds it.
+    Raises ConfigError: the folder is not one of this sweep.
     """
     log = folder / LOG_NAME
     words = [*job.overrides, f"hydra.run.dir={quoted(folder.absolute())}"]
@@ -41,7 +39,7 @@ def start_job(
     if any(path.is_symlink() for path in (folder, log, folder / JOB_NAME)):
         raise ConfigError(f"{folder} is, or has, a symbolic link")
     if log.exists():
-        words += _to_continue(job, folder, is_stopped)
+        words += _to_continue(job, folder)
     elif folder.exists():
         raise ConfigError(f"{folder} exists already, and this sweep has not created it")
     folder.mkdir(exist_ok=True)
@@ -76,11 +74,11 @@ def _begin_job() -> None:
     end_with_parent(signal.SIGTERM)
 
 
-def _to_continue(job: Job, folder: Path, is_stopped: Callable[[], bool]) -> list[str]:
+def _to_continue(job: Job, folder: Path) -> list[str]:
     """The settings with which a job that was started before goes on, or begins again: without a
     checkpoint, or if it is completed, but damaged.
     """
-    with lock_file(folder / ".lock", waiting_for=job.name, is_stopped=is_stopped):
+    with lock_file(folder / ".lock", waiting_for=job.name):
         if _status(folder) == "completed" or not any((folder / "checkpoints").glob("*.pt")):
             return ["overwrite=true"]
     return ["resume=auto"]

@@ -160,7 +160,7 @@ class Launcher:
         """Runs a job; in words why it has not completed."""
         folder = self.sweep.folder / job.name
         try:
-            process = start_job(job, folder, place, lambda: self.request.stop is not None)
+            process = start_job(job, folder, place)
             exit_code = self._wait(job, process)
             signum = self.request.stop or -exit_code
             name = signal.Signals(signum).name if exit_code and signum > 0 else None

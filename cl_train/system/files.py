@@ -279,19 +279,14 @@ _held: set[int] = set()  # descriptors of the locks of this process
 
 
 @contextmanager
-def lock_file(
-    path: str | Path,
-    *,
-    waiting_for: str | None = None,
-    is_stopped: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
+def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
     """Hold a lock on the file `path`, which stays, against all others, also in this process.
 
     It ends with the process, whatever else opens and closes the file; forked children do not hold
-    it. If it is held, raise LockHeld, or with a `waiting_for` say so on stderr and wait until
-    `is_stopped`. Raises OSError.
+    it. If it is held, raise LockHeld, or with a `waiting_for` say so on stderr and wait. Raises
+    OSError.
     """
-    descriptor = _locked(Path(path), waiting_for, is_stopped)
+    descriptor = _locked(Path(path), waiting_for)
     _held.add(descriptor)
     try:
         me = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
@@ -305,7 +300,7 @@ def lock_file(
             os.close(descriptor)
 
 
-def _locked(path: Path, waiting_for: str | None, is_stopped: Callable[[], bool]) -> int:
+def _locked(path: Path, waiting_for: str | None) -> int:
     """The descriptor that the lock belongs to: a record lock would end when any other one of the
     same file is closed in this process.
     """
@@ -317,7 +312,7 @@ def _locked(path: Path, waiting_for: str | None, is_stopped: Callable[[], bool])
             return descriptor
         except BlockingIOError:
             holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
-        if waiting_for is None or is_stopped():
+        if waiting_for is None:
             os.close(descriptor)
             what = f"another run writes to {path.parent} ({holder})"
             elsewhere = "hydra.run.dir=FOLDER or hydra.sweep.dir=FOLDER"

@@ -1,7 +1,6 @@
 """Sweeps: runs of a stand-in for train.py."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from cl_train.commands.train import main
-from cl_train.errors import ConfigError, LockHeld
+from cl_train.errors import ConfigError
 from cl_train.sweeps import job as job_module
 from cl_train.sweeps import launch as sweep_module
 from cl_train.sweeps import places as places_module
@@ -25,7 +24,7 @@ from cl_train.sweeps.places import Place
 from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
 from cl_train.sweeps.report import compare_folders
 from cl_train.system import files
-from cl_train.system.run_folder import SUMMARY, Run
+from cl_train.system.run_folder import SUMMARY
 from tests.processes import LIMIT_S, wait_until
 from tests.sweeps.run_folders import folder_of
 from tests.sweeps.test_plan import BOTH, runs_of, saved_plan
@@ -69,7 +68,7 @@ class Planted:
     disturbed: int = 0  # so many of the next jobs, by other processes
     exits: dict[str, int] = field(default_factory=dict)  # exit codes by model
 
-    def start(self, job, folder, place, is_stopped):
+    def start(self, job, folder, place):
         settings = dict(word.split("=", 1) for word in job.overrides)
         self.ran.append(job.name)
         folder.mkdir(exist_ok=True)
@@ -104,12 +103,8 @@ def stand_in(tmp_path, monkeypatch, tables_only):
 
 
 def calls(stand_in):
-    """The jobs that have run since the last call, in the order of their starts, and the GPUs of
-    each.
-    """
-    lines = (stand_in.parent / "calls").read_text().splitlines()
-    (stand_in.parent / "calls").unlink()
-    return dict(line.split() for line in lines)
+    """The jobs in the order of their starts, and the GPUs of each."""
+    return dict(line.split() for line in (stand_in.parent / "calls").read_text().splitlines())
 
 
 def problems(folder):
@@ -148,26 +143,20 @@ def launch(stand_in, folder, models):
 
 def test_compare_and_the_sweep_reach_the_same_verdict(planted, folder, tmp_path, capsys):
     assert sweep(folder, BOTH, "model=resnet18") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5, "of the sweep, each job, the verdict and the report"
-    assert "resnet18_channels_last: completed" in lines[1] and "150.0 images/s" in lines[1]
-    assert "left" in lines[1], "an estimate of the time left"
-    assert lines[-2].startswith("resnet18 (bf16): ")
-    assert lines[-1] == f"Report: {folder}/comparison.md"
+    _, first, _, verdict, report = capsys.readouterr().out.splitlines()
+    assert "resnet18_channels_last: completed" in first and "150.0 images/s" in first
+    assert "left" in first, "an estimate of the time left"
+    assert verdict.startswith("resnet18 (bf16): ") and report == f"Report: {folder}/comparison.md"
     [by_sweep] = compared(folder)
-    assert (by_sweep["baseline"], by_sweep["candidate"]) == ("contiguous", "channels_last")
     assert by_sweep["verdict"] == "faster" and by_sweep["ratio"] == pytest.approx(1.5, rel=0.02)
     runs = [folder / f"resnet18_{layout}" for layout in ("contiguous", "channels_last")]
-    for folders in ([folder], runs, runs[::-1]):
+    for folders in ([folder], runs[::-1]):
         compare_folders(folders, out=tmp_path / "report")
         assert compared(tmp_path / "report") == [by_sweep]
     assert compare_folders([folder], "precision").pairs == [], "one precision only"
-    shutil.rmtree(runs[0])  # what is lost or damaged afterwards runs again
-    for damaged in (None, "metrics.jsonl", "summary.json"):
+    for damaged in ("metrics.jsonl", "summary.json"):  # a run that is damaged afterwards runs again
         planted.ran.clear()
-        if damaged:
-            (runs[0] / damaged).write_text("garbage\n{\n")
-        assert isinstance(outcome_of(runs[0]), str)
+        (runs[0] / damaged).write_text("garbage\n{\n")
         assert resume(folder) == 0
         assert planted.ran == [runs[0].name] and len(compared(folder)) == 1
 
@@ -181,48 +170,33 @@ def test_bad_jobs_do_not_stop_the_others_and_are_run_again(planted, folder, caps
     assert str(killed).startswith("killed by SIGKILL")
     assert [entry["job"] for entry in compared(folder, "failed")] == [1, 2]
     assert "killed by SIGKILL" in (folder / "comparison.md").read_text()
-    verdict, report, continued = capsys.readouterr().out.splitlines()[-3:]
-    assert "2 jobs did not finish" in verdict and report.endswith("comparison.md")
+    verdict, _, continued = capsys.readouterr().out.splitlines()[-3:]
+    assert "2 jobs did not finish" in verdict
     assert f"resume_sweep={folder} runs what is missing" in continued
     planted.ran, planted.exits = [], {}
     assert resume(folder) == 0
     assert planted.ran == ["alexnet_channels_last", "vgg11_channels_last"]
-    assert set(problems(folder)) == {None} and compared(folder, "failed") == []
-
-
-def test_a_completed_run_that_is_damaged_and_stopped_again_is_interrupted(planted, folder, capsys):
-    assert sweep(folder, BOTH, "model=resnet18") == 0
-    metrics = folder / "resnet18_contiguous" / "metrics.jsonl"
-    metrics.write_text("garbage\n" + metrics.read_text())
-    planted.exits = {"resnet18": -signal.SIGTERM}
-    assert resume(folder) == 1
-    stopped = "interrupted, stopped by SIGTERM"
-    assert f"resnet18_contiguous: not completed: {stopped}" in capsys.readouterr().out
-    assert [job["why"] for job in compared(folder, "failed")] == [stopped]
+    assert compared(folder, "failed") == []
 
 
 @pytest.mark.slow
-def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in, tmp_path, capsys):
+def test_resuming_uses_only_folders_that_the_sweep_has_started(stand_in, folder, capsys):
     """One has a log alone, one a checkpoint, one is somebody else's, and one completed, but it is
     damaged.
     """
-    words = [BOTH, "model=resnet18,resnet34"]
-    planned = plan_sweep(runs_of(*words, f"hydra.sweep.dir={tmp_path / 'sweep'}"))
-    started, saved, foreign, ended = (planned.folder / job.name for job in planned.jobs)
-    for folder in (started, saved / "checkpoints", foreign, ended / "checkpoints"):
-        folder.mkdir(parents=True)
-    (started / LOG_NAME).touch()
-    for folder in (saved, ended):
-        (folder / LOG_NAME).touch()
-        (folder / "checkpoints" / "step-1.pt").touch()
-    earlier = {"status": "completed"}
-    (saved / SUMMARY).write_text(json.dumps({"status": "interrupted", "earlier": earlier}))
+    planned = saved_plan(folder, "model=resnet18,resnet34")
+    started, saved, foreign, ended = (folder / job.name for job in planned.jobs)
+    for path in (started, saved / "checkpoints", foreign, ended / "checkpoints"):
+        path.mkdir(parents=True)
+    for path in (started, saved, ended):
+        (path / LOG_NAME).touch()
+    for path in (saved, ended):
+        (path / "checkpoints" / "step-1.pt").touch()
+    (saved / SUMMARY).write_text('{"status":"interrupted", "earlier": {"status":"completed"}}')
     (ended / SUMMARY).write_text('{"status":"completed"}')
-    planned.save()
-    assert resume(planned.folder) == 1
-    assert isinstance(outcome_of(started), Run)
-    for folder in (started, ended):
-        assert "'overwrite=true'" in (folder / LOG_NAME).read_text()
+    assert resume(folder) == 1
+    for path in (started, ended):
+        assert "'overwrite=true'" in (path / LOG_NAME).read_text()
     assert "'resume=auto'" in (saved / LOG_NAME).read_text()
     assert not any(foreign.iterdir())
     assert f"not completed: {foreign} exists already" in capsys.readouterr().out
@@ -282,33 +256,15 @@ def test_a_signal_stops_the_job_and_still_writes_the_report(stand_in, folder, si
 def test_a_killed_launcher_takes_its_job_along_and_resumes(stand_in, folder, capsys, monkeypatch):
     """Resuming is refused while the launcher runs, and waits for a job that is still ending."""
     saved = stand_in.parent / "saved"  # when the resumed sweep waits for the job
-    waiting = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: saved.touch())
-    monkeypatch.setattr(files, "time", waiting)
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=lambda _: saved.touch()))
     with launch(stand_in, folder, "vgg16,resnet18") as launcher:
         with pytest.raises(ConfigError, match=str(launcher.pid)):
-            run_sweep(runs_of(f"resume_sweep={folder}"))
+            resume(folder)
         (stand_in.parent / "mended").touch()
         launcher.kill()
     assert outcome_of(folder / "vgg16_channels_last") == "runs, or was killed"
     assert resume(folder) == 0
     assert capsys.readouterr().err.count("waiting for vgg16_channels_last: locked by") == 1
-    assert set(problems(folder)) == {None}
-
-
-def test_a_signal_ends_the_wait_for_a_job_that_another_process_holds(stand_in, folder, monkeypatch):
-    started = folder / saved_plan(folder).jobs[0].name
-    started.mkdir()
-    (started / LOG_NAME).touch()
-
-    def wait_in_vain(path, *, waiting_for, is_stopped):
-        assert path == started / ".lock" and not is_stopped()
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(is_stopped)
-        raise LockHeld("another run writes to it")
-
-    monkeypatch.setattr(job_module, "lock_file", wait_in_vain)
-    assert resume(folder) == 128 + signal.SIGTERM
-    assert not (stand_in.parent / "calls").exists(), "no job was started"
 
 
 @pytest.mark.parametrize(
@@ -328,12 +284,9 @@ def test_disturbed_runs_do_not_count_and_auto_adds_others(
     [pair] = compared(folder)
     assert pair["verdict"] == verdict
     printed = capsys.readouterr().out
-    starts = (*planted.ran, "on a busy")
-    first, after, *_ = [line for line in printed.splitlines() if line.startswith(starts)]
-    assert "disturbed: it waited for a core in 60 %" in first, "at once, and once"
+    assert "disturbed: it waited for a core in 60 %" in printed
     command = "OMP_NUM_THREADS=1 cl-train benchmark model=resnet18"
-    assert after.startswith(f"on a busy machine this decides: {command}")
-    assert printed.count("this decides: ") == 1
+    assert printed.count(f"on a busy machine this decides: {command}") == 1
     if verdict == "faster":
         assert (pair["n"], pair["to_decide"]) == (3, None)
         assert "disturbed them: 1 of the repeats" in " ".join(pair["notes"])
@@ -358,8 +311,8 @@ def test_a_sweep_gets_more_repeats(planted, folder):
     assert jobs == ["channels_last_3", "contiguous_3", "contiguous_4", "channels_last_4"]
 
 
-def test_repeats_auto_ends_when_every_pair_is_decided(planted, folder, capsys):
-    """Or says why it gives up. The second model is noisy at first; only it gets more repeats."""
+def test_repeats_auto_adds_to_what_is_undecided(planted, folder):
+    """The second model is noisy at first."""
     quiet = [0, 0.1, -0.1, 0]
     planted.noise_pct = [*quiet, *quiet, 0, 30, -30, 0, *quiet * 12]
     assert sweep(folder, BOTH, "model=resnet18,vit_b_16", "repeats=auto") == 0
@@ -367,20 +320,19 @@ def test_repeats_auto_ends_when_every_pair_is_decided(planted, folder, capsys):
     assert (first["verdict"], first["n"]) == ("faster", 4)
     assert second["verdict"] == "faster" and 6 <= second["n"] <= 12 and second["n"] % 2 == 0
     assert read_sweep(folder).looks == 5  # after 4, 6, 8, 10 and 12 repeats
-    planted.noise_pct = [50, -50] * 20
-    assert "gives up" not in capsys.readouterr().out
-    for limit, repeats in (("max_repeats=3", 3), ("time_limit_s=1e-9", 4)):
-        name = limit.partition("=")[0]
-        limited = folder.with_name(name)
-        assert sweep(limited, BOTH, "model=vit_b_16", "repeats=auto", limit) == 0
-        assert compared(limited)[0]["n"] == repeats
-        assert compared(limited)[0]["verdict"] == "inconclusive"
-        assert re.search(
-            f"gives up with 1 of 1 comparisons undecided: .*{name}", capsys.readouterr().out
-        )
-        assert "repeats=auto" in compared(limited)[0]["to_decide"]
-    more = plan_sweep(runs_of(f"resume_sweep={limited}", "repeats=auto", "max_repeats=20"))
+    more = plan_sweep(runs_of(f"resume_sweep={folder}", "repeats=auto", "max_repeats=20"))
     assert more.looks == 9, "each of more looks may err less"
+
+
+@pytest.mark.parametrize(("limit", "repeats"), [("max_repeats=3", 3), ("time_limit_s=1e-9", 4)])
+def test_repeats_auto_says_why_it_gives_up(limit, repeats, planted, folder, capsys):
+    planted.noise_pct = [50, -50] * 20
+    assert sweep(folder, BOTH, "model=vit_b_16", "repeats=auto", limit) == 0
+    [pair] = compared(folder)
+    assert (pair["n"], pair["verdict"]) == (repeats, "inconclusive")
+    assert "repeats=auto" in pair["to_decide"]
+    gives_up = f"gives up with 1 of 1 comparisons undecided: .*{limit.partition('=')[0]}"
+    assert re.search(gives_up, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -389,18 +341,17 @@ def test_repeats_auto_ends_when_every_pair_is_decided(planted, folder, capsys):
         {"name": "../../escape"},
         {"overrides": ["model=resnet18", "+hydra.run.dir=/tmp/escape"]},
         {"overrides": ["-m", "model=resnet18,vgg11"]},
-        {"overrides": "model=resnet18"},
         {"repeat": "one"},
-        {"unknown": 1},
     ],
 )
 def test_a_sweep_that_somebody_left_runs_nothing_outside_its_folder(change, planted, folder):
-    path = saved_plan(folder).folder / "sweep.json"
+    saved_plan(folder)
+    path = folder / "sweep.json"
     document = json.loads(path.read_text())
     document["jobs"][0] |= change
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=r"sweep\.json cannot be read: [^\n]*$"):
-        resume(path.parent)
+        resume(folder)
     assert planted.ran == []
 
 
