@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from cl_train.measure.statistics import Interval, interval_of_rounds
-from cl_train.system.processes import LOST_PCT, MachineLoad
+from cl_train.system.processes import LOST_PCT, MachineLoad, thread_times
 
 MOST_TAKEN = 0.02  # of a block's time
 LEAST_ROUNDS = 4  # that count, also if others took more
@@ -127,3 +127,16 @@ def alternate(variants: Sequence[Callable[[], Block]], stop: Stop) -> Rounds:
         done = Rounds(blocks, seconds, load.others_pct())
         if reason := stop.reason(done):
             return replace(done, stopped_by=reason)
+
+
+class TakenTime:
+    """The time in which threads of this process were ready to run and others had the cores."""
+
+    def __init__(self) -> None:
+        self._waited_s: dict[int, float] = {}  # of threads that have ended, too
+        self.is_known = bool(thread_times())
+
+    def seconds(self) -> float:
+        """So far, of all threads."""
+        self._waited_s |= {thread: waited_s for thread, (_, waited_s) in thread_times().items()}
+        return sum(self._waited_s.values())

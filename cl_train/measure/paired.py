@@ -8,16 +8,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 from torch import nn
 
 from cl_train.errors import ConfigError, RecordingError
-from cl_train.measure.alternate import Block, Rounds, Stop, alternate
+from cl_train.measure.alternate import MOST_TAKEN, Block, Rounds, Stop, TakenTime, alternate
 from cl_train.measure.statistics import HOST_BOUND, Interval, are_host_bound, verdict_of
-from cl_train.measure.taken_time import TakenTime, timed_block
 from cl_train.measure.time_limit import scaled_to_time, warmed_up
 from cl_train.measure.timed_step import (
     LossFunction,
@@ -328,6 +327,31 @@ def _alternated(
         return timed_block(step, count, taken)
 
     return alternate([partial(block, step) for step in timed], stop)
+
+
+def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:
+    """Time `steps` steps, on a CPU without those from which other processes took time.
+
+    With one thread that time is subtracted instead; with several, what one of them waits for a
+    core may or may not delay the others. A GPU does not wait for a core.
+    """
+    if step.workload.device.type != "cpu":
+        times_s, host_s = step.block_and_host_times_s(steps)
+        # The least: the host also waits where the device's queue is full.
+        return Block(median(times_s), host_share=min(host_s) / median(times_s))
+    all_s, shares = [], []
+    for _ in range(steps):
+        taken_before_s = others.seconds()
+        [step_s] = step.block_times_s(1)
+        taken_s = others.seconds() - taken_before_s
+        if torch.get_num_threads() == 1:
+            step_s = max(step_s - taken_s, 0.1 * step_s)
+            taken_s = 0.0
+        all_s.append(step_s)
+        shares.append(taken_s / step_s)
+    quiet_s = [s for s, share in zip(all_s, shares, strict=True) if share <= MOST_TAKEN]
+    taken_share = 0.0 if quiet_s else median(shares)
+    return Block(median(quiet_s or all_s), taken_share if others.is_known else None)
 
 
 def _speeds(

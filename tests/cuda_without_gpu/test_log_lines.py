@@ -13,8 +13,8 @@ from cl_train.config.schema import BenchmarkSettings
 from cl_train.errors import TrainingFault
 from cl_train.measure import auto, paired, suite, timed_step
 from cl_train.measure.alternate import Block
+from cl_train.measure.paired import timed_block
 from cl_train.measure.statistics import HOST_BOUND_PCT
-from cl_train.measure.taken_time import timed_block
 from cl_train.measure.timed_step import TimedStep
 from cl_train.sweeps.report import Report, _to_decide
 from cl_train.sweeps.verdict import compare_runs

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError
-from cl_train.measure import alternate, auto, paired, taken_time, timed_step
-from cl_train.measure.alternate import Block, MachineLoad, Stop
-from cl_train.measure.paired import benchmark_layouts, compare_layouts
+from cl_train.measure import alternate, auto, paired, timed_step
+from cl_train.measure.alternate import Block, MachineLoad, Stop, TakenTime
+from cl_train.measure.paired import benchmark_layouts, compare_layouts, timed_block
 from cl_train.measure.parity_gate import Parity
-from cl_train.measure.taken_time import TakenTime, timed_block
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS
 from cl_train.memory_format.layout import model_memory_format
@@ -108,7 +107,7 @@ def test_the_model_and_the_generators_stay_as_they_are(precision, mode):
 
 def test_threads_that_end_between_two_steps_leave_what_they_waited(monkeypatch):
     times = [{1: (5.0, 0.5), 2: (1.0, 0.25)}, {1: (6.0, 1.0), 2: (2.0, 0.5)}, {1: (7.0, 1.5)}]
-    monkeypatch.setattr(taken_time, "thread_times", Mock(side_effect=times))
+    monkeypatch.setattr(alternate, "thread_times", Mock(side_effect=times))
     taken = TakenTime()
     assert taken.is_known and [taken.seconds() for _ in "ab"] == [1.5, 2.0]
 

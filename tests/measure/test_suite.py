@@ -22,7 +22,7 @@ from cl_train.commands.zoo import main
 from cl_train.config.command_line import CommandLine, compose
 from cl_train.config.schema import LAYOUT_CHOICES, BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.measure import paired, parity_gate, suite, taken_time, zoo
+from cl_train.measure import alternate, paired, parity_gate, suite, zoo
 from cl_train.measure.alternate import Block
 from cl_train.measure.answer import do_text
 from cl_train.measure.auto import choose_memory_format
@@ -129,7 +129,7 @@ def test_the_time_limit_holds_for_slow_steps(
     monkeypatch.setattr(Slow, "now_s", 0.0)
     monkeypatch.setattr(Slow, "image_s", image_s)
     monkeypatch.setattr(time, "perf_counter", lambda: Slow.now_s)
-    monkeypatch.setattr(taken_time, "thread_times", dict)
+    monkeypatch.setattr(alternate, "thread_times", dict)
     changes = {"model": [f"{__name__}:slow"], "batch_size": [images], "image_size": 8}
     changes |= {"time_limit_s": 60.0, "parity": "true", "target_ci": 0.02}
     [result] = run_suite(settings(**changes))["results"]
