@@ -19,13 +19,13 @@ from typing import Any
 from cl_train.commands import Result, optional_file, print_result
 from cl_train.config import schema
 from cl_train.config.fields import Range
-from cl_train.config.schema import JsonResult, ModelInput, setting
+from cl_train.config.schema import JsonResult, ModelOfRun, setting
 from cl_train.config.validation import optional_module
 from cl_train.errors import ConfigError
 
 
 @dataclass
-class AuditSettings(ModelInput, JsonResult):
+class AuditSettings(ModelOfRun, JsonResult):
     """The model, its input, and what is measured."""
 
     model: str = setting("resnet18", schema.MODEL_HELP)

@@ -9,8 +9,12 @@ from typing import Any
 import yaml
 
 from cl_train.config.fields import setting_fields, suggest
-from cl_train.config.schema import CHOSEN_BY_GROUP
+from cl_train.config.schema import CHOSEN_BY_GROUP, OPTIMIZERS
+from cl_train.config.start_file import StartFile, refuse_code
 from cl_train.config.validation import T, from_mapping, kind_of, show
+
+# What `config=` gives to a command that has one; the layout is what these commands ask for.
+_OF_RUN = "model precision batch_size compile cuda_graph device conversion select data.image_size"
 
 
 def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
@@ -39,10 +43,26 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:
             values[key] = _value_of(text)
+    if "config" in fields:
+        values = {k: v for k, v in _of_run(values).items() if k in fields} | values
     for key, item in fields.items():
         if item.required and key not in values:
             problems.append(f"{key}=... is missing: {item.help}")
     return from_mapping(schema, values, problems)
+
+
+def _of_run(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the run or file that `config=` names. Raises ConfigError."""
+    start = StartFile.of({"config": typed.get("config")})
+    if start is None:
+        return {}
+    settings = start.settings(typed)
+    found = {key: settings[key] for key in _OF_RUN.split() if key in settings}
+    if settings.get("optim") in OPTIMIZERS:
+        found["optimizer"] = settings["optim"]
+    if not start.is_trusted and ":" in str(found.get("model")):
+        refuse_code(start.path, [f"model={found['model']}"])
+    return found
 
 
 def is_setting(word: str) -> bool:

@@ -232,6 +232,13 @@ class ModelInput(OnDevice):
 
 
 @dataclass
+class ModelOfRun(ModelInput):
+    config: str | None = setting(
+        None, "a run folder or YAML file: its model, image size, batch, precision, unless typed"
+    )
+
+
+@dataclass
 class JsonResult:
     out: str | None = setting(None, "file for the result as JSON")
     overwrite: bool = setting(False, OVERWRITE_HELP)
@@ -243,7 +250,7 @@ LAYOUT_CHOICES = ["contiguous", "channels_last", "channels_last_conv"]
 
 
 @dataclass
-class BenchmarkSettings(ModelInput, JsonResult):
+class BenchmarkSettings(ModelOfRun, JsonResult):
     """What to measure: every combination of the lists, which are written a,b,c."""
 
     model: list[str] = setting(["resnet50"], MODEL_HELP)

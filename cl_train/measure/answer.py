@@ -50,8 +50,10 @@ def faster_text(done: Comparison) -> str:
     parts = []
     for speed in done.speeds[1:]:
         verdict = speed.verdict.replace("_", " ")
-        ratio = "" if speed.verdict == "not_comparable" else f"{speed.ratio} "
-        parts.append(f"{speed.layout} is {ratio}{verdict}, against {baseline}")
+        if speed.verdict == "not_comparable":
+            parts.append(f"{speed.layout} and {baseline} are not comparable")
+        else:
+            parts.append(f"{speed.layout} runs at {speed.ratio} of {baseline}: {verdict}")
     if by_itself_text(done.by_itself_pct):
         parts.append("the flag matters little, as the model is channels_last by itself")
     return "; ".join(parts)
@@ -100,7 +102,8 @@ def do_text(
 
 def train_command(model: str, layout: str, batch_size: int, words: Mapping[str, Any]) -> str:
     """Trains what was timed. `words`: as in `do_text`."""
-    values: dict[str, Any] = {"model": model, "channels_last": layout != "contiguous"}
+    values = {"config": words["config"]} if words.get("config") else {}
+    values |= {"model": model, "channels_last": layout != "contiguous"}
     if layout == "channels_last_conv":
         values["conversion"] = "conv"
     values["precision"] = words["precision"]
@@ -112,7 +115,8 @@ def train_command(model: str, layout: str, batch_size: int, words: Mapping[str, 
     if "optimizer" in words:
         values["optim"] = words["optimizer"]
     typed = [f"{name}={show(value)}" for name, value in values.items()]
-    return f"cl-train train {shlex.join(typed)}"
+    your_data = "" if words.get("config") else "; add your data=... (config=RUN has it)"
+    return f"cl-train train {shlex.join(typed)}{your_data}"
 
 
 def _place(loss: Mapping[str, Any]) -> str:

@@ -192,7 +192,7 @@ class Combination:
         values["data.image_size"] = values.pop("image_size")
         if self.settings.cuda_graph != BenchmarkSettings().cuda_graph:
             values["cuda_graph"] = self.described["cuda_graph"]
-        for name in ("compare_by", "channels_last", "layouts", "optimizer", "device"):
+        for name in ("config", "compare_by", "channels_last", "layouts", "optimizer", "device"):
             if getattr(self.settings, name) != getattr(BenchmarkSettings(), name):
                 values[name] = getattr(self.settings, name)
         return values

@@ -34,6 +34,7 @@ TABLE = [
     ("run", "train config=RUN model=resnet18", ALL.removeprefix("model=evil:f ")),
     ("run", "train evaluate_only=true resume=RUN", ALL),
     ("run", "train evaluate_only=true resume=auto hydra.run.dir=RUN", ALL),
+    ("run", "benchmark config=RUN", "model=evil:f"),
     ("run", "compare RUN RUN", ""),
     ("sweep", "train -m resume_sweep=SWEEP", ALL.removesuffix(" data.dataset=evil:f")),
     ("sweep", "train -m resume_sweep=SWEEP model=other:f", "model=evil:f"),

@@ -13,10 +13,11 @@ import pytest
 
 from cl_train.cli import main
 from cl_train.commands import COMMANDS, completion, train
+from cl_train.commands.audit import AuditSettings
 from cl_train.commands.completion import candidates
 from cl_train.config.arguments import command_help, is_setting, settings_from_arguments
 from cl_train.config.fields import Range, setting_fields
-from cl_train.config.schema import Config, setting
+from cl_train.config.schema import BenchmarkSettings, Config, setting
 from cl_train.errors import ConfigError
 from cl_train.models.sources import model_names, timm_model_names
 from tests.processes import LIMIT_S
@@ -44,6 +45,20 @@ def test_settings_take_lists_and_a_key_can_differ_from_the_name_of_its_field():
     assert settings.models == ["vgg11", "resnet50"]
     settings = settings_from_arguments(Example, ["sizes=64", "time_limit_s=0.1"])
     assert (settings.sizes, settings.time_limit_s) == ([64], 0.1)
+
+
+def test_benchmark_and_audit_start_from_a_run_and_what_is_typed_comes_first(tmp_path):
+    text = "model: vgg11\nprecision: bf16\nbatch_size: 7\nchannels_last: auto\nepochs: 3\n"
+    text += "optim: {name: adamw}\ndata: {root: photos, image_size: 96}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    words = [f"config={tmp_path}", "precision=fp32"]
+    benchmark = settings_from_arguments(BenchmarkSettings, words)
+    assert (benchmark.model, benchmark.precision) == (["vgg11"], ["fp32"])
+    assert (benchmark.batch_size, benchmark.image_size, benchmark.optimizer) == ([7], 96, "adamw")
+    audited = settings_from_arguments(AuditSettings, words)
+    assert (audited.model, audited.image_size, audited.channels_last) == ("vgg11", 96, True)
+    with pytest.raises(ConfigError, match="no such file"):
+        settings_from_arguments(AuditSettings, ["config=nowhere"])
 
 
 WRONG = [

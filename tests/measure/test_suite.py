@@ -157,11 +157,12 @@ def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
     ]
     assert list(answer) == ["right", "faster", "because", "do"]
     assert answer["right"] == "both layouts compute the same"
-    assert answer["faster"].startswith("channels_last is 1.500x [1.500, 1.500] faster")
+    assert answer["faster"].startswith("channels_last runs at 1.500x [1.500, 1.500] of")
     assert f"{COPYING} loses channels_last in 1 module" in answer["because"]
     assert "clone (forward) at tests/networks.py:" in answer["because"]
     trained = "channels_last=true precision=fp32 data.image_size=32 batch_size=4 device=cpu"
-    assert answer["do"].startswith(f"cl-train train model={COPYING} {trained}; to gain")
+    assert answer["do"].startswith(f"cl-train train model={COPYING} {trained}; add your data=")
+    assert "; to gain more, mend tests/networks.py:" in answer["do"]
     assert result["audit"][COPYING]["lost_forward"] == {"clone": 1}
 
     wrong = Parity(False, "convolution in features.0")
@@ -197,9 +198,12 @@ def test_the_answer_trains_what_was_timed(ratio, changes, trained):
     command = do_text(done, words | {"optimizer": "adamw"}, {}, [], None)
     layout = trained.format(conv="conversion=conv")
     shared = "precision=bf16 data.image_size=64 batch_size=4 compile=true device=cpu optim=adamw"
-    assert command == f"cl-train train model={layout} {shared}"
+    data = "; add your data=... (config=RUN has it)"
+    assert command == f"cl-train train model={layout} {shared}{data}"
+    of_run = do_text(done, words | {"optimizer": "adamw", "config": "RUN"}, {}, [], None)
+    assert of_run == f"cl-train train config=RUN model={layout} {shared}"
     model = {"a": SMALL, "b": DROPOUT}[trained[0]]
-    typed = command.replace(f"model={trained[0]}", f"model={model}").split()[2:]
+    typed = command.removesuffix(data).replace(f"model={trained[0]}", f"model={model}").split()[2:]
     [composed] = compose(CommandLine.parse(typed))
     assert (composed.cfg.model, composed.cfg.batch_size) == (model, 4)
     assert (composed.cfg.optim.name, composed.cfg.data.image_size) == ("adamw", 64)
