@@ -34,7 +34,7 @@ def small(num_classes: int) -> nn.Sequential:
 
 def state_of(cfg: Any, precision: Any, dist: Any, classes: int = 3) -> Any:
     """The model of a run and its step, without data."""
-    from cl_train.training.parts import build_state
+    from cl_train.training.setup import build_state
 
     data: Any = SimpleNamespace(num_classes=classes, classes=(), class_counts=None)
     return build_state(cfg, precision, dist, data)

@@ -1,12 +1,13 @@
 """From the settings to a model that trains, and its step.
 
-The order matters: build and load, move and cast, convert the memory format; then copy the model for
-the EMA, wrap it in DDP, compile it: they take its strides over (pytorch/pytorch#47163).
+The order matters: `build_model` builds and loads, moves and casts it; `setup.py` then converts its
+memory format; `train_state` copies it for the EMA, wraps it in DDP and compiles it, which takes its
+strides over (pytorch/pytorch#47163).
 """
 
 import logging
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cl_train.config.validation import show
-from cl_train.data.build import size_schedule
+from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError, TrainingFault
 from cl_train.memory_format.audit_report import LayoutReport
@@ -54,7 +55,7 @@ from cl_train.system.machine import (
 )
 from cl_train.system.run_folder import Speed
 from cl_train.training.console import is_importable
-from cl_train.training.layout_choice import ModelSettings, convert_layout
+from cl_train.training.layout_choice import ModelSettings
 
 log = logging.getLogger(__name__)
 
@@ -74,32 +75,41 @@ class TrainState:
         return isinstance(self.train_step, GraphedStep) and self.train_step.is_warming_up
 
 
-def build_train_state(
-    wanted: ModelSettings,
-    settings: StepSettings,
-    num_classes: int,
-    dist: Dist,
-    classes: Sequence[str] = (),
-) -> TrainState:
-    """Raises ConfigError or TrainingFault: the model cannot train."""
-    model = model_of(wanted, num_classes, classes)
-    if wanted.weights:
-        if dist.is_main:
-            names = ("mean", "std")
-            models.log_preprocessing(wanted.data, wanted.name, wanted.weights, wanted.entry, names)
-        refuse_nonfinite(model, f"weights={wanted.weights}")
+def build_model(
+    wanted: ModelSettings, precision: Precision, data: Data, dist: Dist
+) -> tuple[nn.Module, dict[int, ModelFacts]]:
+    """The model on its device, in the dtypes of `precision` and not yet converted, and what it is
+    at each size of images in training. Raises ConfigError: it cannot be built.
+    """
+    model = model_of(wanted, data.num_classes, data.classes)
+    if wanted.weights and dist.is_main:
+        names = ("mean", "std") if wanted.is_trained else None
+        models.log_preprocessing(wanted.data, wanted.name, wanted.weights, wanted.entry, names)
     head = models.head_parameters(model)
-    freeze(model, wanted.freeze, head)
-    facts = facts_by_size(wanted, model, size_schedule(wanted.data).image_sizes)
-    if wanted.sync_batchnorm and dist.world_size > 1:
+    if wanted.is_trained:
+        if wanted.weights:
+            refuse_nonfinite(model, f"weights={wanted.weights}")
+        freeze(model, wanted.freeze, head)
+    facts = facts_by_size(wanted, model)
+    if wanted.is_trained and wanted.sync_batchnorm and dist.world_size > 1:
         if dist.device.type != "cuda":
             raise ConfigError("sync_batchnorm=true needs CUDA: CPUs have no SyncBatchNorm")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         freeze(model, wanted.freeze, head)  # the new modules, too
+    return cast_model(model.to(dist.device), precision), facts
 
-    model = cast_model(model.to(dist.device), settings.precision)
-    batch_format, parity = convert_layout(wanted, model, settings, dist, facts.values())
 
+def train_state(
+    wanted: ModelSettings,
+    model: nn.Module,
+    settings: StepSettings,
+    batch_format: DeviceFormat,
+    num_classes: int,
+    dist: Dist,
+) -> TrainState:
+    """The step that trains `model`, which has been tried. Raises ConfigError or TrainingFault: the
+    model cannot train.
+    """
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs, the steps run eagerly")
@@ -124,24 +134,15 @@ def build_train_state(
     if recorder is not None:
         warm_up = WARM_UP_STEPS if dist.world_size == 1 else WARM_UP_STEPS_DDP
         step = GraphedStep(parts, recorder, warm_up=warm_up, fall_back=wanted.graph_may_fail)
-    return TrainState(model, parts, batch_format, step, parity, facts)
+    return TrainState(model, parts, batch_format, step)
 
 
-def build_evaluated_state(
-    wanted: ModelSettings, settings: StepSettings, num_classes: int, dist: Dist
+def evaluated_state(
+    model: nn.Module, settings: StepSettings, batch_format: DeviceFormat
 ) -> TrainState:
-    """The state of a run that only evaluates its weights, or a checkpoint: the model is tried on no
-    step, wrapped or compiled. Raises ConfigError: it cannot be built.
-    """
-    model = model_of(wanted, num_classes, keep_classifier=True)
-    if wanted.weights and dist.is_main:
-        models.log_preprocessing(wanted.data, wanted.name, wanted.weights, wanted.entry)
-    facts_by_size(wanted, model, ())
-    model = cast_model(model.to(dist.device), settings.precision)
-    settings = replace(settings, compile=False, cuda_graph=False, accumulate_steps=1)
-    batch_format, parity = convert_layout(wanted, model, settings, dist, (), mode="infer")
-    parts = make_step(model, settings, dist.device)
-    return TrainState(model, parts, batch_format, partial(train_step, parts), parity)
+    """`model` as it is evaluated: tried on no step, not wrapped and not compiled."""
+    parts = make_step(model, settings, batch_format.device)
+    return TrainState(model, parts, batch_format, partial(train_step, parts))
 
 
 def refuse_nonfinite(model: nn.Module, source: str) -> None:
@@ -151,22 +152,16 @@ def refuse_nonfinite(model: nn.Module, source: str) -> None:
             raise ConfigError(f"{source} holds NaN or Inf in {name}")
 
 
-def model_of(
-    wanted: ModelSettings,
-    num_classes: int,
-    classes: Sequence[str] = (),
-    *,
-    keep_classifier: bool = False,
-) -> nn.Module:
+def model_of(wanted: ModelSettings, num_classes: int, classes: Sequence[str] = ()) -> nn.Module:
     """The model on the CPU with its weights. Raises ConfigError."""
     model = models.build_model(
         wanted.name,
         num_classes=num_classes,
-        classes=classes,
+        classes=classes if wanted.is_trained else (),
         weights=wanted.weights,
         image_size=wanted.largest_size,
         drop_path=wanted.drop_path,
-        keep_classifier=keep_classifier,
+        keep_classifier=not wanted.is_trained,
         entry=wanted.entry,
     )
     refuse_lazy(model)
@@ -177,15 +172,13 @@ def model_of(
     return model
 
 
-def facts_by_size(
-    wanted: ModelSettings, model: nn.Module, trained: Collection[int]
-) -> dict[int, ModelFacts]:
-    """What `model` is at each `trained` size of images; it is run on that of evaluation, too.
+def facts_by_size(wanted: ModelSettings, model: nn.Module) -> dict[int, ModelFacts]:
+    """What `model` is at each size of images in training; it is run on that of evaluation, too.
 
     Raises ConfigError: the model cannot take images of a size, unless it is the user's: the trial
     step tells more of that.
     """
-    is_users = ":" in wanted.name
+    is_users, trained = ":" in wanted.name, wanted.trained_sizes
     facts = {}
     for size in {wanted.data.eval_size, *trained}:
         count = min(2, wanted.batch_size) if is_users else wanted.batch_size

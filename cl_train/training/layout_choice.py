@@ -1,7 +1,7 @@
 """The layout that a run trains in: the settings name it, or `channels_last=auto` measures it."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,12 +9,11 @@ from torch import nn
 
 from cl_train.config.schema import DataConfig
 from cl_train.data.build import size_schedule
-from cl_train.data.device import DeviceFormat
 from cl_train.errors import ConfigError
 from cl_train.measure.auto import choose_layout
 from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.timed_step import Workload
-from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout, convert
+from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.models.facts import ModelFacts
 from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist, on_main
@@ -38,8 +37,14 @@ class ModelSettings:
     parity: str = "auto"
     batch_size: int = 32  # of a device and micro-step
     data: DataConfig = DataConfig()
+    is_trained: bool = True  # False: its weights are evaluated as they are
     is_evaluated: bool = True
     graph_may_fail: bool = False  # the steps then run eagerly
+
+    @property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Of the images in training, pixels."""
+        return size_schedule(self.data).image_sizes if self.is_trained else ()
 
     @property
     def largest_size(self) -> int:
@@ -47,43 +52,39 @@ class ModelSettings:
         return size_schedule(self.data).largest
 
 
-def convert_layout(
+def layout_for(
     wanted: ModelSettings,
     model: nn.Module,
     settings: StepSettings,
+    facts: Mapping[int, ModelFacts],
     dist: Dist,
-    facts: Collection[ModelFacts],
-    mode: str = "train",
-) -> tuple[DeviceFormat, str | None]:
-    """Convert `model` in place as the settings say. Returns the format of its batches, and the
-    parity as in summary.json; None: the run trains contiguous. `facts`: of every size in training,
-    because `auto` measures the largest alone. mode: what is run.
+) -> tuple[Layout, str | None]:
+    """The layout in which `model` trains, or is evaluated, and the parity as in summary.json (None:
+    contiguous). The model stays as it is. `facts`: of each size of images in training.
 
     Raises ConfigError: channels_last=true, and torch is known to crash on the model, or to compute
     something else.
     """
-    layout, parity = CONTIGUOUS, None
+    if wanted.channels_last == "false":
+        return CONTIGUOUS, None
+    crashes = [each.crash for each in facts.values() if each.crash]
+    crash = crashes[0] if crashes and dist.device.type == "cpu" else None
     # The run's own step on its largest images, or its evaluation.
-    size = wanted.largest_size if mode == "train" else wanted.data.eval_size
+    size = wanted.largest_size if wanted.is_trained else wanted.data.eval_size
+    mode = "train" if wanted.is_trained else "infer"
     workload = Workload(wanted.batch_size, (3, size, size), settings, dist.device, mode)
-    crashes = [each.crash for each in facts if each.crash] if dist.device.type == "cpu" else []
-    if wanted.channels_last == "auto" and crashes:
-        log.info("channels_last=auto: contiguous: %s", crashes[0])
-    elif wanted.channels_last == "auto":
-        candidate, checks = wanted.channels_last_layout, wanted.parity
-        choose = partial(choose_layout, model, workload, candidate=candidate, parity=checks)
-        choice = on_main(choose, dist)
-        log.info("channels_last=auto: %s", choice.reason)
-        layout, parity = choice.layout, choice.parity
-    elif wanted.channels_last == "true" and crashes:
-        raise ConfigError(crashes[0])
-    elif wanted.channels_last == "true":
-        layout, parity = wanted.channels_last_layout, checked_parity(wanted, model, workload, dist)
-    report = convert(model, layout)
-    if layout.is_channels_last:
-        log.info("%s", report)
-    dtype = settings.precision.input_dtype
-    return DeviceFormat(dist.device, dtype, layout.memory_format), parity
+    if wanted.channels_last == "true":
+        if crash:
+            raise ConfigError(crash)
+        return wanted.channels_last_layout, checked_parity(wanted, model, workload, dist)
+    if crash:
+        log.info("channels_last=auto: contiguous: %s", crash)
+        return CONTIGUOUS, None
+    candidate, parity = wanted.channels_last_layout, wanted.parity
+    choose = partial(choose_layout, model, workload, candidate=candidate, parity=parity)
+    choice = on_main(choose, dist)
+    log.info("channels_last=auto: %s", choice.reason)
+    return choice.layout, choice.parity
 
 
 def checked_parity(wanted: ModelSettings, model: nn.Module, workload: Workload, dist: Dist) -> str:

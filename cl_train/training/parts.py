@@ -17,8 +17,6 @@ from cl_train.models.sources import classes_of
 from cl_train.step.precision import Precision
 from cl_train.step.train_step import Loss, StepSettings
 from cl_train.system.distributed import Dist, on_main
-from cl_train.training.build import TrainState, build_evaluated_state, build_train_state
-from cl_train.training.evaluation import EvaluationSettings
 from cl_train.training.layout_choice import ModelSettings
 from cl_train.training.plan import Plan
 
@@ -28,9 +26,11 @@ MAX_BAD_STEPS = 10  # of on_nonfinite=skip
 _UNEVEN = 10  # images of the largest class / those of the smallest one, from which it is said
 
 
-def open_data(settings: DataSettings, evaluation: EvaluationSettings, stack: ExitStack) -> Data:
-    """The images of the run. Raises ConfigError: they do not fit."""
-    data, source = build_data(settings), evaluation.source
+def open_data(settings: DataSettings, source: str | None, stack: ExitStack) -> Data:
+    """The images of the run, which evaluates the model of `source` if it does not train. Raises
+    ConfigError: they do not fit.
+    """
+    data = build_data(settings)
     stack.callback(data.close)
     known = () if settings.training else on_main(lambda: classes_of(source), settings.dist)
     if known and isinstance(data, ImageData):
@@ -63,12 +63,9 @@ def plan_of(cfg: Config, train_images: int, world_size: int) -> Plan:
     )
 
 
-def build_state(cfg: Config, precision: Precision, dist: Dist, data: Data) -> TrainState:
-    """The model and its step. A run that only evaluates takes the weights of the checkpoint
-    `resume`, if it is given.
-    """
-    weights = () if cfg.evaluate_only else class_weights(cfg.class_weight, data)
-    wanted = ModelSettings(
+def model_settings(cfg: Config) -> ModelSettings:
+    """A run that only evaluates takes the weights of the checkpoint `resume`, if it is given."""
+    return ModelSettings(
         cfg.model,
         None if cfg.evaluate_only and cfg.resume else cfg.weights,
         cfg.entry,
@@ -80,27 +77,32 @@ def build_state(cfg: Config, precision: Precision, dist: Dist, data: Data) -> Tr
         cfg.parity,
         cfg.batch_size,
         cfg.data,
+        is_trained=not cfg.evaluate_only,
         is_evaluated=cfg.evaluate_every >= 0,
         graph_may_fail=cfg.cuda_graph == "auto",
     )
+
+
+def step_settings(cfg: Config, precision: Precision, data: Data, dist: Dist) -> StepSettings:
+    """Those of training, or the eager ones of a run that only evaluates."""
+    is_trained = not cfg.evaluate_only
     is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
     can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
-    settings = StepSettings(
+    is_recorded = cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record)
+    weights = class_weights(cfg.class_weight, data) if is_trained else ()
+    return StepSettings(
         precision,
         cfg.optim,
         Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold, weights),
-        accumulate_steps=cfg.accumulate_steps,
+        accumulate_steps=cfg.accumulate_steps if is_trained else 1,
         ema_decay=cfg.ema_decay,
         ema_every=cfg.ema_every,
         mixup=cfg.augment.mixup,
         cutmix=cfg.augment.cutmix,
-        compile=cfg.compile,
+        compile=cfg.compile and is_trained,
         image_sizes=len(size_schedule(cfg.data).image_sizes),
-        cuda_graph=cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record),
+        cuda_graph=is_recorded and is_trained,
     )
-    if cfg.evaluate_only:
-        return build_evaluated_state(wanted, settings, data.num_classes, dist)
-    return build_train_state(wanted, settings, data.num_classes, dist, data.classes)
 
 
 def class_weights(wanted: str | None, data: Data) -> tuple[float, ...]:

@@ -23,9 +23,11 @@ import torch
 from cl_train.config.schema import Config, DataConfig
 from cl_train.config.validation import flatten, user_function
 from cl_train.data.build import Data
+from cl_train.data.device import DeviceFormat
 from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import image_augment
 from cl_train.errors import ConfigError
+from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.sources import check_model
@@ -54,13 +56,12 @@ from cl_train.system.processes import (
 from cl_train.system.run_folder import RunFacts
 from cl_train.system.tables import counted
 from cl_train.training.active_run import ActiveRun
-from cl_train.training.build import (
-    TrainState,
-)
+from cl_train.training.build import TrainState, build_model, evaluated_state, train_state
 from cl_train.training.checkpointing import Checkpoints, resume, starting_point
 from cl_train.training.console import RunLog
 from cl_train.training.evaluation import EvaluationSettings, check_metrics
-from cl_train.training.parts import build_state, open_data, plan_of
+from cl_train.training.layout_choice import layout_for
+from cl_train.training.parts import model_settings, open_data, plan_of, step_settings
 from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
 from cl_train.training.trackers import Trackers, find_tracker, start_record
@@ -141,13 +142,13 @@ def set_up(
     settings = DataSettings(
         cfg.data, cfg.augment, cfg.batch_size, cfg.seed, dist, micro_steps, trains
     )
-    data = open_data(settings, evaluation, stack)
+    data = open_data(settings, evaluation.source, stack)
     check_data(cfg, data, dist)
     data.start()
     check_metrics(evaluation, data, dist)
     plan = plan_of(cfg, data.train_images, dist.world_size)
 
-    # 3. The model, and its optimizer and step.
+    # 3. The model, its memory format, and its optimizer and step.
     state = build_state(cfg, precision, dist, data)
     if isinstance(state.train_step, GraphedStep):
         stack.push(state.train_step.release)
@@ -177,6 +178,21 @@ def set_up(
     records = Records(folder if dist.is_main else None, config, trackers, facts, progress)
     parts = (plan, data, state, evaluation, checkpoints, records)
     return ActiveRun(dist, folder, *parts, signals, machine_load, progress)
+
+
+def build_state(cfg: Config, precision: Precision, dist: Dist, data: Data) -> TrainState:
+    """The model, converted to its memory format, and its step."""
+    wanted, settings = model_settings(cfg), step_settings(cfg, precision, data, dist)
+    model, facts = build_model(wanted, precision, data, dist)
+    layout, parity = layout_for(wanted, model, settings, facts, dist)
+    report = convert(model, layout)
+    if layout.is_channels_last:
+        log.info("%s", report)
+    form = DeviceFormat(dist.device, precision.input_dtype, layout.memory_format)
+    if cfg.evaluate_only:
+        return replace(evaluated_state(model, settings, form), parity=parity)
+    state = train_state(wanted, model, settings, form, data.num_classes, dist)
+    return replace(state, parity=parity, facts=facts)
 
 
 def check_data(cfg: Config, data: Data, dist: Dist) -> None:

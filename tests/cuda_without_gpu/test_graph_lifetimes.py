@@ -17,7 +17,7 @@ from cl_train.step.precision import BY_NAME
 from cl_train.step.train_step import train_step
 from cl_train.system import distributed
 from cl_train.system.distributed import Dist
-from cl_train.training import active_run, build, layout_choice, setup
+from cl_train.training import active_run, build, setup
 from cl_train.training.console import describe_failure
 from tests.conftest import Run
 from tests.cuda_without_gpu.fake_cuda import CUDA, Graph, fake_cuda
@@ -129,7 +129,7 @@ def test_a_run_is_built_on_the_stream_of_its_recordings(monkeypatch):
             monkeypatch.setattr(build, name, note)
         monkeypatch.setattr(build, "try_evaluation", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: None)
-        monkeypatch.setattr(layout_choice, "convert", lambda *_: None)  # it asks for addresses
+        monkeypatch.setattr(setup, "convert", lambda *_: None)  # it asks for addresses
         # DDP times its first ten iterations with events, which cannot be recorded.
         for ranks, warm_up in ((1, 3), (2, 11)):
             dist = Dist(0, ranks, CUDA)

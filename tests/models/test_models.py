@@ -81,9 +81,9 @@ def test_a_pretrained_head_is_replaced(name):
 def test_images_that_a_model_cannot_take_are_refused_at_once():
     def built(model, batch_size, size, trained=True):
         data = DataConfig(image_size=size)
-        wanted = ModelSettings(model, batch_size=batch_size, data=data)
+        wanted = ModelSettings(model, batch_size=batch_size, data=data, is_trained=trained)
         model = build.model_of(wanted, 3)
-        build.facts_by_size(wanted, model, [size] if trained else [])
+        build.facts_by_size(wanted, model)
         return model
 
     with pytest.raises(ConfigError, match=r"train on 4 images of 32 px.*data.image_size"):

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +11,6 @@ from torch import nn
 
 from cl_train.config.schema import DataConfig, OptimConfig
 from cl_train.data.device import DeviceFormat
-from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
@@ -32,13 +31,11 @@ def attempt(model, **changes):
 
 
 def test_a_frozen_batch_norm_stays_frozen_when_it_is_synchronised(monkeypatch):
-    stop = Mock(side_effect=ConfigError("enough"))
-    monkeypatch.setattr(build, "convert_layout", stop)
     monkeypatch.setattr(nn.Module, "to", lambda model, device: model)
     wanted = ModelSettings("tests.networks:small", freeze=["1"], sync_batchnorm=True)
-    with pytest.raises(ConfigError, match="enough"):
-        build.build_train_state(wanted, StepSettings(FP32), 3, Dist(0, 2, torch.device("cuda")))
-    norm = stop.call_args.args[1].train()[1]
+    data = SimpleNamespace(num_classes=3, classes=())
+    model, _ = build.build_model(wanted, FP32, data, Dist(0, 2, torch.device("cuda")))
+    norm = model.train()[1]
     assert isinstance(norm, nn.SyncBatchNorm) and not norm.training
 
 
@@ -52,7 +49,8 @@ def test_ddp_is_told_that_recorded_steps_are_alike(
     wrap = Mock(side_effect=lambda model, dist, static_graph: model)
     monkeypatch.setattr(build, "wrap_in_ddp", wrap)
     settings = StepSettings(FP32, cuda_graph=cuda_graph, accumulate_steps=accumulate_steps)
-    build.build_train_state(ModelSettings("tests.networks:small"), settings, 3, Dist(0, 1, CPU))
+    form = DeviceFormat(CPU, torch.float32, torch.contiguous_format)
+    build.train_state(ModelSettings("small"), small(3), settings, form, 3, Dist(0, 1, CPU))
     assert wrap.call_args.kwargs == {"static_graph": is_static}
 
 
