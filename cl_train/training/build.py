@@ -55,7 +55,7 @@ from cl_train.system.machine import (
 )
 from cl_train.system.run_folder import Speed
 from cl_train.training.console import is_importable
-from cl_train.training.layout_choice import ModelSettings
+from cl_train.training.parts import ModelSettings
 
 log = logging.getLogger(__name__)
 

@@ -1,55 +1,23 @@
 """The layout that a run trains in: the settings name it, or `channels_last=auto` measures it."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 
 from torch import nn
 
-from cl_train.config.schema import DataConfig
-from cl_train.data.build import size_schedule
 from cl_train.errors import ConfigError
 from cl_train.measure.auto import choose_layout
 from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.timed_step import Workload
-from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
+from cl_train.memory_format.convert import CONTIGUOUS, Layout
 from cl_train.models.facts import ModelFacts
 from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist, on_main
 from cl_train.training.console import is_importable
+from cl_train.training.parts import ModelSettings
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """Which model is built, in which layout, and for which images."""
-
-    name: str
-    weights: str | None = None
-    entry: str | None = None  # of the file `weights`
-    drop_path: float | None = None
-    freeze: Sequence[str] = ()
-    sync_batchnorm: bool = False
-    channels_last: str = "false"  # true, false or auto
-    channels_last_layout: Layout = CHANNELS_LAST  # that true and auto convert to
-    parity: str = "auto"
-    batch_size: int = 32  # of a device and micro-step
-    data: DataConfig = DataConfig()
-    is_trained: bool = True  # False: its weights are evaluated as they are
-    is_evaluated: bool = True
-    graph_may_fail: bool = False  # the steps then run eagerly
-
-    @property
-    def trained_sizes(self) -> tuple[int, ...]:
-        """Of the images in training, pixels."""
-        return size_schedule(self.data).image_sizes if self.is_trained else ()
-
-    @property
-    def largest_size(self) -> int:
-        """Of an image in training, pixels."""
-        return size_schedule(self.data).largest
 
 
 def layout_for(

@@ -3,21 +3,22 @@ the values that it needs.
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
 from cl_train.config.combinations import graph_conflict
-from cl_train.config.schema import Config
+from cl_train.config.schema import Config, DataConfig
 from cl_train.data.build import Data, ImageData, build_data, size_schedule
 from cl_train.data.loader import DataSettings
 from cl_train.errors import ConfigError
-from cl_train.memory_format.convert import Layout
+from cl_train.memory_format.convert import CHANNELS_LAST, Layout
 from cl_train.models.sources import classes_of
 from cl_train.step.precision import Precision
 from cl_train.step.train_step import Loss, StepSettings
 from cl_train.system.distributed import Dist, on_main
-from cl_train.training.layout_choice import ModelSettings
 from cl_train.training.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,36 @@ def plan_of(cfg: Config, train_images: int, world_size: int) -> Plan:
         warmup_steps=cfg.warmup_steps,
         max_bad_steps=MAX_BAD_STEPS if cfg.on_nonfinite == "skip" else 0,
     )
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model is built, in which layout, and for which images."""
+
+    name: str
+    weights: str | None = None
+    entry: str | None = None  # of the file `weights`
+    drop_path: float | None = None
+    freeze: Sequence[str] = ()
+    sync_batchnorm: bool = False
+    channels_last: str = "false"  # true, false or auto
+    channels_last_layout: Layout = CHANNELS_LAST  # that true and auto convert to
+    parity: str = "auto"
+    batch_size: int = 32  # of a device and micro-step
+    data: DataConfig = DataConfig()
+    is_trained: bool = True  # False: its weights are evaluated as they are
+    is_evaluated: bool = True
+    graph_may_fail: bool = False  # the steps then run eagerly
+
+    @property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Of the images in training, pixels."""
+        return size_schedule(self.data).image_sizes if self.is_trained else ()
+
+    @property
+    def largest_size(self) -> int:
+        """Of an image in training, pixels."""
+        return size_schedule(self.data).largest
 
 
 def model_settings(cfg: Config) -> ModelSettings:

@@ -28,7 +28,7 @@ from cl_train.system.machine import DeviceClock, GpuWatch, problem_of_gpu
 from cl_train.system.run_folder import read_run
 from cl_train.training import active_run, build, evaluation
 from cl_train.training.evaluation import outputs
-from cl_train.training.layout_choice import ModelSettings
+from cl_train.training.parts import ModelSettings
 from tests.cuda_without_gpu.fake_cuda import CUDA
 from tests.models.test_facts import ComputesWithValues
 from tests.networks import small

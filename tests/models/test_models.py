@@ -12,7 +12,7 @@ from cl_train.config.schema import DataConfig
 from cl_train.errors import ConfigError
 from cl_train.models.sources import build_model, model_names, replace_classifier
 from cl_train.training import build
-from cl_train.training.layout_choice import ModelSettings
+from cl_train.training.parts import ModelSettings
 from tests import networks
 
 SMALL = "tests.networks:small"

@@ -17,7 +17,7 @@ from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist
 from cl_train.training import build
 from cl_train.training.build import try_model
-from cl_train.training.layout_choice import ModelSettings
+from cl_train.training.parts import ModelSettings
 from tests.measure.conftest import unchanged
 from tests.networks import small
 
