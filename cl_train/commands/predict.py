@@ -22,8 +22,10 @@ from cl_train.config import schema
 from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.fields import Range
 from cl_train.config.schema import DataConfig, OnDevice, setting
+from cl_train.config.validation import flatten, read_yaml
 from cl_train.errors import ConfigError
 from cl_train.system.files import output_file
+from cl_train.system.run_folder import CONFIG
 from cl_train.system.tables import counted, write_csv
 
 
@@ -95,13 +97,15 @@ def predict(settings: PredictSettings, file: Path) -> str:
     from cl_train.training.evaluation import outputs
 
     formats = {True: torch.channels_last, False: torch.contiguous_format, None: None}
-    model, card, memory_format = load_saved(
+    model, saved, memory_format = load_saved(
         settings.model or settings.weights,
         # Of that model; else the file or run names its own.
         weights=settings.weights if settings.model else None,
         entry=settings.entry,
         memory_format=formats[settings.channels_last],
     )
+    card = saved.card
+    print(f"weights: {saved.file or settings.weights}")
     device = choose_device(settings.device)
     keep_freed_memory(device)
     named = settings.precision or card.precision or "auto"
@@ -130,6 +134,8 @@ def predict(settings: PredictSettings, file: Path) -> str:
     if correct:
         share_pct = 100 * sum(correct) / len(correct)
         summary[0] += f", {share_pct:.3f} % of {len(correct)} with a label are correct"
+        if _is_data_of_run(settings):
+            summary.append("the run was trained on images of this folder, so new ones may do worse")
     if bad:
         summary.append(f"{len(bad)} left out: {first_reasons(bad)}")
     if card.preprocessing and card.preprocessing.exif not in (None, settings.exif):
@@ -137,6 +143,19 @@ def predict(settings: PredictSettings, file: Path) -> str:
     if 0 < len(card.classes) < outputs_count:
         summary.append(f"the weights name {len(card.classes)} classes of {outputs_count} outputs")
     return "; ".join([*summary, *data.notes])
+
+
+def _is_data_of_run(settings: PredictSettings) -> bool:
+    """Whether the run that `weights` names took its training images from this folder."""
+    from cl_train.models.files import weights_path
+
+    file = weights_path(settings.weights)
+    config = file.parent.parent / CONFIG if file else Path()
+    if not config.is_file():
+        return False
+    of_run = dict(flatten(read_yaml(config)))
+    root = Path(str(of_run["data.root"])).resolve()
+    return bool(of_run["data.val_fraction"]) and root == Path(settings.root).resolve()
 
 
 def _data_settings(settings: PredictSettings, card: Any) -> DataConfig:

@@ -42,6 +42,7 @@ class SavedModel:
     state: dict[str, Any]
     card: ModelCard = ModelCard()
     origin: str = ""  # the entry and the prefix that were removed, for messages
+    file: str = ""  # and the epoch of a checkpoint, for messages
     program: Any = None  # a ScriptModule or an ExportedProgram
     code: str | None = None  # package.module:function, which the file names as its model
 
@@ -107,6 +108,7 @@ def read_weights(
     taken, and it is removed. Raises ConfigError: no such file or entry, a damaged file, a program
     without `trust`, more than tensors and plain types.
     """
+    trained = ""
     try:
         kind = _kind_of(path)
         if kind in ("TorchScript", "exported program"):
@@ -123,7 +125,9 @@ def read_weights(
         else:
             content = read_torch_file(path)
             metadata = _mapping(content).get("facts")
-            kind = "checkpoint" if is_checkpoint(content) else kind
+            if is_checkpoint(content):
+                epoch = _mapping(content.get("progress")).get("epoch", "unknown")
+                kind, trained = "checkpoint", f" (epoch {epoch})"
     except (ConfigError, CheckpointError) as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # safetensors raises many
@@ -139,7 +143,8 @@ def read_weights(
     renamed, removed = _renamed(state, path, prefix)
     versions = module_versions(content) if renamed.keys() == state.keys() else {}
     origin = ", ".join(filter(None, (origin, removed)))
-    return SavedModel(kind, with_versions(renamed, versions), ModelCard.read(metadata), origin)
+    state, card = with_versions(renamed, versions), ModelCard.read(metadata)
+    return SavedModel(kind, state, card, origin, file=f"{path}{trained}")
 
 
 def _read_program(path: Path, kind: Kind) -> SavedModel:

@@ -48,13 +48,13 @@ def load_model(
     if not isinstance(model, str | None):
         what = f"is a name, such as resnet50 or my_net:build, not a {type(model).__name__}"
         raise ConfigError(f"load_model: model {what}; it is built here, with the file's classes")
-    loaded, card, _ = load_saved(file_or_run, model=model, entry=entry, trust=trust)
-    return loaded, card.preprocessing, card.classes
+    loaded, saved, _ = load_saved(file_or_run, model=model, entry=entry, trust=trust)
+    return loaded, saved.card.preprocessing, saved.card.classes
 
 
 def load_saved(
     source: str | Path, *, memory_format: torch.memory_format | None = None, **reading: Any
-) -> tuple[nn.Module, ModelCard, torch.memory_format]:
+) -> tuple[nn.Module, SavedModel, torch.memory_format]:
     """As `load_model`, in `memory_format` (None: as recorded); or a zoo's model with `weights`."""
     saved = read_saved(source, **reading)
     model = runnable(saved, saved.card.image_size)
@@ -63,7 +63,7 @@ def load_saved(
     if memory_format is None:
         memory_format = MEMORY_FORMATS.get(str(saved.card.memory_format), torch.contiguous_format)
     convert(model, memory_format=memory_format)
-    return model, saved.card, memory_format
+    return model, saved, memory_format
 
 
 def read_saved(

@@ -180,7 +180,11 @@ def resume(
     if training:
         checkpoints.resumed_from = path
         restore_rank(ranks, progress, checkpoints.dist)
-    log.info("resumed from %s: epoch %d, step %d", path, progress.epoch, progress.step)
+    where = (path, progress.epoch, progress.step)
+    if training:
+        log.info("resumed from %s: epoch %d, step %d", *where)
+    else:
+        log.info("weights: %s (epoch %d, step %d)", *where)
     return progress
 
 
