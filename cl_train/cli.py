@@ -19,11 +19,6 @@ from cl_train.config.fields import suggest
 from cl_train.errors import ConfigError
 from cl_train.system.processes import end_with_parent, exit_without_teardown
 
-# What other programs call it.
-_OF_OTHERS = {"export": "convert"} | dict.fromkeys(
-    ("eval", "evaluate", "val", "validate"), "train evaluate_only=true resume=RUN"
-)
-
 
 def program(*command: str) -> NoReturn:
     """The process `cl-train`, `python -m cl_train`, or with the name of a command `python train.py`
@@ -79,9 +74,8 @@ def _run_command(words: list[str]) -> int:
         print(f"cl-train {__version__}")
         return 0
     if name not in COMMANDS:
-        meant = _OF_OTHERS.get(name)
-        hint = f"; did you mean {meant}?" if meant else suggest(name, COMMANDS)
-        raise ConfigError(f"no command '{name}'{hint} (there are {', '.join(COMMANDS)})")
+        there_are = f"(there are {', '.join(COMMANDS)})"
+        raise ConfigError(f"no command '{name}'{suggest(name, COMMANDS)} {there_are}")
     command = importlib.import_module(f"cl_train.commands.{name}")
     if {"-h", "--help"} & set(rest) and hasattr(command, "SETTINGS"):
         usage = f"cl-train {name} {getattr(command, 'USAGE', '[key=value ...]')}"

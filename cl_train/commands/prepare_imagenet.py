@@ -18,7 +18,6 @@ from typing import Any
 
 from cl_train.config.arguments import settings_from_arguments
 from cl_train.config.fields import Range, suggest
-from cl_train.config.removed import removal_of
 from cl_train.config.schema import IMAGE_FORMATS, OVERWRITE_HELP, setting
 from cl_train.errors import ConfigError
 
@@ -83,8 +82,6 @@ SETTINGS: dict[str, type] = {f"{name}: {task.__doc__}": task for name, task in T
 
 def main(words: list[str]) -> int:
     name = words[0] if words else ""
-    if removed := removal_of(name, None):
-        raise ConfigError(removed)
     if name not in TASKS:
         tasks = ", ".join(TASKS)
         hint = suggest(name, TASKS)

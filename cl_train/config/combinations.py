@@ -12,7 +12,6 @@ from cl_train.config.schema import FIELDS, AugmentConfig, Config, DataConfig, Op
 
 
 def combination_problems(cfg: Config) -> Iterator[str]:
-    """One line per problem."""
     is_csv, has_files = cfg.data.name == "csv", cfg.data.name in OF_FILES
     needs = [  # a setting, whether it has an effect, and what the user would have to write for it
         ("label_smoothing", cfg.loss in defined.LOSSES, "loss=cross_entropy"),

@@ -7,7 +7,6 @@ import argparse
 import copy
 import functools
 import itertools
-import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -34,7 +33,6 @@ from cl_train.config.start_file import StartFile, code_named, on_one_line, refus
 from cl_train.config.validation import checked_config, show, train_program
 from cl_train.errors import ConfigError
 
-MOST_RUNS = 10_000  # of a sweep
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 # What can stand before the `=`.
 TYPED_KEYS = [*GROUPS, *(key for key in FIELDS if key not in CHOSEN_BY_GROUP)]
@@ -64,7 +62,7 @@ class CommandLine:
             options, settings = parser.parse_known_args(words)
         except argparse.ArgumentError as error:
             raise ConfigError(f"{error}; write --cfg job, or --config-dir=FOLDER") from None
-        if unknown := [word.partition("=")[0] for word in settings if word.startswith("-")]:
+        if unknown := [word for word in settings if word.startswith("-")]:
             raise ConfigError(_unknown_option(unknown[0], settings))
         if options.multirun and options.cfg:
             raise ConfigError("-m cannot be combined with --cfg")
@@ -76,28 +74,18 @@ class CommandLine:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where files of settings are searched."""
         return settings_folders(self.config_dir)
 
 
-def _unknown_option(option: str, words: Sequence[str]) -> str:
+def _unknown_option(word: str, words: Sequence[str]) -> str:
+    option, _, value = word.partition("=")
     if settings := settings_of_main_amp(words):
         return f"no option {option}: it is one of apex's main_amp.py; write {' '.join(settings)}"
     key = setting_of_flag(option) or option.lstrip("-").replace("-", "_")
     hint = suggest(key, TYPED_KEYS)
     if key in TYPED_KEYS:
-        hint = f"; settings have no dashes: {key}={_value_of(option, words)}"
+        hint = f"; settings have no dashes: {key}={value or 'VALUE'}"
     return f"no option {option}{hint} (there are -m, --help, --cfg job and --config-dir DIR)"
-
-
-def _value_of(option: str, words: Sequence[str]) -> str:
-    """What follows `option`, as --option=value or --option value."""
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
-        name, _, value = word.partition("=")
-        if name == option:
-            is_value = not following.startswith("-") and "=" not in following
-            return value or (following if is_value else "...")
-    return "..."
 
 
 @dataclass(frozen=True)
@@ -135,10 +123,6 @@ def compose(line: CommandLine) -> list[Composed]:
         except ConfigError as error:
             problems += error.problems
 
-    if math.prod(map(len, axes)) > MOST_RUNS:
-        problems.append(f"a sweep has at most {MOST_RUNS:,} combinations: give fewer values")
-        raise ConfigError(problems)
-
     runs: list[Composed] = []
     # The runs of a sweep share few choices of groups, and Hydra takes 0.1 s for each.
     files = functools.lru_cache(functools.partial(_compose_files, line.folders))
@@ -166,30 +150,23 @@ def _parsed(word: str) -> Override:
 
 
 def _expanded(word: str, line: CommandLine) -> list[str]:
-    """The arguments that key=value stands for: one, or one per value of a sweep.
-
-    Raises ConfigError: it is wrong, besides the type and the range of the value.
-    """
+    """The arguments that key=value stands for: one, or one per value of a sweep."""
     try:
         override = _parsed(word)
     except HydraException:
-        example = word if re.fullmatch(r"[\w./-]+", word) else "resnet50"
-        hint = "" if "=" in word else f"; settings are written key=value, such as model={example}"
-        what = f"cannot read '{word}'{hint} (quote a value with spaces or commas: 'key=\"a, b\"')"
-        raise ConfigError(what) from None
+        form = "settings are written key=value, such as model=resnet50"
+        quote = "quote a value with spaces or commas: 'key=\"a, b\"'"
+        raise ConfigError(f"cannot read '{word}': {form}; {quote}") from None
     if problem := _problem_with(override, word, line.multirun):
         raise ConfigError(f"{word}: {problem}")
     is_sweep = override.is_sweep_override()
     values = _values_of_sweep(override, line.folders) if is_sweep else [str(override.value())]
     if problems := _problems_of(override.key_or_group, values, line.folders):
         raise ConfigError(problems)
-    if not is_sweep:
-        return [str(override.input_line)]
-    return [f"{override.get_key_element()}={each}" for each in values]
+    return [f"{override.get_key_element()}={each}" for each in values] if is_sweep else [word]
 
 
 def _problem_with(override: Override, word: str, multirun: bool) -> str | None:
-    """What is wrong with a word, whatever its values are."""
     key, value = override.key_or_group, override.value()
     is_sweep = override.is_sweep_override()
     if override.is_delete():
@@ -213,7 +190,7 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
         if isinstance(value, Glob):
             values = value.filter(group_choices(override.key_or_group, folders))
         else:
-            values = list(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
+            values = list(override.sweep_string_iterator())
     except HydraException:
         raise ConfigError(f"{word}: list the values, or use range()") from None
     if not values:
@@ -225,13 +202,13 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
 
 
 def _problems_of(key: str, values: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Where there is no such setting, or no such choice of a group."""
     problems = (_key_problem(key, value, folders) for value in values)
     return [problem for problem in problems if problem]
 
 
 def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:
-    """Whether there is no such setting, or no such choice of a group."""
-    if removed := removal_of(key, value):
+    if removed := removal_of(key):
         return removed
     if key in GROUPS:
         choices = group_choices(key, folders)
@@ -241,9 +218,8 @@ def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:
         return None if value in choices else what
     if key in FIELDS or key in HYDRA_KEYS:
         return None
-    if re.match(r"(hydra[./])?launcher\b", key):
-        advice = "a sweep on Slurm is one allocation: sbatch scripts/slurm/sweep.sbatch FOLDER ..."
-        return f"{key}: {advice} (docs/clusters.md)"
+    if re.match(r"launcher\b", key):
+        return f"{key}: a sweep on Slurm is one allocation, scripts/slurm/sweep.sbatch"
     if re.match(r"hydra\b", key):
         return f"{key}: of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here"
     return f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"
@@ -255,7 +231,6 @@ def _chosen_by_group(word: str) -> str:
 
 
 def _misplaced(run: Composed, line: CommandLine) -> list[str]:
-    """Settings of a sweep, or of the choice of a group."""
     problems = []
     if run.cfg.optim.library == "torch":
         names = [word for word in run.words if word.startswith("optim.name=")]
@@ -266,10 +241,8 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
             continue
         if key == "environment" and parse_environment(value).is_current():
             continue  # a job of a sweep
-        word = f"{key}={'auto' if value is None else show(value)}"  # None: repeats
-        once = "leave it out to train once"
-        if key == "nproc":
-            once = "for one run: torchrun --standalone --nproc-per-node=N train.py ..."
+        word = f"{key}={FIELDS[key].null_word if value is None else show(value)}"
+        once = "torchrun starts the processes of one run" if key == "nproc" else "else leave it out"
         problems.append(f"{word}: a setting of multirun, {train_program()} -m {word} ...; {once}")
     return problems
 
@@ -304,7 +277,7 @@ def settings_folders(config_dir: Path | None = None) -> tuple[Path, ...]:
 
 
 def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """The files of `conf/<group>/`, by name."""
+    """The names of the files of `conf/<group>/`."""
     folders = folders or settings_folders()
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 

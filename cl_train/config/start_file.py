@@ -50,9 +50,8 @@ class StartFile:
         return cls(path, is_trusted=False) if path.is_file() else None
 
     def settings(self, typed: Mapping[str, Any]) -> dict[str, Any]:
-        """Its settings by full key, without what is typed and how its own run started.
-
-        A section of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`.
+        """Its settings by full key, without what is typed and how its own run started. A section
+        of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`.
         """
         settings: dict[str, Any] = {}
         evaluates = typed.get("evaluate_only")
@@ -86,7 +85,7 @@ def on_one_line(error: Exception) -> str:
 
 
 def code_named(config: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of a run that name code of the user's, and their values as they are typed."""
+    """The settings that name code of the user's, and their values as they are typed."""
     values = dict(flatten(config, FIELDS))
     typed = {key: show(values[key]) for key in SETTINGS_OF_CODE}
     return {key: value for key, value in typed.items() if ":" in value}

@@ -35,7 +35,7 @@ def from_mapping(
     problems = list(earlier_problems)
     checked: dict[str, Any] = {}
     for key, value in flatten(values, fields):
-        if removed := removal_of(key, value):
+        if removed := removal_of(key):
             problems.append(removed)
             continue
         if key not in fields:
@@ -78,10 +78,7 @@ def flatten(
 
 
 def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
-    """`value`, as YAML or Hydra reads it, in the setting's type (YAML reads 1e-3 as text).
-
-    Raises ValueError, OverflowError: it is of another type or out of range.
-    """
+    """`value`, as YAML or Hydra reads it, in the setting's type (YAML reads 1e-3 as text)."""
     kind, choices = setting.base_type, setting.choices
     if setting.optional and value in (None, setting.null_word):
         return None
@@ -126,7 +123,7 @@ def show(value: Any) -> str:
 
 
 def checked_config(values: Mapping[str, Any]) -> Config:
-    """A checked `Config`. Raises ConfigError as `from_mapping`, and for combinations."""
+    """`from_mapping`, and the checks of combinations."""
     cfg = from_mapping(Config, values)
     if problems := [*combination_problems(cfg)]:
         raise ConfigError(problems)
@@ -134,15 +131,11 @@ def checked_config(values: Mapping[str, Any]) -> Config:
 
 
 def train_program() -> str:
-    """The words that start the training."""
     return "python train.py" if Path(sys.argv[0]).name == "train.py" else "cl-train train"
 
 
 def user_function(setting: str, name: str) -> Callable[..., Any]:
-    """The function `package.module:function`, also of a module in the working folder.
-
-    Raises ConfigError.
-    """
+    """The function `package.module:function`, also of a module in the working folder."""
     module_name, _, function_name = name.partition(":")
     if ":" not in name:
         raise ConfigError(f"{setting}={name}: use package.module:function")
@@ -151,12 +144,8 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # of the user's code
-        what = f"{type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            is_itself = f"{module_name}.".startswith(f"{error.name}.")
-            what = "no such module" if is_itself else f"{error.name}, which it needs, is missing"
-        problem = f"cannot import '{module_name}' from {Path.cwd()} or PYTHONPATH: {what}"
-        raise ConfigError(f"{setting}={name}: {problem}") from error
+        what = f"cannot import '{module_name}' from {Path.cwd()} or PYTHONPATH"
+        raise ConfigError(f"{setting}={name}: {what}: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         near = suggest(function_name, [key for key in vars(module) if not key.startswith("_")])
@@ -166,7 +155,7 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def optional_module(module: str, setting: str) -> types.ModuleType:
-    """A module of an optional package, which `setting` needs. Raises ConfigError."""
+    """A module of an optional package, which `setting` needs."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -184,8 +173,8 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, *, is_trusted: bool = False) -> Any:
-    """The values in a file, without aliases unless the user wrote it. Raises OSError; ValueError:
-    it is damaged, or too deep, which takes a parser of events minutes.
+    """The values in a file, without aliases unless the user wrote it. OSError, ValueError: it
+    cannot be read.
     """
     try:
         loader = yaml.SafeLoader if is_trusted else _WithoutAliases

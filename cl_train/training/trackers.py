@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cl_train.config.removed import removal_of
 from cl_train.config.validation import optional_module, suggest, user_function
 from cl_train.errors import ConfigError
 from cl_train.system.files import refuse_link, write_text
@@ -76,8 +75,6 @@ def find_tracker(name: str) -> Tracker:
         return TensorBoard()
     if name == "wandb":
         return Wandb()
-    if removed := removal_of("log_to", name):
-        raise ConfigError(removed)
     if ":" not in name:
         choices = "must be tensorboard, wandb or package.module:function"
         raise ConfigError(f"log_to={name}: {choices}{suggest(name, ['tensorboard', 'wandb'])}")

@@ -39,26 +39,18 @@ TABLE = [
     ("sweep", "train -m resume_sweep=SWEEP", ALL.removesuffix(" data.dataset=evil:f")),
     ("sweep", "train -m resume_sweep=SWEEP model=other:f", "model=evil:f"),
     ("sweep recipe", "train -m resume_sweep=SWEEP", "loss=evil:f"),
-    ("sweep file", "train -m resume_sweep=SWEEP", "loss=evil:f"),
-    ("sweep", "compare SWEEP", ""),
     ("checkpoint", f"train resume=RUN/checkpoints/best.pt {TINY} hydra.run.dir=new", ""),
     ("checkpoint", f"train weights=RUN {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
-    ("checkpoint", f"train evaluate_only=true resume=RUN/checkpoints/best.pt {TINY}", ""),
     ("checkpoint", "predict weights=RUN data.root=images out=x.csv", "model=evil:f"),
-    ("checkpoint", "convert RUN out=x.pth", "model=evil:f"),
     ("checkpoint", "convert RUN out=x.onnx input=1,3,32,32", "model=evil:f"),
     ("checkpoint", "audit weights=RUN model=squeezenet1_1 data.image_size=32 batch_size=2", ""),
     ("checkpoint", "load_model RUN", "model=evil:f"),
-    (".pth", f"train weights=FILE {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
     (".pth", "convert FILE out=x.pt2 input=1,3,32,32", "model=evil:f"),
-    (".pth", "load_model FILE", "model=evil:f"),
-    (".safetensors", "predict weights=FILE data.root=images out=x.csv", "model=evil:f"),
     (".safetensors", "convert FILE out=x.pth", "model=evil:f"),
 ]
 JOBS = {
     "sweep": ["model=evil:f", "loss='evil:f'", "metrics=evil:f", "log_to=[evil:f]"],
     "sweep recipe": ["experiment=evil"],
-    "sweep file": ["config=conf/experiment/evil.yaml"],
 }
 
 
@@ -151,17 +143,13 @@ def test_what_the_user_names_is_trusted(tmp_path, monkeypatch):
         assert (writes_to == "precious") == is_trusted
 
 
-@pytest.mark.parametrize(
-    "resume", ["a/b", "best.pt", "a/best.pt", "a/checkpoints", "a/checkpoints/best.pt"]
-)
+@pytest.mark.parametrize("resume", ["a/best.pt", "a/checkpoints", "a/checkpoints/best.pt"])
 def test_an_evaluation_reads_the_settings_of_its_run_and_no_other(resume, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("a/b/checkpoints").mkdir(parents=True)
-    Path("a/checkpoints").mkdir()
-    for folder, seed in ((".", 1), ("a", 2)):
-        Path(folder, "best.pt").touch()
-        Path(folder, "config.yaml").write_text(f"seed: {seed}\n")
-    Path("a/checkpoints/best.pt").touch()
+    Path("a/checkpoints").mkdir(parents=True)
+    for name in ("a/best.pt", "a/checkpoints/best.pt"):
+        Path(name).touch()
+    Path("a/config.yaml").write_text("seed: 2\n")
     (cfg,) = check_command_line(["evaluate_only=true", f"resume={resume}"])
     assert cfg.seed == (2 if resume.startswith("a/checkpoints") else 0)
 
@@ -190,10 +178,9 @@ def test_it_composes_inside_a_program_that_uses_hydra(tmp_path):
 ALIASES = "a0: &a0 [1]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
 )
-DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize("content", [ALIASES, DEEP, "a: [", "\0"])
+@pytest.mark.parametrize("content", [ALIASES, "[" * 100_000, "a: ["])
 def test_a_config_that_would_fill_the_memory_is_refused(content, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "run2"):
@@ -202,6 +189,3 @@ def test_a_config_that_would_fill_the_memory_is_refused(content, trained, tmp_pa
     for command in ("train config=run", "compare run run2"):
         code, output = run_command(command.split())
         assert code == 2 and "run/config.yaml cannot be read" in output, output
-    if content == ALIASES:
-        Path("mine.yaml").write_text("seed: &seed 3\nbatch_size: *seed\n")
-        assert check_command_line(["config=mine.yaml"])[0].batch_size == 3, "the user's own"

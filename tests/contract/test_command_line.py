@@ -12,15 +12,13 @@ import pytest
 
 from cl_train.cli import main
 from cl_train.config.command_line import (
-    CONF_DIR,
     GROUPS,
     CommandLine,
     check_command_line,
     compose,
     group_choices,
 )
-from cl_train.config.fields import setting_fields
-from cl_train.config.schema import OPTIMIZERS, Config, OptimConfig
+from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.config.validation import checked_config as load
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
@@ -82,27 +80,24 @@ WRONG = [
     ("did you mean optim.lr", "lr=0.1"),
     ("loss=bce", "bce_threshold=0.2"),
     ("did you mean randaugment", "augment.policy=randaug"),
-    ("such as rand-m9-mstd0.5-inc1", "augment.policy=v1"),
-    ("leave out the '+'", "+epochs=3", "+hydra.run.dir=/x", "-m +hydra.run.dir=/x"),
+    ("leave out the '+'", "+epochs=3", "-m +hydra.run.dir=/x"),
     ("cannot be removed", "~epochs"),
     ("expected whole number >= 1", "batch_size=abc", "batch_size=1.5", "batch_size=null"),
     ("epochs=99999999999999999999: expected whole number 1 to", "epochs=99999999999999999999"),
-    ("data.synthetic_classes=", "data=synthetic data.synthetic_classes=100000000"),
     ("freeze={'a': 1}: expected list of text", "freeze={a:1}"),
-    ("experiment=main_amp model=resnet50 batch_size=200", "-a resnet50 --b 200"),
     (
         "experiment=main_amp model=resnet50 data.workers=16 batch_size=200 channels_last=true "
         "precision=fp16_o2 data.root=./data",
         "-a resnet50 --b 200 --workers 16 --opt-level O2 --channels-last true ./data",
     ),
     ("expected number > 0", "optim.lr=-1", "optim.lr=nan", "optim.lr=inf"),
-    ("expected true|false|auto", "channels_last=maybe", "channels_last=1"),
+    ("expected true|false|auto", "channels_last=maybe", "-m channels_last=true,flase"),
     ("did you mean fp16", "precision=fp61"),
     ("did you mean imagenet", "data=imagnet"),
     ("optim=timm optim.name=", "optim=lamb"),
     ("evaluate_every=0", "report=true evaluate_every=-1"),
-    ("no such choice", "experiment=nothing", "optim=null", "experiment=null"),
-    ("needs data.root=FOLDER", "data=imagenet", "data=shards", "data=imagenette"),
+    ("no such choice", "experiment=nothing", "optim=null"),
+    ("needs data.root=FOLDER", "data=imagenet", "data=shards"),
     ("needs data.dataset=package.module:function", "data=dataset"),
     ("is smaller than", "data.image_size=256 data.val_resize=224"),
     ("needs optim.momentum above 0", "optim.nesterov=true optim.momentum=0"),
@@ -111,44 +106,28 @@ WRONG = [
     ("needs weights=... or resume=...", "evaluate_only=true"),
     ("need three numbers", "data.mean=[1,2]"),
     ("several values need multirun", "channels_last=true,false"),
-    ("setting of multirun", "nproc=2", "repeats=auto", "launcher.gpus=all"),
-    ("settings are written key=value, such as model=mobilenet_v2", "mobilenet_v2"),
+    ("setting of multirun", "nproc=2", "repeats=auto", "launcher.gpus=all", "resume_sweep=a/x"),
+    ("settings are written key=value", "mobilenet_v2"),
     ("is empty", "resume="),
     ("use some of .jpg", "data.extensions=[]", "data.extensions=[.jpg,.gif]"),
     ("hydra.run.dir and hydra.sweep.dir", "hydra=1", "hydra.sweep.subdir=x"),
-    ("sweep.sbatch", "-m launcher.partition=gpu", "launcher=slurm"),
+    ("sweep.sbatch", "launcher=slurm"),
     ("needs a folder", "hydra.run.dir=", "-m hydra.sweep.dir=/a,/b channels_last=true,false"),
     ("hydra.run.dir=${nosuch}: ", "hydra.run.dir=${nosuch}"),
-    ("no option --experimental-rerun", "--experimental-rerun=file.pickle"),
-    ("no such folder", "--config-dir=/no/such", "--config-dir="),
-    ("settings have no dashes: epochs=3", "--epochs=3", "--epochs 3"),
-    ("settings have no dashes: batch_size=16", "--batch-size 16", "-b 16", "-b=16"),
-    ("did you mean model", "--modle=vgg11", "--modle"),
+    ("no such folder", "--config-dir=/no/such"),
+    ("settings have no dashes: epochs=", "--epochs=3", "--epochs 3"),
+    ("settings have no dashes: batch_size=16", "--batch-size=16", "-b=16"),
+    ("did you mean model", "--modle=vgg11"),
     ("write optim=adamw", "optim.name=adamw"),
     ("only optim=timm", "optim.name=lamb"),
-    ("write optim=timm", "optim.library=timm"),
     ("--cfg job", "--cfg"),
     ("cannot be combined", "-m --cfg job", "config=conf/config.yaml experiment=smoke"),
-    ("channels_last=flase: expected true|false|auto", "-m channels_last=true,flase"),
     ("leave out one", "resume=auto overwrite=true"),
     ("no effect without data=folder", "data=shards data.root=/x data.val_fraction=0.1"),
     ("no effect without optim=sgd", "optim=adamw optim.momentum=0.5"),
-    (
-        f"no effect without {READ_EPS}: leave it out, or write optim.eps=null",
-        "optim=sgd optim.eps=1e-5",
-    ),
+    (f"no effect without {READ_EPS}: ", "optim=sgd optim.eps=1e-5"),
     ("optim=glob(z*): the pattern or the range has no value", "-m optim=glob(z*)"),
-    (
-        "a sweep has at most 10,000 combinations",
-        "-m seed=range(0,1000000000)",
-        "-m seed=range(0,101) epochs=range(1,101)",
-    ),
-    ("ema_decay=1.0: expected number 0 to 0.999999", "ema_decay=1.0"),
     ("optim.lr=interval(0.1,0.2): list the values", "-m optim.lr=interval(0.1,0.2)"),
-    (
-        "resume_sweep=multirun/x: a setting of multirun, cl-train train -m resume_sweep=",
-        "resume_sweep=multirun/x",
-    ),
     ("no such file", "config=/no/such"),
     ("unknown setting 'name'", "config=conf/optim/sgd.yaml"),
 ]
@@ -161,8 +140,7 @@ def test_a_wrong_command_line_is_refused(line, said):
         check_command_line(line.split())
     message = str(caught.value)
     assert said in message
-    hydras_advice = ("+channels_last", "append")
-    assert not any(word in message for word in hydras_advice)
+    assert "+channels_last" not in message and "append" not in message, "Hydra's advice"
     assert len(message.splitlines()) <= 3
 
 
@@ -170,10 +148,6 @@ def test_all_problems_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         config_of("chanels_last=true batch_size=x epochs=0 optim.lr=-1 data=sampl")
     assert len(caught.value.problems) == 5
-
-
-def test_no_file_of_conf_can_name_code():
-    assert not [path for path in CONF_DIR.rglob("*.yaml") if "_target_" in path.read_text()]
 
 
 def test_the_program_refuses_with_exit_code_2_and_makes_no_folder(tmp_path):
@@ -195,13 +169,14 @@ def test_help_shows_settings_groups_and_examples_without_torch(capsys):
     assert "epochs: 7" in capsys.readouterr().out
 
 
-def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_a_name():
+def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_names():
     runs = check_command_line(["-m", "optim=glob(*)"])
     assert {cfg.optim.name for cfg in runs} == {*OPTIMIZERS, "lamb"}
-    cfg = config_of("optim=timm optim.name=lion")
-    assert (cfg.optim.library, cfg.optim.name) == ("timm", "lion")
     runs = check_command_line(["-m", "optim=timm", "optim.name=lamb,muon"])
-    assert [cfg.optim.name for cfg in runs] == ["lamb", "muon"]
+    assert [(cfg.optim.library, cfg.optim.name) for cfg in runs] == [
+        ("timm", "lamb"),
+        ("timm", "muon"),
+    ]
 
 
 def test_conf_of_the_working_folder_comes_first(tmp_path, monkeypatch):
@@ -226,10 +201,9 @@ def test_a_file_lies_between_conf_and_the_command_line(tmp_path):
     adamw = OptimConfig(name="adamw", lr=0.3, weight_decay=0.1, decay_norm_and_bias=False)
     assert cfg.optim == adamw
     assert (cfg.data.name, cfg.data.root, cfg.augment.mixup, cfg.epochs) == ("folder", "/x", 0.2, 7)
-    cfg = config_of(f"{mine} optim=sgd data=synthetic")  # a chosen group replaces its section
-    assert (cfg.optim, cfg.data.root, cfg.epochs) == (OptimConfig(), None, 7)
-    runs = check_command_line(["-m", mine, "epochs=1,2"])
-    assert [(cfg.epochs, cfg.optim.name) for cfg in runs] == [(1, "adamw"), (2, "adamw")]
+    runs = check_command_line(["-m", mine, "optim=sgd", "data=synthetic", "epochs=1,2"])
+    for cfg, epochs in zip(runs, (1, 2), strict=True):  # a chosen group replaces its section
+        assert (cfg.optim, cfg.data.root, cfg.epochs) == (OptimConfig(), None, epochs)
 
 
 def test_recipes_of_another_folder(tmp_path, monkeypatch):
@@ -255,16 +229,7 @@ def test_a_value_is_read_in_the_type_of_its_setting():
     assert cfg.channels_last == "true" and isinstance(cfg.data.mean[0], float)
 
 
-def test_settings_say_what_they_affect_in_a_comparison():
-    settings = setting_fields(Config)
-    assert all(item.help for item in settings.values()), "every setting says what it is"
-    affected = {"batch_size": "speed", "seed": "loss", "checkpoint.keep": "nothing"}
-    assert {key: settings[key].affects for key in affected} == affected
-
-
-@pytest.mark.parametrize(
-    "variables", [{"RANK": "1"}, {"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "2"}]
-)
+@pytest.mark.parametrize("variables", [{"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "2"}])
 def test_half_a_launcher_is_refused_in_one_line(variables, tmp_path, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
