@@ -29,10 +29,7 @@ def test_the_variables_of_torchrun():
     for single in ({}, ADDRESS, {"RANK": "0", "WORLD_SIZE": "1"}):
         assert read_launch(single) is None
     assert read_launch(RANK_1) == Launch(1, 1, 2)
-    refused = [{"RANK": "1"}, {"WORLD_SIZE": "2"}]
-    refused += [RANK_1 | {"MASTER_PORT": "x"}, RANK_1 | {"MASTER_ADDR": ""}]
-    refused += [RANK_1 | {"RANK": text} for text in ("abc", "-1", "", "0", "2")]
-    for variables in refused:
+    for variables in ({"RANK": "1"}, RANK_1 | {"MASTER_ADDR": ""}, RANK_1 | {"RANK": "2"}):
         shown = ", ".join(f"{name}={variables.get(name, 'unset')!r}" for name in RANK_1)
         with pytest.raises(ConfigError, match=f"^the environment has {shown}: start with torchrun"):
             read_launch(variables)
@@ -62,7 +59,6 @@ def test_only_errors_of_collectives_are_faults_of_ranks():
     """Real ranks are killed in tests/faults."""
     for error, is_fault in (
         (RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection reset by peer"), True),
-        (RuntimeError("Application timeout caused pair closure"), True),
         (torch.distributed.DistNetworkError("x"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ):

@@ -98,19 +98,13 @@ def test_the_peak_on_a_gpu_is_without_other_models(monkeypatch):
 
 # In a process of its own: the heap of one in which other tests ran may have no place for 100 MiB.
 FREED_MEMORY = """
-import resource
-
-import torch
-
+import resource, torch
 from cl_train.system.machine import keep_freed_memory, release_memory
-
 
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    # 100 MiB, of which glibc would map each tensor anew: 25,600 pages of 4 KiB
-    torch.ones(25_600, 1024)
+    torch.ones(25_600, 1024)  # 100 MiB, of which glibc would map each tensor anew
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
 
 keep_freed_memory(torch.device("cpu"))
 # Small tensors may take the place of the first ones.

@@ -5,13 +5,11 @@ The names are those that a run, a report and a comparison leave, found by making
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 from cl_train.errors import ConfigError
 from cl_train.sweeps.report import compare_folders
-from cl_train.system import files
 from tests.conftest import contents
 
 RUN = ("report=true", "profile=true", "epochs=4", "log_to=[tensorboard]")
@@ -22,34 +20,32 @@ def victims(tmp_path_factory):
     """A file, and a folder with what a run might take for its own."""
     folder = tmp_path_factory.mktemp("victims")
     (folder / "notes.txt").write_text("precious")
-    other = folder / "other"
-    (other / "checkpoints").mkdir(parents=True)
-    for name in ("step-00000099.pt", "best.pt", "config.yaml", "summary.json", "metrics.jsonl"):
-        (other / name).write_text("precious")
-        (other / "checkpoints" / name).write_text("precious")
-    (other / "events.out.tfevents.1.x").write_text("precious")
+    for place in (folder / "other", folder / "other/checkpoints"):
+        place.mkdir()
+        for name in ("step-00000099.pt", "best.pt", "config.yaml", "metrics.jsonl"):
+            (place / name).write_text("precious")
+    (folder / "other/events.out.tfevents.1.x").write_text("precious")
     return folder
 
 
-def plant(path, victims, kind):
+def plant(path, target):
     """A link at `path`, in the place of what is there."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    target = {"file": "notes.txt", "folder": "other", "dangling": "new"}[kind]
-    path.symlink_to(os.path.relpath(victims / target, path.parent))
+    path.symlink_to(os.path.relpath(target, path.parent))
 
 
 def names_in(folder):
-    """Files and folders, without what has a time in its name; more names of a run in between."""
+    """Files and folders, without what has a time in its name."""
     everything = {path.relative_to(folder) for path in folder.rglob("*")}
     return sorted(str(name) for name in everything if "tfevents" not in name.name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", "folder", "dangling"])
-def test_a_run_writes_through_no_link(kind, train, tmp_path, victims):
+@pytest.mark.parametrize("target", ["notes.txt", "other"])
+def test_a_run_writes_through_no_link(target, train, tmp_path, victims):
     before = contents(victims)
     whole = train(*RUN, folder=tmp_path / "whole").folder
     train("evaluate_only=true", "report=true", "resume=auto", folder=whole)
@@ -60,7 +56,7 @@ def test_a_run_writes_through_no_link(kind, train, tmp_path, victims):
         words = ("evaluate_only=true", "report=true") if "evaluation" in name else RUN
         way = "resume=auto" if number % 2 or "evaluation" in name else "overwrite=true"
         shutil.copytree(whole, folder)
-        plant(folder / name, victims, kind)
+        plant(folder / name, victims / target)
         try:
             train(*words, way, "seed=1" if way == "overwrite=true" else "seed=0", folder=folder)
         except (ConfigError, OSError) as error:
@@ -68,33 +64,19 @@ def test_a_run_writes_through_no_link(kind, train, tmp_path, victims):
         assert contents(victims) == before, (name, way)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "dangling"])
 @pytest.mark.parametrize("name", [".lock", "train.log", "checkpoints", "evaluation/.lock"])
-def test_a_run_folder_with_a_link_is_refused(name, kind, tiny, train, tmp_path, victims):
-    before, folder = contents(victims), tmp_path / "run"
-    plant(folder / name, victims, kind)
-    words = ["overwrite=true"]
+def test_a_run_folder_with_a_link_is_refused(name, train, tmp_path, victims):
+    folder, words = tmp_path / "run", ["overwrite=true"]
+    plant(folder / name, victims / "new")
     if "evaluation" in name:
         train("max_steps=1", folder=folder)
         words = ["evaluate_only=true", "resume=auto"]
-    with pytest.raises(ConfigError, match=rf"{name} is a link") as caught:
+    with pytest.raises(ConfigError, match=rf"{name} is a link"):
         train(*words, folder=folder)
-    assert "\n" not in str(caught.value)
-    assert contents(victims) == before
+    assert not (victims / "new").exists()
 
 
-@pytest.mark.parametrize("name", files._OWN_FILES)
-def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_refused(name, train, tmp_path):
-    for number, make in enumerate((Path.mkdir, os.mkfifo)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        make(folder / name)
-        with pytest.raises(ConfigError, match=f"{name} is a link, a folder or a device"):
-            train("resume=auto", folder=folder)
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "dangling"])
-def test_a_comparison_writes_through_no_link(kind, train, tmp_path, victims):
+def test_a_comparison_writes_through_no_link(train, tmp_path, victims):
     from cl_train.commands.dashboard import write_dashboard
 
     before = contents(victims)
@@ -105,7 +87,7 @@ def test_a_comparison_writes_through_no_link(kind, train, tmp_path, victims):
     assert {"comparison.csv", "comparison.png", "tensorboard"} <= {*names}
     for number, name in enumerate(names):
         out = tmp_path / f"out{number}"
-        plant(out / name, victims, kind)
+        plant(out / name, victims / ("notes.txt" if (made / name).is_file() else "other"))
         try:
             write_dashboard(compare_folders(runs, "seed", out=out))
         except (ConfigError, OSError) as error:
