@@ -4,7 +4,6 @@ numbers, or each breaks a promise, in the sample, the target, the length or the 
 
 import os
 import random
-import re
 import time
 from functools import partial
 
@@ -105,30 +104,20 @@ def failing():
 
 
 ZEROS = torch.zeros(3, SIZE, SIZE)
-IMAGES = [
-    (None, "NoneType"),
-    (torch.full_like(ZEROS, float("nan")), "NaN"),
-    *((torch.zeros(shape), re.escape(f"{list(shape)}")) for shape in ((16, 16, 3), (1, 16, 16))),
-    *((ZEROS.to(dtype), str(dtype)) for dtype in (torch.int8, torch.int64, torch.bool)),
-    (ZEROS.byte(), "first sample"),
-    (ZEROS.to("meta"), "meta"),
-    (np.zeros((SIZE, SIZE, 3)), "float64"),
-    (np.zeros((SIZE, SIZE), np.uint8), r"\[16, 16\]"),
-    (Image.new("I;16", (SIZE, SIZE)), "BadImage: 16 bits per pixel"),
-    (Image.new("F", (SIZE, SIZE)), "BadImage: 32 bits per pixel"),
-]
-LABELS = [(1.0, "1.0"), ("1", "'1'"), (-1, "-1 of 3 classes"), (3, "3 of 3 classes")]
-LABELS += [
-    (torch.tensor(1.5), "float32"),
-    (torch.tensor([0, 1, 0]), r"int64 \[3\], not the number of one class"),
-]
-
 # What a sample may be instead of (image, label), and the words that its message must have.
 BAD_SAMPLES = [
     (ZEROS, r"\(image, label\)"),
     ({"image": ZEROS, "label": 1}, "dict"),
-    *(((image, 1), words) for image, words in IMAGES),
-    *(((ZEROS, label), words) for label, words in LABELS),
+    ((None, 1), "NoneType"),
+    ((torch.full_like(ZEROS, float("nan")), 1), "NaN"),
+    ((torch.zeros(16, 16, 3), 1), r"\[16, 16, 3\]"),
+    ((ZEROS.long(), 1), "torch.int64"),
+    ((ZEROS.byte(), 1), "first sample"),
+    ((np.zeros((SIZE, SIZE, 3)), 1), "float64"),
+    ((Image.new("F", (SIZE, SIZE)), 1), "BadImage: 32 bits per pixel"),
+    ((ZEROS, 1.0), "1.0"),
+    ((ZEROS, -1), "-1 of 3 classes"),
+    ((ZEROS, torch.tensor([0, 1, 0])), r"int64 \[3\], not the number of one class"),
     (failing, r"KeyError: 'two.*lines' \(user_datasets\.py, line \d+\)"),
 ]
 # What ends or stops the process that reads it, where that is a worker.

@@ -30,7 +30,7 @@ def words(task, root):
 
 ARCHIVE = "archives/ILSVRC2012_img_train.tar"
 TASKS = ("tars", "resize", "shards")
-FOREIGN = ("file", "notes", "images/train/class_0", "archives", "file/below")
+FOREIGN = ("file", "notes", "images/train/class_0", "file/below")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -43,15 +43,12 @@ def test_foreign_outputs_are_refused_unchanged(inputs, task):
         assert contents(inputs) == before, out
 
 
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [("tars", ARCHIVE), ("resize", "images"), ("shards", "images/val")],
-)
+@pytest.mark.parametrize(("task", "name"), [("tars", ARCHIVE), ("shards", "images/val")])
 def test_a_failure_leaves_nothing_that_counts(inputs, task, name):
-    if (inputs / name).is_dir():
-        (inputs / name).rename(inputs / "moved")
-    else:
+    if task == "tars":
         (inputs / name).write_bytes((inputs / name).read_bytes()[:1000])
+    else:
+        (inputs / name).rename(inputs / "moved")
     before, new = contents(inputs), inputs / "new"
     with pytest.raises(ConfigError):
         main([*words(task, inputs), f"out={new}"])
