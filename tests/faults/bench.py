@@ -4,13 +4,11 @@ Each row is a test with one fault, which is planted with a small count in the or
 often by `--full`.
 """
 
-import contextlib
 import os
 import re
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,8 +23,6 @@ from tests.faults.forkserver import Forked, Function, train_script
 from tests.processes import wait_until
 from tests.ranks import fork_ranks
 
-MAX_ORPHAN_S = 5.0
-
 
 class Bench:
     """Images, a folder, undisturbed runs, and how often the row that runs tried, and lost."""
@@ -34,13 +30,10 @@ class Bench:
     def __init__(self, folder: Path, is_full: bool) -> None:
         self.folder = folder
         self.images = folder / "images"
-        self.is_full = is_full
-        # A factor of the times within which a program must end.
-        self.patience = 1.0 if is_full else 60.0
+        self._is_full = is_full
         # 51 and 15: neither divides by the batch of 8.
         write_images(self.images, {"train": 17, "val": 5})
         self._references: dict[str, Path] = {}
-        self.seconds = 0.0  # that the last undisturbed run took
         self.begin_row()
 
     def begin_row(self) -> None:
@@ -53,10 +46,8 @@ class Bench:
         assert self.tried and not self.lost, self.lost
 
     def count(self, quick: Any, full: Any) -> Any:
-        """How often a fault is planted; with `quick=None` only by --full."""
-        if quick is None and not self.is_full:
-            pytest.skip("takes long even for one try: --full")
-        return full if self.is_full else quick
+        """How often a fault is planted."""
+        return full if self._is_full else quick
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -66,13 +57,6 @@ class Bench:
             yield
         except (Exception, pytest.fail.Exception) as error:
             self.lost.append(f"{type(error).__name__}: {error}")
-
-    def numbers_until(self, count: int) -> Iterator[int]:
-        """Of rounds, until `count` more were tries: some runs end before their fault."""
-        tried = self.tried
-        for number in range(10 * count + 10):
-            if self.tried < tried + count:
-                yield number
 
     def words(self, run: Path, **settings: Any) -> list[str]:
         """The command line of a tiny run; `settings` with `__` for the dot of a key."""
@@ -133,9 +117,7 @@ class Bench:
         key = "-".join([str(world), *(f"{name}={value}" for name, value in settings.items())])
         if key not in self._references:
             run = self.folder / f"reference-{len(self._references)}"
-            started = time.monotonic()
             self.run(run, world=world, **settings)
-            self.seconds = time.monotonic() - started
             self._references[key] = run
         return self._references[key]
 
@@ -145,11 +127,15 @@ class Bench:
         tiny.check_equal(run, reference)
 
     def hold(self, run: Path, **settings: Any) -> tuple[Forked, Path]:
-        """A run in its third step, which waits until the file is deleted."""
+        """A run in its first, second or third step, which waits until the file is deleted, while a
+        thread may still write a checkpoint.
+        """
         hold = run.with_suffix(".hold")
         hold.unlink(missing_ok=True)
-        running = self.start(run, partial(plants.hold_step, hold), **settings)
+        step = self.random.randint(1, 3)
+        running = self.start(run, partial(plants.hold_step, hold, step), **settings)
         wait_for(hold)
+        time.sleep(self.random.uniform(0, 0.05))
         return running, hold
 
     def new_folder(self) -> Path:
@@ -165,14 +151,3 @@ def wait_for(path: Path, content: str = "") -> None:
         return path.is_file() and content in path.read_text(errors="replace")
 
     wait_until(is_there)
-
-
-def check_ended(running: Callable[[], list[int]], limit_s: float) -> None:
-    """The processes end within the time; those that do not are killed."""
-    deadline = time.monotonic() + limit_s
-    while (left := running()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes {left} still ran after {limit_s} s"

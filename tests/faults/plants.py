@@ -39,16 +39,11 @@ def before_step(act: Callable[[int, Any, Any], None]) -> None:
     cl_train.training.setup.build_state = build_state
 
 
-def slow_steps(ms: int) -> None:
-    """Each step takes `ms` milliseconds more, so that a signal finds the run at work."""
-    before_step(lambda *_: time.sleep(ms / 1000))
-
-
-def hold_step(hold: Path) -> None:
-    """The third step makes this file and waits until somebody deletes it."""
+def hold_step(hold: Path, at_step: int) -> None:
+    """This step of the process makes the file and waits until somebody deletes it."""
 
     def wait(step: int, *_: Any) -> None:
-        if step == 3:
+        if step == at_step:
             hold.touch()
             wait_until(lambda: not hold.exists())
 

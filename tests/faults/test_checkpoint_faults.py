@@ -85,7 +85,7 @@ def test_bit_flip_in_checkpoint(bench):
     write(small, {"model": {"w": torch.arange(4.0)}, "progress": {"step": 1}})
     length, random = 8 * good.stat().st_size, bench.random
     bits = [(good, random.randrange(length)) for _ in range(bench.count(50, 2000))]
-    bits += [(small, bit) for bit in range(8 * small.stat().st_size) if bench.is_full]
+    bits += [(small, bit) for bit in bench.count((), range(8 * small.stat().st_size))]
     for source, bit in bits:
         whole = bytearray(source.read_bytes())
         whole[bit // 8] ^= 1 << bit % 8
