@@ -162,12 +162,8 @@ def quick_auto(monkeypatch, tmp_path) -> None:
     from cl_train.measure.alternate import Stop
 
     monkeypatch.setattr(paired, "BLOCK_S", 0.0)
-    measure = auto.benchmark_layouts
-    monkeypatch.setattr(
-        auto,
-        "benchmark_layouts",
-        lambda *given, stop: measure(*given, stop=Stop.after(2)),
-    )
+    quick = partial(paired.benchmark, stop=Stop.after(2))
+    monkeypatch.setattr(auto, "benchmark", lambda *given, stop: quick(*given))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -1,6 +1,7 @@
 """`channels_last=auto`: the faster layout for this model, this step and this machine.
 
-The choice is cached in ${XDG_CACHE_HOME:-~/.cache}/cl_train/, one file for all that can change it.
+`choose_layout` takes the choice that an earlier run has kept (`kept.py`), or `paired.benchmark`
+times both layouts in turns; a faster one is compared for what it computes (`parity_gate.py`).
 """
 
 import logging
@@ -17,7 +18,7 @@ from cl_train.config.validation import suggest
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
 from cl_train.measure.kept import keep, kept_file, read_kept
-from cl_train.measure.paired import benchmark_layouts, by_itself_text
+from cl_train.measure.paired import benchmark, by_itself_text, variants_of
 from cl_train.measure.parity_gate import parity_before_use
 from cl_train.measure.statistics import HOST_BOUND, verdict_of
 from cl_train.measure.time_limit import scaled_to_time
@@ -26,7 +27,7 @@ from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
 from cl_train.memory_format.layout import CONVOLUTIONS, MEMORY_FORMAT_NAMES
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
-from cl_train.system.machine import problem_of_gpu, release_memory
+from cl_train.system.machine import release_memory
 from cl_train.system.torch_state import own_torch_state
 
 log = logging.getLogger(__name__)
@@ -121,10 +122,10 @@ def choose_layout(
     candidate: Layout = CHANNELS_LAST,
     parity: str = "auto",
 ) -> Choice:
-    """As `choose_memory_format`, for the step of `workload`: that of the run that asks.
+    """`candidate` if it is faster in the step of `workload` and computes the same, else contiguous.
 
-    The choice is `candidate` if it is faster, else contiguous. It is cached if it was measured
-    undisturbed, and its interval decides or is narrow. `parity`: as the setting of a run.
+    A choice is kept if it was measured undisturbed, and its interval decides or is narrow.
+    `parity`: as the setting of a run.
     """
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(CONTIGUOUS, "contiguous: the model has no convolutions", 0.0)
@@ -163,13 +164,12 @@ def _measured_choice(
     started_at = time.perf_counter()
     measured = scaled_to_time(model, workload, SHARE_OF_ROUNDS * time_limit_s, LEAST_STEPS)
     stop = Stop(time_limit_s=time_limit_s - (time.perf_counter() - started_at))
-    done = benchmark_layouts(model, measured, (CONTIGUOUS, candidate), stop=stop)
+    done = benchmark(variants_of(model, (CONTIGUOUS, candidate)), measured, stop=stop)
 
-    verdict = verdict_of(done.ratio)  # even if disturbed: that slows both layouts alike
+    # Not `done.verdict`, which is "not_comparable" if disturbed: that slows both layouts alike.
+    verdict = verdict_of(done.ratio)
     layout = candidate if verdict == "faster" else CONTIGUOUS
-    disturbed = None
-    if done.verdict == "not_comparable":
-        disturbed = problem_of_gpu(done.gpu) or "other processes used the cores"
+    disturbed = done.disturbance
     is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
 
     reason = f"{layout.name}, not decided" if is_wide else layout.name

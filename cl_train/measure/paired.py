@@ -1,11 +1,11 @@
-"""The memory formats of one model, or several models, compared in one process, in alternating
-blocks.
+"""The layouts of one model, or several models, compared in one process, in alternating blocks.
 
-The step is the one that training runs (`timed_step.py`).
+`benchmark` warms up the step of each (`timed_step.py`) and times blocks of them in turns
+(`alternate.py`); `verdict_of` in `statistics.py` makes the verdict of a ratio's interval.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean, median
@@ -49,6 +49,13 @@ class Variant:
     name: str
     model: nn.Module
     layout: Layout
+
+
+def variants_of(
+    model: nn.Module, layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST)
+) -> list[Variant]:
+    """One model in several layouts; the first is the baseline."""
+    return [Variant(layout.name, model, layout) for layout in layouts]
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,20 @@ class Comparison:
     def ratio(self) -> Interval:
         """Speed of the last layout / speed of the first."""
         return self.speeds[-1].ratio
+
+    @property
+    def disturbance(self) -> str | None:
+        """What took time from the rounds, so that no verdict can be trusted."""
+        is_lost = (self.lost_pct or 0.0) >= LOST_PCT
+        return problem_of_gpu(self.gpu) or ("other processes used the cores" if is_lost else None)
+
+    def not_comparable(self, layouts: Collection[str]) -> "Comparison":
+        """The same without a verdict on these layouts."""
+        speeds = [
+            replace(speed, verdict="not_comparable") if speed.layout in layouts else speed
+            for speed in self.speeds
+        ]
+        return replace(self, speeds=tuple(speeds))
 
     @property
     def round_s(self) -> float:
@@ -221,40 +242,27 @@ def compare_layouts(
     images = batch_size if batch is None else images_of(batch)
     shape = image_shape(image_size)
     workload = Workload(images, shape, settings, device, mode, batch, loss, output)
-    variants = [Variant(layout.name, model, layout) for layout in (CONTIGUOUS, CHANNELS_LAST)]
-    return benchmark_in_time(variants, workload, stop=Stop(target_ci, time_limit_s))
+    return benchmark_in_time(variants_of(model), workload, stop=Stop(target_ci, time_limit_s))
 
 
 def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
-    """As `benchmark_variants`, with fewer images where two rounds would not end in time."""
+    """`benchmark` with fewer images where two rounds would not end in time."""
     started_at = time.perf_counter()
     steps = 6 * len(variants)  # warm-up, memory, and two rounds
     scaled = scaled_to_time(variants[0].model, workload, stop.time_limit_s, steps)
     left_s = stop.time_limit_s - (time.perf_counter() - started_at)
-    done = benchmark_variants(variants, scaled, stop=replace(stop, time_limit_s=left_s))
+    done = benchmark(variants, scaled, stop=replace(stop, time_limit_s=left_s))
     return replace(done, batch_size_requested=workload.batch_size)
 
 
-def benchmark_layouts(
-    model: nn.Module,
-    workload: Workload,
-    layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST),
-    *,
-    stop: Stop,
-) -> Comparison:
-    """As `compare_layouts`, for any workload and layouts; the first is the baseline."""
-    variants = [Variant(layout.name, model, layout) for layout in layouts]
-    return benchmark_variants(variants, workload, stop=stop)
-
-
-def benchmark_variants(
-    variants: Sequence[Variant], workload: Workload, *, stop: Stop
-) -> Comparison:
-    """As `benchmark_layouts`; the models may differ."""
+def benchmark(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
+    """Compare the variants with the first of them, in `workload` or, where memory runs out, with
+    half of its images. Raises ConfigError: not even one fits, or a model fails.
+    """
     requested = workload.batch_size
     while True:
         try:
-            return replace(_benchmark(variants, workload, stop), batch_size_requested=requested)
+            return replace(_compared(variants, workload, stop), batch_size_requested=requested)
         except Exception as error:
             # The memory of a recording that failed is lost, and no smaller batch would fit.
             can_go_on = CAN_GO_ON_AFTER_FAILURE or not isinstance(error, RecordingError)
@@ -268,7 +276,7 @@ def benchmark_variants(
         workload = replace(workload, batch_size=size // 2)
 
 
-def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Comparison:
+def _compared(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Comparison:
     """Raises ConfigError: the model fails for another reason than memory."""
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
@@ -288,13 +296,11 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
             blocks = [Block(seconds, None) for seconds in step_s]
             done = Rounds([[*blocks, *reversed(blocks)]], sum(step_s), stopped_by="time_limit")
         counted = done.undisturbed()
-        gpu = watch.worst()
-        is_trusted = (counted.lost_pct or 0.0) < LOST_PCT and problem_of_gpu(gpu) is None
         names = [one.name for one in variants]
-        speeds = _speeds(names, timed, counted, is_trusted=is_trusted)
+        speeds = _speeds(names, timed, counted)
         pairs = zip(speeds, timed, strict=True)
         fastest, step = max(pairs, key=lambda pair: pair[0].images_per_s)
-        return Comparison(
+        compared = Comparison(
             tuple(speeds),
             workload.precision.name,
             batch_size=workload.batch_size,
@@ -304,11 +310,12 @@ def _benchmark(variants: Sequence[Variant], workload: Workload, stop: Stop) -> C
             stopped_by=done.stopped_by,
             others_pct=done.others_pct,
             utilisation=step.utilisation(fastest.images_per_s),
-            gpu=gpu,
+            gpu=watch.worst(),
             rounds_left_out=len(done) - len(counted),
             lost_pct=counted.lost_pct,
             by_itself_pct=timed[0].by_itself_pct,
         )
+        return compared.not_comparable(names[1:]) if compared.disturbance else compared
 
 
 def _alternated(
@@ -354,13 +361,7 @@ def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:
     return Block(median(quiet_s or all_s), taken_share if others.is_known else None)
 
 
-def _speeds(
-    names: Sequence[str],
-    timed: Sequence[TimedStep],
-    counted: Rounds,
-    *,
-    is_trusted: bool,
-) -> list[LayoutSpeed]:
+def _speeds(names: Sequence[str], timed: Sequence[TimedStep], counted: Rounds) -> list[LayoutSpeed]:
     speeds: list[LayoutSpeed] = []
     is_host_bound = are_host_bound(map(counted.host_pct, range(len(timed))))
     measured = zip(names, timed, counted.intervals(), strict=True)
@@ -369,7 +370,6 @@ def _speeds(
         step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
         rate = step.workload.images_per_step / step_s
         verdict = verdict_of(ratio, is_host_bound=is_host_bound and bool(speeds))
-        verdict = verdict if is_trusted or not speeds else "not_comparable"
         block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)
         host_pct = counted.host_pct(number)
         speeds.append(

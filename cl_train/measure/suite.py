@@ -30,7 +30,7 @@ from cl_train.measure.answer import (
     right_text,
     same_outputs_text,
 )
-from cl_train.measure.paired import Comparison, Variant, benchmark_in_time
+from cl_train.measure.paired import Comparison, Variant, benchmark_in_time, variants_of
 from cl_train.measure.parity_gate import Parity, parity_before_use
 from cl_train.measure.statistics import seconds_to_decide
 from cl_train.measure.time_limit import progress
@@ -111,11 +111,7 @@ class Combination:
         stop = Stop(settings.target_ci, max(left_s, settings.time_limit_s / 2))
         done = benchmark_in_time(variants, self.workload, stop=stop)
         differing = [name for name, found in parity.items() if found.passed is False]
-        speeds = [
-            replace(speed, verdict="not_comparable") if speed.layout in differing else speed
-            for speed in done.speeds
-        ]
-        done = replace(done, speeds=tuple(speeds))
+        done = done.not_comparable(differing)
 
         try:
             audited = self._audited(variants, self._images_to_audit(done))
@@ -154,7 +150,7 @@ class Combination:
             layout = CHANNELS_LAST if self.settings.channels_last else CONTIGUOUS
             return [Variant(name, model, layout) for name, model in built.items()]
         (model,) = built.values()
-        return [Variant(name, model, LAYOUTS[name]) for name in self.settings.layouts]
+        return variants_of(model, [LAYOUTS[name] for name in self.settings.layouts])
 
     def _parity(self, variants: Sequence[Variant]) -> dict[str, Parity]:
         asked = self.settings.parity

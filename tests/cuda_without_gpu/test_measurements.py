@@ -236,7 +236,7 @@ def test_after_a_lost_recording_no_smaller_batch_is_tried(can_go_on, sizes, monk
         tried.append(workload.batch_size)
         raise RecordingError("it cannot be recorded as a CUDA graph: CUDA error: out of memory")
 
-    monkeypatch.setattr(paired, "_benchmark", failing)
+    monkeypatch.setattr(paired, "_compared", failing)
     monkeypatch.setattr(paired, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
     with pytest.raises(ConfigError if can_go_on else RecordingError):
         paired.compare_layouts(small(3), 4, image_size=16)
