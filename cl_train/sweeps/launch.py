@@ -26,6 +26,7 @@ from cl_train.sweeps.job import JOB_NAME, LOG_NAME, outcome_of, start_job
 from cl_train.sweeps.places import Place, plan_places, visible_gpus
 from cl_train.sweeps.plan import Job, Sweep, plan_sweep
 from cl_train.sweeps.report import Report, benchmark_command, compare_folders, read_report
+from cl_train.sweeps.verdict import too_few_windows
 from cl_train.system.files import create, lock_file, write_json
 from cl_train.system.processes import StopRequest, read_launch
 from cl_train.system.run_folder import Run
@@ -89,7 +90,7 @@ class Launcher:
     seconds: list[float] = field(default_factory=list)  # that jobs took
     left: int = 0  # jobs that are being run and have not ended
     began_s: float = field(default_factory=time.monotonic)
-    is_busy: bool = False  # other processes disturbed a job, which has been said
+    has_warned: bool = False  # that a job will have no verdict
     console: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, jobs: Sequence[Job]) -> Sweep:
@@ -150,11 +151,17 @@ class Launcher:
             left = f"; jobs left: {self.left}, about {remaining}" if self.left else ""
             start = "\r\x1b[K" if sys.stdout.isatty() else ""
             print(f"{start}{job.name}: {words} {took}{left}", flush=True)
-            if isinstance(outcome, Run) and outcome.is_disturbed and not self.is_busy:
-                self.is_busy = True
-                if self.sweep.compare_by == "channels_last":
-                    decides = f"on a busy machine this decides: {benchmark_command(outcome)}"
-                    print(f"{decides}; the sweep goes on", flush=True)
+            if isinstance(outcome, Run):
+                self._say_once(outcome)
+
+    def _say_once(self, run: Run) -> None:
+        """Why this run, and so probably the others, will have no verdict."""
+        said = too_few_windows(run)
+        if not said and run.is_disturbed and self.sweep.compare_by == "channels_last":
+            said = f"on a busy machine this decides: {benchmark_command(run)}"
+        if said and not self.has_warned:
+            self.has_warned = True
+            print(f"{said}; the sweep goes on", flush=True)
 
     def _outcome(self, job: Job, place: Place) -> Run | str:
         """Runs a job; in words why it has not completed."""

@@ -231,10 +231,9 @@ def _problems(
 def _why_no_verdict(varied: set[str], runs: Sequence[Composed]) -> str | None:
     """Why a sweep over these settings has no verdict."""
     by = runs[0].cfg.compare_by
-    if not varied:
-        return None
     if by not in varied and varied <= FIELDS.keys():
-        advice = " or ".join(f"compare_by={key}" for key in sorted(varied))
+        two = "channels_last=true,false" if by == "channels_last" else f"two values of {by}"
+        advice = " or ".join(f"compare_by={key}" for key in sorted(varied)) or two
         return f"all jobs have the same {by}, so nothing is compared; use {advice}"
     short = [run.cfg for run in runs if _has_few_windows(run.cfg)]
     if not short:

@@ -201,6 +201,8 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
     if count:
         more = 2 * count - (len(pair.runs) if sweep else 0)
         what = f"{_duration(pair.runs, more)} for about {count} repeats"
+    if report.by == "channels_last":
+        what = f"the step alone, in a minute: {benchmark_command(pair.runs[0])}; whole runs, {what}"
     if sweep:
         return f"{what}: {sweep.resume_command(*words, device_name=device_name)}"
     if report.by != "channels_last":
@@ -212,8 +214,7 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
 
 def benchmark_command(run: Run) -> str:
     """The command that compares the layouts of the run although other processes run."""
-    keys = ("model", "precision", "batch_size", "data.image_size")
-    words = [f"{key}={run.fact(key)}" for key in keys if run.fact(key) is not None]
+    words = [f"config={run.folder}", f"model={run.fact('model')}"]
     return f"OMP_NUM_THREADS=1 cl-train benchmark {shlex.join(words)}"
 
 

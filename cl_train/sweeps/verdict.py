@@ -1,5 +1,6 @@
 """Which runs may be compared with which, and the verdict on each pair."""
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,10 +270,8 @@ def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
     elif _value(baseline, by) != _value(candidate, by) and used[0] & used[1]:
         yield f"both sides ran with {outcome} {ran_with}"
 
-    for run in runs:
-        if (count := run.windows_after_warmup) < MIN_WINDOWS:
-            few = f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}"
-            yield f"{few}: use more steps or a smaller log_every"
+    if few := next(filter(None, map(too_few_windows, runs)), None):
+        yield few
     times = [sorted((one.times, two.times)) for one, two in zip(first, second, strict=True)]
     gap_h = max((later[0] - earlier[1]) / 3600 for earlier, later in times)
     if gap_h > MAX_GAP_H:
@@ -293,6 +292,26 @@ def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
     if max(lost_pct) >= LOST_PCT and (on_cpu or abs(lost_pct[0] - lost_pct[1]) >= LOST_PCT):
         shares = _of_both([f"{pct:.0f} %" for pct in lost_pct], sides)
         yield f"other processes took up to {shares} of the time: the runs waited for a core"
+
+
+def too_few_windows(run: Run) -> str | None:
+    """That a run is too short for a verdict, and the setting that makes it long enough."""
+    if (count := run.windows_after_warmup) >= MIN_WINDOWS:
+        return None
+    few = f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}"
+    steps, epochs = run.fact("steps"), run.fact("epochs")
+    warmup, log_every = run.settings.get("warmup_steps"), run.settings.get("log_every")
+    if not (steps and epochs and log_every) or warmup is None:
+        return f"{few}: use more steps or a smaller log_every"
+    # An epoch ends a window, too.
+    epoch_steps = math.ceil(steps / epochs)
+    needed = warmup + MIN_WINDOWS * min(log_every, epoch_steps)
+    advice = f"epochs={math.ceil(needed / epoch_steps)}"
+    if run.settings.get("max_steps"):
+        advice = f"max_steps={needed}"
+    if (shorter := (steps - warmup) // MIN_WINDOWS) >= 1:
+        advice += f" or log_every={shorter}"
+    return f"{few}: use {advice}"
 
 
 def _remarks(sides: dict[str, list[Run]], by: str) -> Iterator[str]:

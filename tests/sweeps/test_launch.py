@@ -285,7 +285,7 @@ def test_disturbed_runs_do_not_count_and_auto_adds_others(
     assert pair["verdict"] == verdict
     printed = capsys.readouterr().out
     assert "disturbed: it waited for a core in 60 %" in printed
-    command = "OMP_NUM_THREADS=1 cl-train benchmark model=resnet18"
+    command = f"OMP_NUM_THREADS=1 cl-train benchmark config={folder}/resnet18_channels_last_1 "
     assert printed.count(f"on a busy machine this decides: {command}") == 1
     if verdict == "faster":
         assert (pair["n"], pair["to_decide"]) == (3, None)

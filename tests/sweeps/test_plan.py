@@ -68,6 +68,7 @@ def test_the_names_of_jobs(words, ends):
     [
         ("optim=sgd,adamw", "compare_by=optim.name"),
         ("nproc=1,2", "compare_by=nproc"),
+        ("repeats=2", "nothing is compared; use channels_last=true,false"),
         ("seed=1,2 compare_by=precision", "compare_by=seed"),
         ("seed=1,2 channels_last=true,false", ""),
         ("augment=basic,strong compare_by=augment.flip", ""),

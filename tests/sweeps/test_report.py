@@ -95,8 +95,10 @@ def test_a_command_is_code_on_the_page_with_the_threads_of_the_runs(tmp_path):
     facts = {"device_name": "AMD EPYC (2 threads)"}
     runs = [replace(run, summary=run.summary | facts) for run in runs]
     text = as_markdown(Report(compare_runs(runs)))
+    benchmark = f"cl-train benchmark config={tmp_path}/run0 model=resnet18`"
     command = r"`OMP_NUM_THREADS=2 (cl-train|python train\.py) [^`]*`"
     assert re.search(rf"To decide it, .*: {command}$", text, re.MULTILINE)
+    assert f"To decide it, the step alone, in a minute: `OMP_NUM_THREADS=1 {benchmark}" in text
 
 
 def test_the_page_shows_the_chart(written):

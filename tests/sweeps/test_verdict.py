@@ -302,6 +302,33 @@ def test_disturbed_runs_that_would_not_be_comparable_either_way_are_not_repeated
     assert (pair.verdict, pair.is_disturbed) == ("not_comparable", is_disturbed)
 
 
+@pytest.mark.parametrize(
+    ("steps", "epochs", "max_steps", "advice"),
+    [
+        (8, 1, None, "use epochs=6"),  # as long as the warm-up, with windows of an epoch
+        (40, 1, None, "use epochs=2 or log_every=7"),
+        (14, 1, 14, "use max_steps=50 or log_every=1"),
+    ],
+)
+def test_a_run_that_is_too_short_is_told_how_long_it_must_be(
+    steps, epochs, max_steps, advice, tmp_path
+):
+    facts = {"steps": steps, "epochs": epochs}
+    settings = {"max_steps": max_steps, "warmup_steps": 10, "log_every": 10}
+    first, second = (
+        replace(
+            run,
+            windows=run.windows[:1],
+            summary=run.summary | facts,
+            settings=run.settings | settings,
+        )
+        for run in (run_of(tmp_path), run_of(tmp_path, channels_last="true"))
+    )
+    pair = compare_pair([first], [second])
+    assert "windows after warm-up" in pair.notes[0] and pair.notes[0].endswith(advice)
+    assert sum("windows" in note for note in pair.notes) == 1
+
+
 def test_repeats_of_auto_that_chose_differently_are_not_comparable(tmp_path):
     baseline = [run_of(tmp_path) for _ in range(2)]
     auto = [run_of(tmp_path, 150.0, channels_last="auto") for _ in range(2)]
