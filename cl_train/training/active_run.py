@@ -5,12 +5,8 @@ one line late, logged, and searched for NaN. All ranks decide on the same number
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,7 +18,7 @@ from cl_train.measure.statistics import HOST_BOUND, HOST_BOUND_PCT
 from cl_train.step.backup import BufferBackup
 from cl_train.step.train_step import StepResult
 from cl_train.system.distributed import Dist, gather_objects, sum_over_ranks
-from cl_train.system.machine import MAX_STEPS_AHEAD, DeviceClock, GpuWatch, peak_memory_gib
+from cl_train.system.machine import DeviceClock, GpuWatch, peak_memory_gib
 from cl_train.system.processes import MachineLoad, StopRequest, cores_of_process
 from cl_train.system.run_folder import MAY_CHANGE, Window, after_warmup
 from cl_train.training.build import TrainState
@@ -31,6 +27,7 @@ from cl_train.training.console import console_line, mean
 from cl_train.training.evaluation import EvaluationSettings
 from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
+from cl_train.training.throughput import ThroughputMeter, Timing
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +37,6 @@ ADVICE = (
 )
 READ_AT_ONCE = ("cpu",)  # devices whose log lines are read without waiting
 BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
-
-
-@dataclass
-class Timing:
-    """Of the steps between two log lines. Marks of `DeviceClock` are moments in the work
-    of the device: CUDA events, or on a CPU the time.
-    """
-
-    image_size: int
-    warmup: bool
-    start: Any
-    end: Any
-    images: int = 0
-    # Of each step: seconds that the host waited for its batch, marks at the end of the step before
-    # it and after the wait
-    waits: list[tuple[float, Any, Any]] = field(default_factory=list)
-    pauses: list[tuple[Any, Any]] = field(default_factory=list)
-    steps_behind: int = 0  # when the host asked for their batch, the device was idle
 
 
 @dataclass(frozen=True)
@@ -71,79 +50,6 @@ class PendingWindow:
     step: int  # the last one
     epoch: int
     lr: float
-
-
-class ThroughputMeter:
-    """Counts images between calls of `close`.
-
-    A window is warm-up if it begins in the first `warmup_steps` steps on its image size (a new size
-    selects kernels or compiles), or has a step before or with the recording of a CUDA graph.
-    """
-
-    def __init__(
-        self, warmup_steps: int, clock: DeviceClock, host_clock: Callable[[], float] = perf_counter
-    ) -> None:
-        self.clock, self._host_clock, self._warmup_steps = clock, host_clock, warmup_steps
-        self._steps_before = self._image_size = 0
-        self._ends: deque[Any] = deque()  # marks of the steps that the device may not have done
-        self.start(0)
-
-    def start(self, image_size: int, mark: Any = None) -> None:
-        if image_size != self._image_size:
-            self._image_size, self._steps_before = image_size, 0
-        self._idle_from = mark = self.clock.mark() if mark is None else mark
-        self._window = Timing(image_size, self._steps_before < self._warmup_steps, mark, mark)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The block waits for the batches of a step; before it the host waits for the device."""
-        while len(self._ends) >= MAX_STEPS_AHEAD:
-            self.clock.wait(self._ends.popleft())
-        self._window.steps_behind += self.clock.has_reached(self._idle_from)
-        since = self._host_clock()
-        yield
-        self._window.waits.append((self._host_clock() - since, self._idle_from, self.clock.mark()))
-
-    def tick(self, images: int, *, warmup: bool = False) -> None:
-        """Count one submitted step over `images` (of all ranks)."""
-        self._window.warmup |= warmup
-        self._idle_from = self._window.end = self.clock.mark()
-        self._ends.append(self._idle_from)
-        self._window.images += images
-
-    def exclude_pause(self) -> None:
-        """Exclude the time since the last step, in which a file was written."""
-        self._idle_from = self.clock.mark()
-        self._window.pauses.append((self._window.end, self._idle_from))
-
-    def close(self) -> Timing:
-        """Close the window and begin the next. The host does not wait."""
-        closed = self._window
-        assert closed.waits, "an empty window"
-        self._steps_before += len(closed.waits)
-        self.start(closed.image_size, closed.end)
-        return closed
-
-    def measured(self, window: Timing) -> dict[str, Any]:
-        """A closed window as fields of `Window`; the host waits for its end. `data_wait_pct`: the
-        share of the time in which an idle device had no batch.
-        """
-        self.clock.wait(window.end)
-        paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)
-        waited_s = sum(
-            min(host_waited_s, self.clock.seconds(*marks)) for host_waited_s, *marks in window.waits
-        )
-        seconds = max(self.clock.seconds(window.start, window.end) - paused_s, 1e-9)
-        return {
-            "image_size": window.image_size,
-            "images": window.images,
-            "seconds": seconds,
-            "images_per_s": window.images / seconds,
-            "step_ms": 1000 * seconds / len(window.waits),
-            "data_wait_pct": 100 * min(waited_s / seconds, 1.0),
-            "host_bound_pct": 100 * window.steps_behind / len(window.waits),
-            "warmup": window.warmup,
-        }
 
 
 @dataclass

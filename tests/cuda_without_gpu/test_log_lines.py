@@ -21,7 +21,7 @@ from cl_train.sweeps.verdict import compare_runs
 from cl_train.system import machine as system_machine
 from cl_train.system.machine import DeviceClock
 from cl_train.training import active_run
-from cl_train.training.active_run import ThroughputMeter
+from cl_train.training.throughput import ThroughputMeter
 from tests.conftest import Run
 from tests.faults import tiny
 from tests.networks import small

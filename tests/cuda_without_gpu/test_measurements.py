@@ -26,7 +26,7 @@ from cl_train.system import machine
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import DeviceClock, GpuWatch, problem_of_gpu
 from cl_train.system.run_folder import read_run
-from cl_train.training import active_run, build, evaluation
+from cl_train.training import active_run, build, evaluation, throughput
 from cl_train.training.evaluation import outputs
 from cl_train.training.parts import ModelSettings
 from tests.cuda_without_gpu.fake_cuda import CUDA
@@ -156,7 +156,7 @@ def test_a_run_asks_between_its_first_and_its_last_step(train, nvidia_smi, monke
     """As does a benchmark between its rounds."""
     times, steps = nvidia_smi(SLOWED), []
     monkeypatch.setattr(active_run, "GpuWatch", lambda device: GpuWatch(CUDA))
-    tick = active_run.ThroughputMeter.tick
+    tick = throughput.ThroughputMeter.tick
 
     def noted(meter, *arguments, **words):
         tick(meter, *arguments, **words)
@@ -164,7 +164,7 @@ def test_a_run_asks_between_its_first_and_its_last_step(train, nvidia_smi, monke
         if len(steps) == 8:  # it was started two steps before
             wait_until(lambda: times.exists() and len(times.read_text().split()) == 2)
 
-    monkeypatch.setattr(active_run.ThroughputMeter, "tick", noted)
+    monkeypatch.setattr(throughput.ThroughputMeter, "tick", noted)
     run = train("log_to=[]", "epochs=1", "log_every=2", "batch_size=8", "warmup_steps=4")
     asked = [float(word) for word in times.read_text().split()]
     assert asked and steps[0] < min(asked) and run.summary["gpu"]["is_slowed"]
@@ -185,7 +185,7 @@ def test_a_shared_gpu_makes_a_comparison_untrusted(nvidia_smi, monkeypatch):
 
 def test_a_run_records_its_first_step_and_excludes_the_export_of_its_profile(train, monkeypatch):
     pauses = Mock()
-    monkeypatch.setattr(active_run.ThroughputMeter, "exclude_pause", pauses)
+    monkeypatch.setattr(throughput.ThroughputMeter, "exclude_pause", pauses)
     run = train("log_to=[]", "epochs=1", "max_steps=12", "profile=true", "batch_size=2")
     assert run.summary["gpu"] is None and run.summary["reserved_memory_gib"] is None
     assert run.summary["first_step_s"] >= 0

@@ -27,11 +27,11 @@ from cl_train.system.run_folder import (
     read_run,
     spread,
 )
-from cl_train.training.active_run import ThroughputMeter
 from cl_train.training.console import progress_bar
 from cl_train.training.parts import plan_of
 from cl_train.training.plan import Progress
 from cl_train.training.records import Records
+from cl_train.training.throughput import ThroughputMeter
 from cl_train.training.trackers import Trackers
 
 
