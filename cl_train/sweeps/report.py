@@ -137,7 +137,7 @@ def compare_folders(
     report = replace(report, folder=out or report.folder)
     where = "For the report as files: out=FOLDER"
     if report.folder:
-        write_report(report, report.folder)
+        write_comparison(report, report.folder)
         where = f"Report: {report.folder / 'comparison.md'}"
     text = as_markdown(report) if show_table else verdict_sentence(report)
     print(text, where, sep="\n", flush=True)
@@ -227,7 +227,7 @@ def _duration(runs: Sequence[Run], count: int) -> str:
 # --- written and printed ---
 
 
-def write_report(report: Report, folder: Path) -> None:
+def write_comparison(report: Report, folder: Path) -> None:
     """Write all files of the report into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {

@@ -1,4 +1,8 @@
-"""Which runs may be compared with which, and the verdict on each pair."""
+"""Which runs may be compared with which, and the verdict on each pair.
+
+`interval_of_runs` and `verdict_of` of measure/statistics.py make a word of the speeds; what forbids
+a comparison (`_obstacles`) or explains the word is found here.
+"""
 
 import math
 import statistics

@@ -1,4 +1,8 @@
-"""Images per second between two log lines."""
+"""Images per second between two log lines.
+
+`ActiveRun.log_pending` writes what `measured` returns to metrics.jsonl, in a `Window` of
+system/run_folder.py, whose `read_run` takes the median of a run's windows as its speed.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator

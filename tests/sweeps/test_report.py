@@ -16,7 +16,7 @@ from cl_train.sweeps.report import (
     as_markdown,
     compare_folders,
     verdict_sentence,
-    write_report,
+    write_comparison,
 )
 from cl_train.sweeps.verdict import compare_runs
 from tests.sweeps.run_folders import folder_of, run_of
@@ -44,7 +44,7 @@ def report(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written(report, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    write_report(report, folder)
+    write_comparison(report, folder)
     return folder
 
 
@@ -111,7 +111,7 @@ def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path, mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = [run_of(tmp_path), run_of(tmp_path, channels_last="true", batch_size=64)]
     others = [run_of(tmp_path), run_of(tmp_path, channels_last="true", precision="fp32")]
-    write_report(Report([*compare_runs(runs), *compare_runs(others)]), tmp_path)
+    write_comparison(Report([*compare_runs(runs), *compare_runs(others)]), tmp_path)
     names = {path.name for path in tmp_path.glob("comparison.*")}
     assert names == {"comparison.json", "comparison.md", "comparison.csv"}
     header, *rows = (tmp_path / "comparison.csv").read_text().splitlines()
