@@ -34,7 +34,7 @@ Row = dict[str, str]  # a cell per column
 
 
 def record(name: str) -> Record | None:
-    """The record results/NAME-cpu.json; None: not measured yet."""
+    """None: not measured yet."""
     path = RESULTS / f"{name}-cpu.json"
     return read_json(path) if path.exists() else None
 
@@ -54,7 +54,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def spread(values: Sequence[float] | None, digits: int = 2) -> str:
-    """`[median, least, largest]` as text."""
+    """`values`: median, least, largest."""
     if not values or values[0] is None:
         return "not reached"
     middle, *ends = (f"{value:.{digits}f}" if value is not None else "never" for value in values)
@@ -65,7 +65,6 @@ def spread(values: Sequence[float] | None, digits: int = 2) -> str:
 
 
 def headline() -> str:
-    """README's table: the rows of each record that there is."""
     names = ("models", "loader", "time-to-accuracy", "overhead")
     found = {name: of_name for name in names if (of_name := record(name))}
     if not found:
@@ -105,7 +104,6 @@ def headlines(name: str, found: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def models(found: Record) -> Iterator[Row]:
-    """The verdicts on the tutorial's models."""
     for precision, pairs in pairs_of_models(found).items():
         yield {
             "precision": precision,
@@ -135,7 +133,6 @@ def verdicts_of(pairs: Sequence[tuple[str, Record]]) -> str:
 
 
 def accuracy(found: Record) -> Iterator[Row]:
-    """Seconds to the target and per epoch, by data set and program."""
     for data, program, row in summaries(found):
         ratios = {"target": "", "epoch": ""}
         if program != "cl_train":
@@ -187,7 +184,6 @@ UPDATES = {
 
 
 def formatted(columns: Row, found: Record) -> list[Row]:
-    """The rows of a record as they are."""
     return [{name: cell.format(**row) for name, cell in columns.items()} for row in found["rows"]]
 
 
@@ -221,7 +217,6 @@ def block(name: str) -> str:
 
 
 def with_figures(text: str) -> str:
-    """A page with its blocks made anew."""
     return BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", text)
 
 

@@ -111,7 +111,7 @@ def run_to_end(accuracy_line: str, command: list[str], log: Path, limit_s: float
 
 
 def options_of(program: str) -> list[str]:
-    """The words of its command line; timm gets the precision that train.py chooses by itself."""
+    """timm gets the precision that train.py chooses by itself."""
     amp = "--amp --amp-dtype bfloat16" if bf16_is_faster_on_cpu() else ""
     return OPTIONS[program].replace("{amp}", amp).split()
 
@@ -173,7 +173,7 @@ def commit_of(folder: Path) -> str:
 
 
 def seconds_to(run: Record) -> float:
-    """Seconds from the start to the first evaluation that reaches the target; inf if none does."""
+    """To the first evaluation that reaches the target; inf if none does."""
     return next((seconds for seconds, top1 in run["points"] if top1 >= TARGET), math.inf)
 
 
@@ -184,9 +184,8 @@ def epoch_s(run: Record) -> float | None:
 
 
 def summarize(runs: list[Record]) -> Record:
-    """Per program medians over the runs: seconds to the target, null if most missed it; to the
-    first evaluation; per later epoch. `share_of_floor`: of a later epoch's seconds, those of its
-    training steps in a bare loop. `theirs_over_ours`: the median and the range over the seeds.
+    """Medians and ranges per program; `target_s` is null if most runs missed the target.
+    `share_of_floor`: of a later epoch's seconds, those of its training steps in a bare loop.
     """
     summary: Record = {}
     ours = {run["seed"]: run for run in runs if run["program"] == "cl_train"}
@@ -218,7 +217,7 @@ def summarize(runs: list[Record]) -> Record:
 
 
 def median_and_range(values: list[float]) -> list[float] | None:
-    """Returns [median, least, largest]; None for no values. An infinite one is null in JSON."""
+    """[median, least, largest]; an infinite one is null in JSON."""
     if not values:
         return None
     found = (statistics.median(values), min(values), max(values))
@@ -226,7 +225,6 @@ def median_and_range(values: list[float]) -> list[float] | None:
 
 
 def main(words: list[str]) -> int:
-    """Returns 0 if all runs were completed, else 1."""
     settings = settings_from_arguments(Settings, words)
     if settings.out:
         Path(settings.out).parent.mkdir(parents=True, exist_ok=True)

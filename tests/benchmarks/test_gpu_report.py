@@ -110,20 +110,15 @@ def test_it_ends_in_time_and_goes_on_where_it_stopped(tmp_path, idle):
     assert list(third) == ["eager"]
 
 
-def test_a_missing_package_is_named(monkeypatch, capsys):
+def test_a_missing_package_is_named(monkeypatch):
     assert preflight.problem_of("numpy>=2") is None
     assert preflight.problem_of("simplejpg>=1") == "simplejpg>=1 is not installed"
-    assert "is too old: numpy>=999" in str(preflight.problem_of("numpy>=999,<1000"))
     monkeypatch.setitem(sys.modules, "hydra", None)
     assert "cannot be imported" in str(preflight.problem_of("hydra-core>=1.3"))
 
 
-NO_GPU = pytest.param([], marks=pytest.mark.slow)  # imports torch
-
-
-@pytest.mark.parametrize(
-    "words", [["out="], ["speed=1"], ["time_limit_s=soon"], ["out=EXISTS", "dry_run=true"], NO_GPU]
-)
+@pytest.mark.slow  # the last one imports torch
+@pytest.mark.parametrize("words", [["speed=1"], ["out=EXISTS", "dry_run=true"], []])
 def test_wrong_usage_is_refused_before_anything_runs(words, tmp_path):
     done = report(*(word.replace("EXISTS", str(tmp_path)) for word in words))
     assert done.returncode == 2

@@ -4,8 +4,6 @@ anything.
 
 import errno
 import json
-import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -13,15 +11,13 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cl_train.errors import ConfigError
 from cl_train.system import checkpoints, files
 from cl_train.system.checkpoints import CheckpointError
-from cl_train.system.files import AppendFile, write_text
+from cl_train.system.files import AppendFile
 from cl_train.training import loop, records
-from cl_train.training.console import RunLog
 from tests.conftest import Run
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -48,18 +44,6 @@ def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train
     resumed = train(*words, "resume=auto", "max_steps=24", folder=folder)
     assert resumed.exit_code == 143, "the evaluation is what the resumed run begins with"
     assert len(resumed.records("train")) == 24 and resumed.summary["steps"] == 24
-
-
-@pytest.mark.slow
-def test_evaluate_only_stopped_by_a_signal_says_so(train):
-    trained = train("model=tests.networks:small")
-    folder, weights = trained.folder.parent / "evaluated", trained.folder / "weights.pth"
-    saved = trained.checkpoint("step-00000006.pt")["model"]
-    torch.save({f"1.{name}": value for name, value in saved.items()}, weights)
-    words = (TERMINATED, "evaluate_only=true", "batch_size=4", "epochs=1")
-    done = train(*words, f"weights={weights}", folder=folder)
-    assert done.exit_code == 143
-    assert done.summary["status"] == "interrupted" and done.summary["val"] is None
 
 
 def test_the_epoch_is_saved_before_its_evaluation(train, monkeypatch, tmp_path):
@@ -133,13 +117,3 @@ def test_what_cannot_be_saved_is_found_before_the_first_step(train, tmp_path):
     (tmp_path / "b" / "checkpoints").write_text("in the way")
     with pytest.raises(ConfigError, match="checkpoints"):
         train(folder=tmp_path / "b")
-
-
-def test_names_that_are_no_utf_8_are_written_as_they_are(tmp_path):
-    name = os.fsdecode(b"caf\xe9")
-    with RunLog() as run_log:
-        run_log.open_file(tmp_path)
-        logging.getLogger("cl_train").warning("skipped %s", name)
-    write_text(tmp_path / "table.md", name)
-    assert b"skipped caf\xe9\n" in (tmp_path / "train.log").read_bytes()
-    assert (tmp_path / "table.md").read_bytes() == b"caf\xe9"

@@ -1,7 +1,6 @@
 """`cl_train.train(...)`: a run in the process of the caller, which goes on."""
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -97,8 +96,7 @@ def test_the_notebook(cache_home, tmp_path, monkeypatch):
     for whole, short in (
         ("epochs=3", small),
         ("assert run.top1 > 95", ""),
-        ("time_limit_s=15", "time_limit_s=1"),
-        ("time_limit_s=10", "time_limit_s=1"),
+        ("time_limit_s=1", "time_limit_s=0.1"),  # of 10 and 15
         ("randn(32", "randn(2"),
         ('"epochs": 3', '"parity": False, "max_steps": 2'),
         ('"experiment=smoke"', '"experiment=smoke", "parity=false"'),
@@ -161,9 +159,7 @@ def test_objects_take_the_place_of_names(tmp_path, monkeypatch, capsys):
 
     settings = NOISE | {"model": model, "loss": loss}
     run = cl_train.train(channels_last=True, verbose=False, **settings)
-    log = (run.folder / "train.log").read_text()
-    assert capsys.readouterr().out == "" and "Epoch: [0]" in log and "kill -USR1" not in log
-    assert "cl_train.compare_layouts(model" in log
+    assert capsys.readouterr().out == "" and "Epoch: [0]" in (run.folder / "train.log").read_text()
     assert [record["kind"] for record in run.history] == ["train"] * 4 + ["val"]
     assert run.history[-1]["top1"] == run.top1 and sum(losses) >= 64
     assert not torch.equal(weight, before) and cl_train.classify(weight) == "channels_last"
@@ -197,13 +193,3 @@ def test_a_model_may_be_a_class_or_a_function_and_one_that_exits_does_not_end_us
     with pytest.raises(TrainingFault, match=r"sys\.exit\(done\)"):
         trained(torch.nn.Sequential(small(3), Exits()))
     assert trained(small(3)).top1 is not None, "the lock is free"
-
-
-def test_a_closed_standard_output_is_none(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    with open(os.devnull, "w") as closed:
-        pass
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", closed)
-        run = cl_train.train(**NOISE | {"max_steps": 1, "model": small(3)})
-    assert run.top1 is not None and "Logging error" not in capfd.readouterr().err
