@@ -101,7 +101,7 @@ class ImageReader:
         begin = perf_counter()
         data = self._split.read(index)
         read = perf_counter()
-        decode_s = self._transform.decode(row, data, epoch, random_index)
+        decode_s = self._transform.write_encoded(row, data, epoch, random_index)
         resize_s = perf_counter() - read - decode_s
         times = WorkerTimes(read - begin, decode_s, resize_s, images=1)
         return int(self._split.labels[index]), times
@@ -120,7 +120,7 @@ class ImageTransform:
         self._decoder, self.upright = (cfg.decoder, tuple(formats)), cfg.exif == "apply"
         self._scratch: Pixels = np.empty(_SCRATCH_PIXELS * 3, dtype=np.uint8)
 
-    def decode(self, row: Tensor, data: bytes, epoch: int, random_index: int) -> float:
+    def write_encoded(self, row: Tensor, data: bytes, epoch: int, random_index: int) -> float:
         """Writes the transformed image of an encoded file; returns the seconds of decoding.
 
         Raises BadImage.

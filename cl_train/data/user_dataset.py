@@ -89,7 +89,7 @@ class SampleForm:
         given, given_label = _image_and_label(sample)
         label = _checked_label(given_label, self.classes)
         if isinstance(given, bytes) and not row.is_floating_point():
-            self.transform.decode(row, given, epoch, random_index)
+            self.transform.write_encoded(row, given, epoch, random_index)
             return label
         image = _checked_image(given, row, upright=self.transform.upright)
         if not isinstance(image, Tensor):

@@ -13,7 +13,7 @@ from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.layout import classify, model_memory_format, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
 from cl_train.memory_format.model_call import call_model, mean_square, output_tensors
-from cl_train.models.facts import images_of, refuse_known_crash
+from cl_train.models.facts import image_count, refuse_known_crash
 from cl_train.step.backup import state_restored
 from cl_train.step.precision import Precision, autocast, resolve_precision
 from cl_train.step.train_step import StepSettings
@@ -82,7 +82,7 @@ def audit(
         if time:
             shape, mode = tuple(images.shape[1:]), "train" if is_trained else "infer"
             settings = StepSettings(precision)
-            workload = Workload(images_of(batch), shape, settings, device, mode, batch, loss)
+            workload = Workload(image_count(batch), shape, settings, device, mode, batch, loss)
             report.times = time_operators(model, workload, time_limit_s)
             report.times.charge(report.inherited())
     return report

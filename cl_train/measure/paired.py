@@ -27,7 +27,7 @@ from cl_train.measure.timed_step import (
     measurement_state,
 )
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, Layout
-from cl_train.models.facts import ModelFacts, images_of
+from cl_train.models.facts import ModelFacts, image_count
 from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE
 from cl_train.step.precision import resolve_precision
 from cl_train.step.train_step import StepSettings
@@ -239,7 +239,7 @@ def compare_layouts(
     device = device_of(model, device)
     precise = resolve_precision(precision, device)
     settings = StepSettings(precise, compile=compile, cuda_graph=cuda_graph)
-    images = batch_size if batch is None else images_of(batch)
+    images = batch_size if batch is None else image_count(batch)
     shape = image_shape(image_size)
     workload = Workload(images, shape, settings, device, mode, batch, loss, output)
     return benchmark_in_time(variants_of(model), workload, stop=Stop(target_ci, time_limit_s))

@@ -55,19 +55,19 @@ def _facts(model: nn.Module, batch: Any, device: torch.device, training: bool) -
     gradients = nullcontext() if is_counted else torch.no_grad()
     with crash, gradients, counter if is_counted else nullcontext():
         output = call_model(copied, batch)
-        gflop = counter.get_total_flops() / images_of(batch) / 1e9
+        gflop = counter.get_total_flops() / image_count(batch) / 1e9
         step_gflop = None
         if is_counted and training:
             with suppress(Exception):  # no gradient, or no output that has one
                 mean_square(output_tensors(output)).backward()
-                step_gflop = counter.get_total_flops() / images_of(batch) / 1e9
+                step_gflop = counter.get_total_flops() / image_count(batch) / 1e9
     logits = getattr(output, "logits", output)
     is_classifier = isinstance(logits, torch.Tensor) and logits.dim() == 2
     classes = int(logits.shape[1]) if is_classifier and logits.is_floating_point() else None
     return ModelFacts(classes, gflop if is_counted else None, step_gflop, crash.found)
 
 
-def images_of(batch: Any) -> int:
+def image_count(batch: Any) -> int:
     """How many images an input of a model holds."""
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
     first = min(tensors, key=lambda tensor: tensor.dim() not in (4, 5))

@@ -136,7 +136,7 @@ def set_up(
         user_function("metrics", cfg.metrics) if cfg.metrics else None,
         cfg.best_by,
         cfg.evaluate_flip,
-        images_of(cfg.data) if cfg.report else None,
+        title_of(cfg.data) if cfg.report else None,
     )
     trains, micro_steps = not cfg.evaluate_only, cfg.accumulate_steps
     settings = DataSettings(
@@ -205,7 +205,7 @@ def check_data(cfg: Config, data: Data, dist: Dist) -> None:
     check_ranks_agree(of_all_ranks | {"data": data.fingerprint}, dist)
 
 
-def images_of(cfg: DataConfig) -> str:
+def title_of(cfg: DataConfig) -> str:
     """Which images are evaluated, for the title of the report."""
     return f"{cfg.val_split or 'val'} of {cfg.root or cfg.dataset or cfg.name}"
 

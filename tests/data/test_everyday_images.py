@@ -223,7 +223,7 @@ def test_large_photographs_are_decoded_at_a_size_that_is_still_twice_what_is_nee
             cfg = DataConfig(decode_scale=scale, val_resize=side)
             transform = ImageTransform(cfg, augment, 0, training=training)
             rows.append(torch.empty(side, side, 3, dtype=torch.uint8).permute(2, 0, 1))
-            transform.decode(rows[-1], LARGE, 0, index)
+            transform.write_encoded(rows[-1], LARGE, 0, index)
         whole, scaled = sizes[-2:]
         n = round(whole[0] / scaled[0])
         assert whole == (801, 603) and scaled == (-(-801 // n), -(-603 // n)) and n >= least

@@ -5,7 +5,7 @@ import torch
 import torchvision
 from torch import nn
 
-from cl_train.models.facts import ModelFacts, facts_of, image_shapes, images_of
+from cl_train.models.facts import ModelFacts, facts_of, image_count, image_shapes
 from tests.memory_format.test_crashes import stem
 
 
@@ -62,7 +62,7 @@ def test_images_are_counted_in_any_batch(batch):
 
     facts = facts_of(Scaled(3, 8, 3, padding=1), batch)
     assert facts.gflop == pytest.approx(2 * 3 * 8 * 9 * 64 * 64 / 1e9) and facts.classes is None
-    assert images_of([torch.zeros(3, 8, 9), torch.zeros(3, 9, 8)]) == 2
+    assert image_count([torch.zeros(3, 8, 9), torch.zeros(3, 9, 8)]) == 2
 
 
 def test_a_model_that_computes_with_values_runs_on_two_images_of_the_batch():
