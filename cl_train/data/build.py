@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.data.bad_images import BadImages
 from cl_train.data.class_names import matched_all
 from cl_train.data.csv_lists import list_csv, list_csv_images
 from cl_train.data.decode import Pixels
@@ -30,12 +31,12 @@ from cl_train.data.images import (
     list_images,
     listed,
 )
-from cl_train.data.loader import BadImages, DataSettings, HostLoader, Reader
+from cl_train.data.loader import DataSettings, HostLoader
 from cl_train.data.order import SizeSchedule, permutation, repeated
 from cl_train.data.sample import list_sample
 from cl_train.data.stream import StreamLoader
 from cl_train.data.tar_shards import list_shards
-from cl_train.data.transforms import ImageReader, ImageTransform, WorkerTimes, label_mix
+from cl_train.data.transforms import ImageReader, ImageTransform, Reader, WorkerTimes, label_mix
 from cl_train.data.user_dataset import DatasetReader, SampleForm, check_first, open_datasets
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist

@@ -17,9 +17,9 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +27,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cl_train.config.schema import AugmentConfig, DataConfig
+from cl_train.data.bad_images import BadImages
 from cl_train.data.decode import BadImage
 from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import Indices
 from cl_train.data.order import SizeSchedule, order_of_rank
-from cl_train.data.transforms import WorkerTimes
+from cl_train.data.transforms import Reader, WorkerTimes
 from cl_train.data.workers import Workers, begin_sample, shared
 from cl_train.errors import BadImageError, ConfigError, WorkerError
 from cl_train.system.distributed import Dist
@@ -77,61 +78,6 @@ class DataSettings:
         if training:
             return sample_count // (self.batch_size * self.dist.world_size)
         return -(-len(range(self.dist.rank, sample_count, self.dist.world_size)) // self.batch_size)
-
-
-@dataclass
-class BadImages:
-    """The bad samples of both splits: `reasons` by name, each once.
-
-    `skipped` counts how often one was replaced or left out.
-    """
-
-    skip: bool
-    limit: int = field(repr=False)
-    setting: str = field(default="", repr=False)  # where the limit comes from
-    search: str = field(default="", repr=False)  # the command that finds all
-    remedy: str = field(default="data.on_bad_image=skip", repr=False)
-    reasons: dict[str, str] = field(default_factory=dict)
-    skipped: int = 0
-
-    def add(self, name: str, reason: str, *, skipped: bool) -> None:
-        """Notes a sample; `skipped`: it was read for its own row, not in the place of another.
-
-        Raises BadImageError.
-        """
-        self.skipped += skipped
-        self.reasons[name] = reason
-        if not self.skip:
-            all_of_them = f"; to find all: {self.search}" if self.search else ""
-            raise BadImageError(
-                f"'{name}' cannot be used: {reason}. Repair or remove it, or use"
-                f" {self.remedy}{all_of_them}"
-            )
-        if len(self.reasons) > self.limit:
-            raise BadImageError(
-                f"{len(self.reasons)} images cannot be used, more than"
-                f" data.max_bad_images={self.setting or self.limit}; the last one: '{name}':"
-                f" {reason}"
-            )
-
-
-class Reader(Protocol):
-    """Reads the samples of one split; each worker has a copy."""
-
-    dtype: torch.dtype
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str: ...
-
-    def read(
-        self, row: Tensor, index: int, epoch: int, random_index: int
-    ) -> tuple[int, WorkerTimes]:
-        """Writes sample `index` into `row`, [3, size, size]; returns its label and the seconds.
-
-        `random_index`: whose random numbers it gets; not `index` for a repeated image, or one in
-        the place of a bad one. Raises BadImage.
-        """
 
 
 class BatchRequest(NamedTuple):

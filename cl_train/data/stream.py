@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from cl_train.data.bad_images import BadImages
 from cl_train.data.device import RawBatch
-from cl_train.data.loader import BadImages, DataSettings
+from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import WorkerTimes, seeded_everywhere
 from cl_train.data.user_dataset import SampleForm, reason_of
 from cl_train.data.workers import Workers, begin_sample

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -79,6 +79,25 @@ class WorkerTimes(NamedTuple):
 
     def plus(self, other: "WorkerTimes") -> "WorkerTimes":
         return WorkerTimes(*map(sum, zip(self, other, strict=True)))
+
+
+class Reader(Protocol):
+    """Reads the samples of one split; each worker has a copy."""
+
+    dtype: torch.dtype
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str: ...
+
+    def read(
+        self, row: Tensor, index: int, epoch: int, random_index: int
+    ) -> tuple[int, WorkerTimes]:
+        """Writes sample `index` into `row`, [3, size, size]; returns its label and the seconds.
+
+        `random_index`: whose random numbers it gets; not `index` for a repeated image, or one in
+        the place of a bad one. Raises BadImage.
+        """
 
 
 class ImageReader:

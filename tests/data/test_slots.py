@@ -9,8 +9,9 @@ import torch
 
 from cl_train.config.schema import AugmentConfig, DataConfig
 from cl_train.data import loader as loader_module
+from cl_train.data.bad_images import BadImages
 from cl_train.data.device import DeviceFormat, Normalise, to_device
-from cl_train.data.loader import BadImages, DataSettings, Filled, HostLoader
+from cl_train.data.loader import DataSettings, Filled, HostLoader
 from cl_train.data.order import SizeSchedule
 from cl_train.system.distributed import Dist
 from tests.cuda_without_gpu.fake_cuda import CUDA, fake_cuda
