@@ -242,7 +242,7 @@ def test_the_loader_changes_size_between_epochs(image_folder, tmp_path, name, wo
     settings, images = {"name": "folder", "root": str(image_folder)}, 96
     if name == "shards":
         root = write(tmp_path / "shards", sound_shards())
-        settings, images = {"name": "shards", "root": str(root), "shuffle": "shards"}, 18
+        settings, images = {"name": "shards", "root": str(root)}, 18
     pids = set()
     with closing(data_of(**GROWING, **settings, workers=workers)) as data:
         for epoch, size in enumerate([16, 32, 32]):
