@@ -103,8 +103,12 @@ class Filled(NamedTuple):
 
 
 class SlotDataset(Dataset[Any]):
-    """Memory that the workers share: `pixels` [slots, values of the largest batch] as NHWC, and
-    `targets` [slots, rows]. A worker fills requested rows in place.
+    """The memory of the batches, which the workers share: `pixels` [slots, values of the largest
+    batch] as NHWC, and `targets` [slots, rows].
+
+    torch's DataLoader takes the items of its batch sampler, here `BatchRequest`s, and calls
+    `__getitems__` with each in a worker. That fills the requested rows in place and returns only a
+    `Filled`, which DataLoader hands out in the order of the requests.
 
     `attempts`: samples that are tried for a row; 1: a bad one is left out.
     """
@@ -150,8 +154,7 @@ class SlotDataset(Dataset[Any]):
 
 
 class _Requests:
-    """The batch sampler: torch hands its items to `SlotDataset.__getitems__`, requests instead of
-    indices. It never ends, so that workers live on between epochs: without `pending`
+    """The batch sampler. It never ends, so that workers live on between epochs: without `pending`
     requests it asks for nothing.
     """
 
