@@ -60,10 +60,8 @@ _SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), o
 class ImageData:
     """The training and validation images of one run, as this rank sees them.
 
-    The order and the augmentation of an image do not depend on workers or world size; MixUp and
-    CutMix combine a rank's images, so they depend on the world size. `fingerprint`: of the list of
-    files and the classes, not of their content. `bad_images`: of this rank, so far. Raises
-    ConfigError: the images do not fit the settings.
+    `fingerprint`: of the list of files and the classes, not of their content. `bad_images`: of this
+    rank, so far. Raises ConfigError: the images do not fit the settings.
     """
 
     def __init__(self, source: ImageSource, settings: DataSettings) -> None:
@@ -117,16 +115,15 @@ class ImageData:
         return HostLoader(reader, sizes, settings, self.bad_images, order_of)
 
     def evaluate_as(self, classes: Sequence[str], what: str) -> None:
-        """The labels of the validation become those of `classes`, which `what` has, by name.
-
-        Raises ConfigError: the data has others.
+        """The labels of the validation become those of `classes`, which `what` has, by name. Raises
+        ConfigError: the data has others.
         """
         self._label_of = torch.tensor(matched_all(self.classes, classes, what))
         self.classes, self.num_classes = tuple(classes), len(classes)
 
     def start(self) -> None:
-        """Starts the workers of both splits: best before the model is built, whose memory each fork
-        would share page by page.
+        """Starts the workers: best before the model is built, whose memory each fork would share
+        page by page.
         """
         self.train_loader.start()
         self.val_loader.start()
@@ -143,14 +140,13 @@ class ImageData:
     def train(
         self, epoch: int, form: DeviceFormat, first_batch: int = 0
     ) -> Generator[Batch, None, None]:
-        """Yields this rank's share of the ranks' batches of `epoch`, from `first_batch` on."""
+        """This rank's share of the batches of `epoch`, from `first_batch` on."""
         batches = self.train_loader.batches(epoch, first_batch)
         yield from to_device(batches, self._normalise(form), self._mix)
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
-        """Yields rank r's images `r::world_size`: no padding, no duplicates.
-
-        With on_bad_image=skip, bad ones are left out.
+        """Rank r's images `r::world_size`: no padding, no duplicates; without bad ones, if they are
+        skipped.
         """
         batches = to_device(self.val_loader.batches(), self._normalise(form))
         if self._label_of is None:
@@ -159,7 +155,7 @@ class ImageData:
         return (replace(batch, targets=label_of[batch.targets]) for batch in batches)
 
     def validation_indices(self) -> list[int]:
-        """Returns the images of this rank's last `validation`; none for an IterableDataset."""
+        """The images of this rank's last `validation`; none for an IterableDataset."""
         if isinstance(self.val_loader, StreamLoader):
             return []
         bad, dist = self.bad_images.reasons, self._settings.dist
@@ -171,10 +167,7 @@ class ImageData:
         return self.val_loader.reader.name(index)
 
     def validation_pixels(self, index: int) -> Pixels:
-        """Returns validation image `index` as the model sees it, uint8 [H, W, 3].
-
-        Raises BadImage.
-        """
+        """Validation image `index` as the model sees it, uint8 [H, W, 3]. Raises BadImage."""
         assert isinstance(self.val_loader, HostLoader)
         reader, size = self.val_loader.reader, self.val_loader.sizes.image_size_at(0)
         pixels = torch.empty(size, size, 3, dtype=reader.dtype)
@@ -203,9 +196,8 @@ def class_counts(images: Any, classes: int) -> list[int] | None:
 
 
 class SyntheticData:
-    """Has the public members of `ImageData`, without loading.
-
-    All steps get the same batch of noise, one per format and size: do not write into it.
+    """Has the public members of `ImageData`. All steps get the same batch of noise, one per format
+    and size: do not write into it.
     """
 
     def __init__(self, settings: DataSettings) -> None:
@@ -255,9 +247,8 @@ Data = ImageData | SyntheticData
 
 
 def build_data(settings: DataSettings) -> Data:
-    """Returns the data of `settings` for this rank.
-
-    Raises ConfigError: data that is missing, or does not fit the settings or memory.
+    """The data of `settings` for this rank. Raises ConfigError: it is missing, or does not fit the
+    settings or memory.
     """
     data = SyntheticData(settings) if settings.data.name == "synthetic" else _image_data(settings)
     if settings.training and data.train_images < settings.global_batch_size:
@@ -293,7 +284,6 @@ def search_command(root: str, extensions: Sequence[str] = EXTENSIONS) -> str:
 
 
 def size_schedule(cfg: DataConfig) -> SizeSchedule:
-    """Returns the sizes of the training images."""
     points = tuple((epoch, size) for epoch, size in cfg.size_schedule)
     return SizeSchedule(points or ((0, cfg.image_size),))
 
@@ -301,8 +291,8 @@ def size_schedule(cfg: DataConfig) -> SizeSchedule:
 def images_of_folder(
     cfg: DataConfig, classes: tuple[str, ...], batch_size: int, dist: Dist
 ) -> ImageData:
-    """Returns, for predictions, all images below `data.root` or its folder of validation images, or
-    those that `data.csv` names.
+    """For predictions: all images below `data.root` or its folder of validation images, or those
+    that `data.csv` names.
     """
     assert cfg.root is not None
     root = Path(cfg.root).expanduser()

@@ -42,9 +42,7 @@ class _Row(NamedTuple):
 
 def list_csv(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """List the images of `data.csv` and `data.val_csv`, sorted by label and name as those of a
-    folder, or take the list from the user's cache folder.
-
-    Raises ConfigError: bad rows, or no validation images.
+    folder, or take the list from the user's cache folder. Raises ConfigError.
     """
     named = [cfg.csv or str(root / "labels.csv"), *([cfg.val_csv] if cfg.val_csv else [])]
     tables = [os.path.abspath(os.path.expanduser(name)) for name in named]
@@ -138,7 +136,7 @@ class _Images:
 def _rows(
     table: str, images: _Images, *, needs_label: bool = True
 ) -> tuple[list[_Row], tuple[str, ...]]:
-    """The rows of a CSV file, each image once, and a note on repetitions. Raises ConfigError."""
+    """Each image once, and a note on repetitions. Raises ConfigError."""
     first, problems, repeated = dict[str, _Row](), list[str](), 0
     for line, named, label, split in _cells(table, needs_label=needs_label):
         image = images.find(named) if named else None

@@ -38,9 +38,8 @@ class BadImage(Exception):
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
-    """The whole file, or its `first` bytes.
-
-    Raises BadImage: not a regular, readable file of a possible size.
+    """The whole file, or its `first` bytes. Raises BadImage: not a regular, readable file of a
+    possible size.
     """
     # O_NONBLOCK: opening a FIFO without a writer would block forever
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -59,10 +58,8 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 
 
 class EncodedImage:
-    """An image of `height` x `width` with a checked header.
-
-    `size`: of what `decode` returns unless Pillow turns it. `needs_pillow`: simplejpeg is known not
-    to decode it.
+    """An image of `height` x `width`. `size`: of what `decode` returns unless Pillow turns it.
+    `needs_pillow`: simplejpeg is known not to decode it.
     """
 
     def __init__(
@@ -73,8 +70,8 @@ class EncodedImage:
         *,
         upright: bool = False,
     ) -> None:
-        """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names of those accepted.
-        `upright`: `decode` turns the pixels as EXIF says. Raises BadImage.
+        """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names. `upright`: `decode`
+        turns the pixels as EXIF says. Raises BadImage.
         """
         self._data, self._formats, self._upright, self._turn = data, formats, upright, 1
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
@@ -98,7 +95,6 @@ class EncodedImage:
 
     def decode(self, scratch: Pixels | None = None, reduction: int = 1) -> Pixels:
         """The pixels, uint8 [height, width, 3], of any strides, perhaps in the buffer `scratch`.
-
         `reduction`: 1, 2, 4 or 8; simplejpeg shrinks the sides so much, in less time. Raises
         BadImage.
         """
@@ -124,7 +120,7 @@ class EncodedImage:
         return 1
 
     def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
-        """Calls `use` on Pillow's image and ignores its warnings, such as of corrupt EXIF data."""
+        """Ignores Pillow's warnings, such as of corrupt EXIF data. Raises BadImage."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -154,9 +150,8 @@ def turned(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def rgb(image: Image.Image, *, upright: bool) -> Pixels:
-    """The pixels of the first frame, uint8 [H, W, 3], on white where it is transparent.
-
-    Raises BadImage: their white level is not known.
+    """The first frame, uint8 [H, W, 3], on white where it is transparent. Raises BadImage: the
+    white level is not known.
     """
     image.load()  # turns a TIFF, and says so
     if image.mode in ("I", "F"):

@@ -30,15 +30,14 @@ class DeviceFormat:
     memory_format: torch.memory_format
 
     def place(self, images: Tensor) -> Tensor:
-        """Returns images [N, C, H, W] in this format, without a copy if they have it."""
+        """Images [N, C, H, W] in this format, without a copy if they have it."""
         return images.to(self.device, self.dtype, memory_format=self.memory_format)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Normalised images, float [N, 3, H, W], and labels on the device.
-
-    Labels are int64 [N], or float [N, classes] after MixUp.
+    """Normalised images, float [N, 3, H, W], and labels on the device: int64 [N], or float [N,
+    classes] after MixUp.
     """
 
     images: Tensor
@@ -46,9 +45,8 @@ class Batch:
 
 
 class RawBatch(NamedTuple):
-    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N].
-
-    It is in the loader's memory (see `HostLoader.batches`), or copied to the device.
+    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N], in
+    the loader's memory (see `HostLoader.batches`), or copied to the device.
     """
 
     images: Tensor
@@ -82,10 +80,7 @@ class Normalise:
         self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 [N, C, H, W] on the device, of any layout -> floating point [N, C, H, W].
-
-        Floats are only cast.
-        """
+        """uint8 [N, C, H, W] on the device, of any layout -> floating point. Floats are only cast."""
         form = self.format
         if images.is_floating_point():
             on_host = form.device.type == "cpu"  # in the loader's memory, which is filled again
@@ -114,7 +109,7 @@ class Normalise:
 def to_device(
     batches: Iterable[RawBatch], normalise: Normalise, mix: MixLabels | None = None
 ) -> Iterator[Batch]:
-    """Yields the loader's batches on the device, normalised, then mixed; on CUDA one in advance."""
+    """The loader's batches on the device, normalised, then mixed; on CUDA one in advance."""
     device = normalise.format.device
 
     def prepare(moved: RawBatch) -> tuple[Tensor, Tensor]:
@@ -134,8 +129,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _prepared(
     batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int
 ) -> Iterator[Any]:
-    """Yields each batch on the device and through `prepare`; on CUDA on a side stream, `ahead` of
-    them in advance.
+    """Each batch on the device and through `prepare`; on CUDA on a side stream, `ahead` of them in
+    advance.
     """
     if device.type != "cuda":
         for host in batches:

@@ -27,10 +27,8 @@ from cl_train.system.torch_state import each_in_own_state, own_torch_state
 
 
 class ImageLoader(AbstractContextManager["ImageLoader"]):
-    """Iterates over the batches of one split; `image_loader` makes it.
-
-    `classes`: names, in the order of the labels. `bad_images`: names and reasons of the images that
-    could not be read so far.
+    """Iterates over the batches of one split; `image_loader` makes it. `classes`: in the order of
+    the labels. `bad_images`: names and reasons so far.
     """
 
     def __init__(self, data: ImageData, split: str, normalise: Normalise | None) -> None:
@@ -45,8 +43,8 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         return self._loader.batch_count()
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Start the next iteration at batch `first_batch` of `epoch`; later iterations are the
-        following epochs.
+        """Start the next iteration at batch `first_batch` of `epoch`; later ones are the following
+        epochs.
         """
         self._epoch, self._first_batch = epoch, first_batch
 
@@ -254,7 +252,7 @@ def _stack(images: list[Any]) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised batch; in a worker in shared memory, so that sending it does not copy it."""
+    """Uninitialised; in a worker in shared memory, so that sending it does not copy it."""
     size = math.prod(shape) * dtype.itemsize
     if get_worker_info() is None:  # NumPy asks for huge pages, which fault in faster
         return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)

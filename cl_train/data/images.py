@@ -35,8 +35,8 @@ _NAMED = 5  # names in a message; a folder can hold a thousand
 class Split:
     """The encoded images of one split, in a fixed order.
 
-    `names` holds the encoded names one after the other, each from its `starts`. Arrays: a forked
-    worker that reads a list of Python objects copies its memory page by page.
+    `names` holds the encoded names one after the other, each from its `starts`: a forked worker
+    that reads a list of Python objects copies its memory page by page.
     """
 
     names: npt.NDArray[np.uint8]
@@ -47,19 +47,18 @@ class Split:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        """The name of image `index` in messages: a path, or a path and a member."""
+        """In messages: a path, or a path and a member."""
         return os.fsdecode(self.names[self.starts[index] : self.starts[index + 1]].tobytes())
 
     def read(self, index: int) -> bytes:
-        """The encoded file of image `index`. Raises BadImage if it cannot be read."""
+        """The encoded file. Raises BadImage."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Both splits of a data set; `classes` in the order of the labels.
-
-    `fingerprint`: of the list, not of the files. `notes`: remarks for the user, one sentence each.
+    """Both splits of a data set; `classes` in the order of the labels; `fingerprint`: of the list,
+    not of the files; `notes`: remarks for the user, a sentence each.
     """
 
     classes: tuple[str, ...]
@@ -76,7 +75,7 @@ def packed(names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Indices]:
 
 
 def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str]) -> str:
-    """Returns the SHA-256 of the class names and of these arrays of each split."""
+    """Of the class names and of these arrays of each split."""
     content = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
     for split in splits:
         for name in arrays:
@@ -85,7 +84,7 @@ def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str
 
 
 def listed(names: Sequence[object]) -> str:
-    """Names the first few, and the number of the others, for a message."""
+    """The first few, and the number of the others, for a message."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (", ".join(map(str, names[:_NAMED])) or "nothing") + more
 
@@ -95,10 +94,7 @@ def listed(names: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class FolderSplit(Split):
-    """The images of one split, sorted by class and name.
-
-    Their names are paths relative to `folder`.
-    """
+    """Sorted by class and name; names are paths relative to `folder`."""
 
     folder: Path
 
@@ -110,10 +106,8 @@ class FolderSplit(Split):
 
 
 def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
-    """List the images below `root`, or take the list from the user's cache folder.
-
-    Raises ConfigError: a folder that is missing or cannot be read, no classes, validation classes
-    that are not trained, or classes without training images.
+    """List the images below `root`, or take the list from the user's cache folder. Raises
+    ConfigError: a folder that is missing or cannot be read, classes that do not fit.
     """
     cfg = cfg or DataConfig()
     key = f"folders {root.resolve()}{(cfg.val_split, cfg.val_fraction, cfg.extensions, training)}"
@@ -128,7 +122,7 @@ def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
 def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> ImageSource:
     """All images below `root`, or below its folder of validation images if it has one, sorted by
     name, as `val`. An image below the folder of a class has its label, others -100. Raises
-    ConfigError: no images, or a folder that cannot be read.
+    ConfigError.
     """
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
     try:
@@ -146,13 +140,13 @@ def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raises ConfigError: a folder left out would be images left out."""
+    """A folder left out would be images left out."""
     raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 
 def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
-    """The folders that hold the classes of both splits; the same folder if it is to be split, or
-    without training.
+    """The folders of the classes of both splits; the same folder if it is to be split, or without
+    training.
     """
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
@@ -201,7 +195,7 @@ def _index(
 
 
 def class_names(folder: Path) -> list[str]:
-    """The folders of classes. Raises ConfigError: there are none."""
+    """Raises ConfigError: there are none."""
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     classes = [e.name for e in entries if e.is_dir() and not is_hidden(os.fsencode(e.name))]
     if not classes:
@@ -243,9 +237,8 @@ def ignored_files(
 def _list(
     folder: Path, classes: list[str], extensions: Sequence[str], *, needs_all: bool
 ) -> tuple[list[list[bytes]], list[bytes], str]:
-    """Returns each class's images, relative to `folder`, the folders that were read, and a note.
-
-    Raises ConfigError: a class without images; unless it `needs_all`, one with other files only.
+    """Each class's images, relative to `folder`, the folders that were read, and a note. Raises
+    ConfigError: a class without images; unless it `needs_all`, one with other files only.
     """
     found = files_below(os.fsencode(folder), b"", extensions)
     images: dict[bytes, list[bytes]] = {os.fsencode(name): [] for name in classes}
@@ -286,7 +279,6 @@ def divided(
 
 
 def split_of(files: list[list[bytes]], folder: Path) -> FolderSplit:
-    """The split of each class's images."""
     labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(of_class) for of_class in files])
     return FolderSplit(*packed([name for of_class in files for name in of_class]), labels, folder)
 

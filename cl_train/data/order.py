@@ -20,20 +20,19 @@ _GRID = 32  # of growing image sizes: the total stride of most networks
 
 
 def permutation(seed: int, epoch: int, count: int) -> Indices:
-    """Returns the order of `count` training images in `epoch`.
-
-    It sorts Philox words, because NumPy may change `Generator.permutation`.
+    """The order of `count` training images. It sorts Philox words, because NumPy may change
+    `Generator.permutation`.
     """
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]).random_raw(count)
     return np.argsort(words, kind="stable")
 
 
 def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
-    """Returns the order of repeated augmentation (Hoffer et al., "Augment your batch", 2020).
+    """The order of repeated augmentation (Hoffer et al., "Augment your batch", 2020).
 
-    Each global batch, of all ranks and micro-steps of an optimizer step, holds its images `repeats`
-    times, in an epoch of the same length. Copy c of image i is index i + c * images, with random
-    numbers of its own. As with timm's RepeatAugSampler, `repeats` ranks hold different copies.
+    Each global batch, of all ranks and micro-steps, holds its images `repeats` times, in an epoch
+    of the same length. Copy c of image i is index i + c * images, with random numbers of its own.
+    As with timm's RepeatAugSampler, `repeats` ranks hold different copies.
     """
     if repeats == 1:
         return order
@@ -45,9 +44,8 @@ def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
 
 
 class RandomNumbers:
-    """Gives a generator for each sample or batch in an epoch, valid until the next call.
-
-    A new generator would take five times as long.
+    """A generator for each sample or batch, valid until the next call. A new one would take five
+    times as long.
     """
 
     def __init__(self) -> None:
@@ -56,8 +54,8 @@ class RandomNumbers:
         self._generator = np.random.Generator(self._philox)
 
     def of(self, seed: int, epoch: int, index: int, stream: int = SAMPLES) -> np.random.Generator:
-        """Returns the generator of item `index` in `stream`. In `BATCHES`, for operations on a
-        whole batch (MixUp, CutMix), `index` also distinguishes ranks.
+        """Of item `index` in `stream`; in `BATCHES`, for MixUp and CutMix, `index` also
+        distinguishes ranks.
         """
         numbers = self._state["state"]
         numbers["key"][:] = seed, epoch
@@ -67,7 +65,7 @@ class RandomNumbers:
 
 
 def order_of_rank(order: Indices, batch_size: int, rank: int, world_size: int) -> Indices:
-    """Returns rank `rank`'s part of `order`: its share of each of the ranks' full batches."""
+    """The rank's share of each of the ranks' full batches."""
     batches = len(order) // (batch_size * world_size)
     whole = order[: batches * batch_size * world_size]
     return whole.reshape(batches, world_size, batch_size)[:, rank].reshape(-1)
@@ -75,9 +73,8 @@ def order_of_rank(order: Indices, batch_size: int, rank: int, world_size: int) -
 
 @dataclass(frozen=True)
 class SizeSchedule:
-    """Growing images (Howard et al., DAWNBench 2018).
-
-    `points`: (epoch, image size in pixels), epochs from 0.
+    """Growing images (Howard et al., DAWNBench 2018). `points`: (epoch from 0, image size in
+    pixels).
     """
 
     points: tuple[tuple[int, int], ...]

@@ -62,7 +62,7 @@ def _clouds(x: Field, y: Field) -> Field:
 
 
 def _from_centre(x: Field, y: Field) -> Field:
-    """Returns the distance from each unit cell's centre; odd rows are shifted by half a cell."""
+    """The distance from each unit cell's centre; odd rows are shifted by half a cell."""
     x = x + np.floor(y) / 2
     return np.hypot(x - np.floor(x) - 0.5, y - np.floor(y) - 0.5)
 
@@ -87,7 +87,7 @@ PATTERNS: dict[str, Pattern] = {  # sorted by name
 
 
 def render(pattern: Pattern, width: int, height: int, rng: np.random.Generator) -> Pixels:
-    """Returns one image, uint8 [height, width, 3]."""
+    """One image, uint8 [height, width, 3]."""
     period = np.float32(rng.uniform(45, 70) * max(width, height) / 500)
     x = np.arange(width, dtype=np.float32)[None, :] / period + np.float32(rng.uniform(0, 64))
     y = np.arange(height, dtype=np.float32)[:, None] / period + np.float32(rng.uniform(0, 64))
@@ -131,9 +131,8 @@ def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -
 
 
 def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
-    """Generate the sample if it is missing, and return its folder; several processes may do so.
-
-    Raises ConfigError: `folder` holds something else.
+    """Generate the sample if it is missing; several processes may do so. Raises ConfigError:
+    `folder` holds something else.
     """
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"
 

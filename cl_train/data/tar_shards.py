@@ -56,10 +56,7 @@ class ShardSplit(Split):
         return f"{self.shards[self.shard[index]]}/{super().name(index)}"
 
     def read(self, index: int) -> bytes:
-        """Raises BadImage.
-
-        Opens the shard each time, as a folder's images are opened: workers share no descriptor.
-        """
+        """Opens the shard each time: workers share no descriptor."""
         size = int(self.sizes[index])
         try:
             with open(self.shards[self.shard[index]], "rb", buffering=0) as file:
@@ -75,8 +72,7 @@ def list_shards(
     root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None
 ) -> ImageSource:
     """Index the shards of a folder or shell pattern in `workers` processes, or take the index from
-    the user's cache. Without `training` the val shards may stand for both. Raises ConfigError:
-    shards are missing, damaged or incomplete.
+    the user's cache. Without `training` the val shards may stand for both. Raises ConfigError.
     """
     shards = _find_shards(str(root), training)
     manifest = Path(shards["val"][0]).parent / MANIFEST
@@ -209,9 +205,8 @@ def _split(contents: dict[str, list[_Image]]) -> ShardSplit:
 
 
 def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, ...]:
-    """The classes.
-
-    Raises ConfigError: shards of these splits have other numbers of images than it lists.
+    """The classes. Raises ConfigError: shards of these splits have other numbers of images than it
+    lists.
     """
     counts = {os.path.basename(shard): len(images) for shard, images in contents.items()}
     splits = set(map(_split_of, counts))  # an evaluation needs no train shards
@@ -238,9 +233,8 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, 
 
 @contextmanager
 def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
-    """An uncompressed tar file, or a tar within a tar; `what` names it in messages.
-
-    Raises ConfigError, also from within the block: it is damaged.
+    """An uncompressed tar file, or a tar within a tar; `what` names it in messages. Raises
+    ConfigError, also from within the block: it is damaged.
     """
     try:
         with (
@@ -255,10 +249,8 @@ def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
 
 
 def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:
-    """The archive's regular files in their order.
-
-    Raises ConfigError for links and devices, TarError for a damaged or missing header or a missing
-    end mark, which `tarfile` treats as the end of the archive.
+    """Raises ConfigError: a link or device; TarError: a damaged or missing header, or no end mark,
+    which `tarfile` takes for the end of the archive.
     """
     for member in archive:
         if member.isdir() and member.size == 0:
@@ -273,7 +265,7 @@ def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarIn
 
 
 def read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, what: str) -> bytes:
-    """The content of a member. Raises ConfigError unless it has 1 to 64 MiB, all in the archive."""
+    """Raises ConfigError unless it has 1 byte to 64 MiB, all in the archive."""
     content = b""
     if 0 < member.size <= _MAX_MEMBER_BYTES:
         content = cast(IO[bytes], archive.extractfile(member)).read()

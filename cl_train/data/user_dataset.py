@@ -28,9 +28,8 @@ _SHOWN = 300  # characters of a message of the user's code
 
 
 def open_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
-    """Returns what the user's function gives for ("train", image_size) and ("val", val_size).
-
-    Raises ConfigError.
+    """What the user's function gives for ("train", image_size) and ("val", val_size). Raises
+    ConfigError.
     """
     assert cfg.dataset is not None, "`load` requires data.dataset"
     function, built = user_function("data.dataset", cfg.dataset), list[Any]()
@@ -64,10 +63,9 @@ class SampleForm:
     """Checks samples (image, label, ...) of the user and writes their images into rows.
 
     An encoded file (bytes), a PIL image, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W] of
-    another size than the required one gets the transforms of the settings. Other tensors
-    [3, size, size] are not transformed: uint8 is normalised on the device, floating point is
-    assumed to be normalised. A label is the number of a class. The first sample decides the `dtype`
-    of the images.
+    another size than the required one gets the transforms of the settings. Other tensors [3, size,
+    size] are not transformed: uint8 is normalised on the device, floating point is assumed to be
+    normalised. The first sample decides the `dtype` of the images.
     """
 
     def __init__(self, classes: int, size: int, transform: ImageTransform) -> None:
@@ -102,8 +100,6 @@ class SampleForm:
 
 
 class DatasetReader:
-    """Reads the samples of a map-style Dataset."""
-
     def __init__(self, dataset: Any, form: SampleForm) -> None:
         self._dataset, self._form, self._samples = dataset, form, len(dataset)
         self.dtype, self.name = form.dtype, form.name
@@ -129,7 +125,7 @@ class DatasetReader:
 
 
 def check_first(form: SampleForm, dataset: Any, timeout_s: float) -> None:
-    """Sets `form` by the first sample. Raises ConfigError: it cannot be used.
+    """Sets `form` by the first sample. Raises ConfigError.
 
     It is read in a worker: the workers must not share a file that the dataset opens when it reads.
     """
@@ -161,9 +157,8 @@ def _image_and_label(sample: Any) -> tuple[Any, Any]:
 
 
 def _checked_image(image: Any, row: Tensor, *, upright: bool) -> Pixels | Tensor:
-    """uint8 [H, W, 3] of an image that needs transforms, or a tensor to copy into `row`.
-
-    Raises TypeError: neither.
+    """uint8 [H, W, 3] of an image that needs transforms, or a tensor to copy into `row`. Raises
+    TypeError.
     """
     pixels = image
     if isinstance(image, Tensor):
@@ -184,7 +179,7 @@ def _checked_image(image: Any, row: Tensor, *, upright: bool) -> Pixels | Tensor
 
 
 def _checked_label(label: Any, classes: int) -> int:
-    """The number of a class. Raises TypeError or ValueError: the label is none."""
+    """The number of a class. Raises TypeError, ValueError."""
     is_scalar = isinstance(label, Tensor | np.ndarray | np.generic) and math.prod(label.shape) == 1
     value = label.item() if is_scalar else label
     if not isinstance(value, int):

@@ -15,9 +15,7 @@ def is_hidden(name: bytes) -> bool:
 
 @dataclass
 class Files:
-    """What is below a folder: `images`, sorted, and other names relative to it; the folders that
-    were read.
-    """
+    """Images, sorted, and other names, all relative to a folder; the folders that were read."""
 
     images: list[bytes] = field(default_factory=list)
     folders: list[bytes] = field(default_factory=list)
@@ -27,9 +25,7 @@ class Files:
 
 def files_below(top: bytes, folder: bytes, extensions: Sequence[str]) -> Files:
     """The files below `top/folder`, relative to `top`. Links to folders are followed, as in
-    torchvision and timm, but for those that lead back to a folder above.
-
-    Raises OSError: a folder cannot be read.
+    torchvision and timm, but for those that lead back to a folder above. Raises OSError.
     """
     suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
     found = Files()

@@ -35,8 +35,8 @@ _LOGS = ("train.log", "bad_images.csv", "events.out.tfevents.*")  # alone: of a 
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """A descriptor of the file `path`; as `opener` of `open`, too. Raises OSError: it is a link, or
-    a pipe that nobody reads.
+    """A descriptor of a file; as `opener` of `open`, too. Raises OSError: it is a link, or a pipe
+    that nobody reads.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -55,7 +55,7 @@ def refuse_link(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """A temporary file that replaces `path` at the end of the block, unless it raises."""
+    """The block writes a temporary file, which then replaces `path`."""
     if temporary is None:
         temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         temporary.unlink(missing_ok=True)  # a link, perhaps
@@ -68,7 +68,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """An OSError of the block names `path`, as that of a failed read or write does not."""
+    """An OSError of a read or a write names no file by itself."""
     try:
         yield
     except OSError as error:
@@ -76,34 +76,26 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, in UTF-8 or the bytes of file names."""
+    """In UTF-8, or the bytes of file names."""
     with naming(path), replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def write_json(path: Path, value: Any, *, indent: int = 1) -> None:
-    """`write_text` of strict JSON. Raises ValueError if `value` holds a NaN or an infinity."""
+    """Raises ValueError: `value` holds a NaN or an infinity."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises OSError; ValueError: it is damaged, or holds no object."""
-    value = parsed_json(path.read_text(encoding="utf-8"))
+    """Raises OSError; ValueError: it is damaged, or holds no object."""
+    value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
 
 
-def parsed_json(text: str) -> Any:
-    """Raises ValueError: it is damaged, or too deep."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def retry(write: Callable[[], None]) -> None:
-    """Call `write` until it succeeds; after `RETRY_S` it raises the last OSError."""
+    """Raises the OSError of the last try, after `RETRY_S`."""
     deadline = None
     while True:
         try:
@@ -141,10 +133,8 @@ def safe_name(text: str) -> str:
 
 @contextmanager
 def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
-    """A new file beside `path`, with its suffix, that becomes `path` at the end of the block.
-
-    Raises ConfigError at once: `path` is a folder, a link or a device, cannot be written, or exists
-    without `overwrite`.
+    """As `replacing`, with the suffix of `path`. Raises ConfigError before the block: it is no
+    file, cannot be written, or exists without `overwrite`.
     """
     if not _is_file_or_absent(path):
         raise ConfigError(f"{key}={path} is a folder, a link or a device: choose another name")
@@ -159,9 +149,8 @@ def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Pa
 
 
 def claim_output(path: Path, *, overwrite: bool, markers: Collection[str] = ()) -> None:
-    """Create the folder `path`, or go on in one that has a file of the names `markers`.
-
-    Raises ConfigError: it cannot be written, or has files of others without `overwrite`.
+    """Create a folder, or go on in one that has a file of the names `markers`. Raises ConfigError:
+    it cannot be written, or has files of others without `overwrite`.
     """
     probe = path / f".tmp-{os.getpid()}"
     create(probe, f"out={path}")
@@ -173,9 +162,8 @@ def claim_output(path: Path, *, overwrite: bool, markers: Collection[str] = ()) 
 
 
 def create(path: Path, setting: str) -> None:
-    """Create the file `path`, unless it exists, and the folders around it.
-
-    Raises ConfigError: `setting`, such as out=FOLDER, cannot be written.
+    """Create a file, unless it exists, and the folders around it. Raises ConfigError, which names
+    `setting`, such as out=FOLDER.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,10 +179,8 @@ def _is_file_or_absent(path: Path) -> bool:
 
 @contextmanager
 def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
-    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else.
-
-    Raises ConfigError: the folder cannot be written to, another run is writing to it, or an earlier
-    run's results are in it and `resume` does not continue that run.
+    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else. Raises ConfigError:
+    it cannot be written, or another run, or results that `resume` does not continue, are in it.
     """
     is_continued = continues(resume, folder)
     if overwrite and is_continued:
@@ -249,7 +235,6 @@ class AppendFile:
         self._waiting: list[bytes] = []
 
     def append(self, record: bytes) -> None:
-        """Write `record`, terminator included."""
         self._waiting.append(record)
         try:
             self.flush()
@@ -258,7 +243,7 @@ class AppendFile:
                 log.warning("%s; the records stay in memory; free some space", error)
 
     def flush(self) -> None:
-        """Write the pending records. Raises OSError; they remain pending."""
+        """Raises OSError; the records remain pending."""
         if self._waiting:
             with naming(self.path):
                 self._write(b"".join(self._waiting))
@@ -280,11 +265,9 @@ _held: set[int] = set()  # descriptors of the locks of this process
 
 @contextmanager
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
-    """Hold a lock on the file `path`, which stays, against all others, also in this process.
-
-    It ends with the process, whatever else opens and closes the file; forked children do not hold
-    it. If it is held, raise LockHeld, or with a `waiting_for` say so on stderr and wait. Raises
-    OSError.
+    """Hold a lock on a file, which stays, against all others, also in this process; forked children
+    do not hold it. While another holds it: LockHeld, or with a `waiting_for` a line on stderr and a
+    wait until `is_stopped`.
     """
     descriptor = _locked(Path(path), waiting_for)
     _held.add(descriptor)
@@ -301,9 +284,7 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
 
 
 def _locked(path: Path, waiting_for: str | None) -> int:
-    """The descriptor that the lock belongs to: a record lock would end when any other one of the
-    same file is closed in this process.
-    """
+    """By flock: a record lock would end when any other descriptor of the file is closed."""
     descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT)
     is_told = False
     while True:

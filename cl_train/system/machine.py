@@ -52,7 +52,7 @@ def describe_environment(device: torch.device) -> dict[str, str | None]:
 
 
 def document_of(settings: Any, device: torch.device, **results: Any) -> dict[str, Any]:
-    """The content of a file of measurements: the results, and where they come from."""
+    """The content of a file of measurements."""
     return {
         "schema_version": 1,
         "command": shlex.join(sys.argv),
@@ -80,7 +80,7 @@ def cpu_name() -> str:
 
 
 def git_state() -> dict[str, str | bool | None]:
-    """The commit of this package's checkout, and whether tracked files differ; else None."""
+    """The commit of this package's checkout, and whether tracked files differ."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
     commit = _output_of([*git, "rev-parse", "HEAD"])
     changes = _output_of([*git, "status", "--porcelain", "-uno"])
@@ -104,7 +104,7 @@ class GpuWatch:
         self._states: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        """Call it beside the steps: starts nvidia-smi, every `GPU_LOOK_S` at most."""
+        """Call it beside the steps: it starts nvidia-smi, every `GPU_LOOK_S` at most."""
         if self._device.type != "cuda" or time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + GPU_LOOK_S
@@ -136,7 +136,6 @@ class GpuWatch:
 
 
 def _gpu_state(state: str, pids: str) -> dict[str, Any] | None:
-    """Clock, heat and power, whether heat or a brake slows the GPU, and the processes on it."""
     try:
         *numbers, reasons = state.split(", ")
         clock_mhz, max_clock_mhz, temperature_c, power_w = map(float, numbers)
@@ -155,7 +154,7 @@ def _gpu_state(state: str, pids: str) -> dict[str, Any] | None:
 
 
 def problem_of_gpu(state: Mapping[str, Any] | None) -> str | None:
-    """Why a speed measured on a GPU in this state cannot be compared; None if it can."""
+    """Why a speed measured on a GPU in this state cannot be compared."""
     if state and state["other_processes"]:
         return f"{state['other_processes']} other processes used the GPU"
     if state and state["is_slowed"]:
@@ -164,8 +163,8 @@ def problem_of_gpu(state: Mapping[str, Any] | None) -> str | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU with torch's reserve; on a CPU what Linux has without swapping, or its
-    container allows.
+    """Free memory of a GPU with torch's reserve; on a CPU without swapping, or what its container
+    allows.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -186,9 +185,9 @@ def available_bytes(device: torch.device) -> int | None:
 def peak_memory_of_step_gib(
     step: Callable[[], object], held_bytes: int, device: torch.device
 ) -> float:
-    """Peak memory in GiB of a process with only this step, after warm-up: `held_bytes`, its memory
-    between steps, plus the peak of torch's allocations within a step, which on a CPU lack oneDNN's
-    scratch memory.
+    """Peak memory of a process with only this step, after warm-up: `held_bytes`, its memory between
+    steps, plus the peak of torch's allocations within a step, which on a CPU lack oneDNN's scratch
+    memory.
     """
     if device.type == "cuda":
         wait_for(device)
@@ -212,7 +211,7 @@ def peak_memory_of_step_gib(
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory used so far: allocated by torch on a GPU, resident on a CPU."""
+    """So far: allocated by torch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     with suppress(OSError, IndexError):  # KiB; unlike ru_maxrss, it can be reset
@@ -232,7 +231,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; only torch's own allocators have an exception of their own."""
+    """Only torch's own allocators have an exception of their own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     message = str(error).lower()
@@ -240,9 +239,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """The first line of an out-of-memory error, of torch's to the GPU's free memory; no full stop
-    at the end.
-    """
+    """The first line of the error, of torch's to the GPU's free memory."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     reason, is_free, _ = first_line.partition(" is free")
     return f"out of memory: {reason.rstrip('.')}{is_free}"
@@ -257,11 +254,9 @@ def release_memory() -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Call before training steps on a CPU: what one step frees stays mapped for the next, for the
-    rest of the process.
-
-    glibc returns it to the kernel, and the page faults of the next step take up to a third of its
-    time (docs/performance.md). Variables MALLOC_* of the user win.
+    """Call before training steps on a CPU: what one step frees stays mapped for the next. glibc
+    returns it to the kernel, and the page faults of the next step take up to a third of its time
+    (docs/performance.md). Variables MALLOC_* of the user win.
     """
     has_users = any(name.startswith("MALLOC_") for name in os.environ)
     if device.type == "cpu" and sys.platform == "linux" and not has_users:
@@ -299,7 +294,6 @@ class DeviceClock:
         return self._is_cuda and mark.query()
 
     def wait(self, mark: Any) -> None:
-        """Block the host until the device has reached `mark`."""
         if self._is_cuda:
             mark.synchronize()
 
@@ -309,7 +303,7 @@ class DeviceClock:
 
 
 def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` consecutive calls; the host waits once, after the last one."""
+    """Of each of `steps` consecutive calls; the host waits once, after the last one."""
     clock = DeviceClock(device)
     marks = [clock.mark()]
     for _ in range(steps):
@@ -320,13 +314,13 @@ def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -
 
 
 def timed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call of `work`. The host waits for the device before and after."""
+    """Of one call. The host waits for the device before and after."""
     wait_for(device)
     return step_times_s(work, 1, device)[0]
 
 
 def thread_s(work: Callable[[], object]) -> float:
-    """Seconds that this thread computes in one call of `work`."""
+    """That this thread computes in one call of `work`."""
     started_at = time.thread_time()
     work()
     return time.thread_time() - started_at

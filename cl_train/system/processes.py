@@ -42,8 +42,8 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The variables of torchrun, or None. Raises ConfigError: some are missing or invalid, or
-    `srun` started several tasks without torchrun.
+    """The variables of torchrun, or None. Raises ConfigError: some are wrong, or `srun` started
+    several tasks without torchrun.
     """
     ranks = (environment.get("RANK"), environment.get("WORLD_SIZE"))
     if ranks == (None, None) or (ranks == ("0", "1") and "MASTER_ADDR" not in environment):
@@ -70,7 +70,7 @@ def cores_of_process(world_size: int, environment: Mapping[str, str] = os.enviro
 
 
 def _position_of_core(core: int) -> tuple[int, int, int]:
-    """Returns the socket, the physical core and the number: hyperthreads become neighbours."""
+    """Socket, physical core and number: hyperthreads become neighbours."""
     topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
         socket = int((topology / "physical_package_id").read_text())
@@ -80,14 +80,14 @@ def _position_of_core(core: int) -> tuple[int, int, int]:
 
 
 def usable_cores() -> list[int]:
-    """The cores of this process, those of a physical core adjacent; empty on macOS."""
+    """Of this process, those of a physical core adjacent; empty on macOS."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return sorted(cores, key=_position_of_core)
 
 
 def with_threads(command: str, device_name: str = "") -> str:
-    """`command` with the threads of a record's `device_name`, else with OMP_NUM_THREADS, if it is
-    set: another number makes runs not comparable.
+    """`command` with OMP_NUM_THREADS of a record's `device_name`, else of this process: another
+    number makes runs not comparable.
     """
     recorded = re.search(r"\((\d+) threads?\)", device_name)
     threads = recorded[1] if recorded else os.environ.get("OMP_NUM_THREADS")
@@ -98,9 +98,8 @@ def with_threads(command: str, device_name: str = "") -> str:
 
 
 def end_with_parent(signum: int = signal.SIGKILL, *, by_kernel: bool = True) -> None:
-    """Call in a child: it receives `signum` when its parent has ended.
-
-    Linux sends it when the thread ends that started the child. Else a thread watches the parent.
+    """Call in a child: it receives `signum` when its parent has ended. Linux sends it when the
+    thread ends that started the child; else a thread watches the parent.
     """
     parent_pid = getattr(multiprocessing.parent_process(), "pid", os.getppid())
 
@@ -126,7 +125,7 @@ def map_in_processes(
     unit: str,
 ) -> Iterator[Result]:
     """`function` of each item, in order, in `workers` forked processes (None: one per core; one is
-    this process), with a progress bar. Raises RuntimeError, which names the item: a process died.
+    this process), with a progress bar. Raises RuntimeError: a process died.
     """
     from tqdm import tqdm
 
@@ -159,8 +158,8 @@ def _start_worker() -> None:
 
 
 class MachineLoad:
-    """From construction on: the load on this process's cores, without its and its descendants', and
-    what that cost the process.
+    """From construction on: the load of others on this process's cores, and what it cost the
+    process.
     """
 
     def __init__(self) -> None:
@@ -178,7 +177,7 @@ class MachineLoad:
 
     def lost_pct(self) -> tuple[float, float] | None:
         """Percent of the time that the threads of this process, and those of the child that waited
-        most, waited for a core which others had; None: unknown. Throttling of the container counts.
+        most, waited for a core which others had, or were throttled; None: unknown.
 
         The threads and workers of a run wait for each other, too: of each one's waiting, others
         caused their share of all else that ran.
@@ -206,7 +205,7 @@ class MachineLoad:
         return of_threads, of_children
 
     def _clocks(self) -> tuple[float, float, float] | None:
-        """Seconds: now, of the busy cores, and of this process's own work; None except on Linux."""
+        """Seconds: now, of the busy cores, of this process's own work; None except on Linux."""
         try:
             lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         except OSError:
@@ -224,7 +223,7 @@ def own_cpu_s() -> float:
 
 
 def cpu_ticks(root: int) -> dict[int, int]:
-    """Those of a process and of all its descendants, by their numbers."""
+    """Of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for number in _numbers_in("/proc"):
@@ -241,8 +240,8 @@ def cpu_ticks(root: int) -> dict[int, int]:
 
 
 def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
-    """Seconds that each thread of a process ran, and that it was ready and had no core; empty:
-    unknown, as on other systems than Linux. None: of this process.
+    """Seconds that each thread of a process, by default this one, ran, and that it was ready and
+    had no core; empty: unknown, as on other systems than Linux.
     """
     times, folder = {}, f"/proc/{pid or os.getpid()}/task"
     for thread in _numbers_in(folder):
@@ -254,9 +253,8 @@ def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
 
 
 def _numbers_in(folder: str) -> list[int]:
-    """Of processes or threads; none if there is no such folder, or its process has just ended.
-
-    Not by `Path.glob`, which raises if one of them ends between its name and its file.
+    """Of processes or threads; none if the folder is gone. Not by `Path.glob`, which raises if a
+    process ends between its name and its file.
     """
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]
@@ -265,13 +263,13 @@ def _numbers_in(folder: str) -> list[int]:
 
 
 def ran_and_waited_s(schedstat: bytes) -> tuple[float, float]:
-    """What a thread's file of this name holds: nanoseconds running, waiting, slices."""
+    """Of a thread's file of this name, which holds nanoseconds running, waiting, and slices."""
     ran_ns, waited_ns = map(int, schedstat.split()[:2])
     return 1e-9 * ran_ns, 1e-9 * waited_ns
 
 
 def throttled_s() -> float:
-    """Seconds that the limit of its container kept this process from its cores."""
+    """That the limit of its container kept this process from its cores."""
     with suppress(OSError, ValueError):
         _, _, rest = Path("/sys/fs/cgroup/cpu.stat").read_text().partition("throttled_usec")
         return 1e-6 * int(rest.split(maxsplit=1)[0]) if rest else 0.0
@@ -295,7 +293,7 @@ class StopRequest:
 
     A second stop signal n exits with 128 + n and saves nothing: SIGINT at any time, the others from
     half a second after the first. Without `ends_process` (a notebook) a second SIGINT raises
-    KeyboardInterrupt instead. `notice` is printed after the first SIGINT.
+    KeyboardInterrupt. `notice` is printed after the first SIGINT.
     """
 
     def __init__(self, *, ends_process: bool = True, notice: str = _RUN_IS_SAVED) -> None:
@@ -307,7 +305,7 @@ class StopRequest:
 
     @property
     def save_requested(self) -> bool:
-        """True once after each SIGUSR1; reading it resets it."""
+        """Once after each SIGUSR1."""
         if not self._save:
             return False
         self._save = False

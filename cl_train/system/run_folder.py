@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 from cl_train.config.validation import flatten, read_yaml, show
 from cl_train.errors import ConfigError
-from cl_train.system.files import parsed_json, read_json
+from cl_train.system.files import read_json
 from cl_train.system.processes import LOST_PCT
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
@@ -199,7 +199,7 @@ def read_records(folder: Path) -> tuple[list[Record], list[int]]:
     records, damaged = [], []
     for number, line in enumerate(lines, start=1):
         try:
-            record = parsed_json(line)
+            record = json.loads(line)
             if not isinstance(record["step"], int):
                 raise ValueError
         except (ValueError, TypeError, KeyError):

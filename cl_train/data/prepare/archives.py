@@ -35,10 +35,8 @@ def unpack(
 ) -> dict[str, int]:
     """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar, or
     from a folder with its flat files, which are moved; val needs `devkit`, see `validation_labels`.
-    After an interruption, call it again.
-
-    Returns the number of images in each requested split. Raises ConfigError: archives or labels
-    that cannot be used.
+    After an interruption, call it again. Returns the number of images in each requested split.
+    Raises ConfigError.
     """
     paths = {"train": train, "val": val, "devkit": devkit}
     missing = [(name, path) for name, path in paths.items() if path and not path.exists()]
@@ -136,7 +134,7 @@ def validation_labels(source: Path) -> list[str]:
     """The WordNet id of validation image 1, 2, 3, ...
 
     `source`: ILSVRC2012_devkit_t12.tar.gz, or a text file with one label per line: ILSVRC2012_ID (1
-    to 1000) or WordNet id. Raises ConfigError if it is neither, or damaged.
+    to 1000) or WordNet id. Raises ConfigError.
     """
     what = f"devkit={source}"
     try:

@@ -27,9 +27,7 @@ def resumable_folder(
     out: Path, settings: dict[str, Any], *, overwrite: bool, outside: Sequence[Path] = ()
 ) -> Iterator[None]:
     """Create and lock `out`, for calls with the same settings; in it, a file with its final name is
-    whole.
-
-    Raises ConfigError: `out` was started with others, holds files of something else without
+    whole. Raises ConfigError: `out` was started with others, holds files of something else without
     `overwrite`, or lies in one of the folders `outside`, which are read.
     """
     for folder in outside:
@@ -49,7 +47,7 @@ def resumable_folder(
 
 
 def write_image(path: Path, data: bytes) -> None:
-    """Write under a temporary name, which a repeated call uses again, and rename."""
+    """The temporary name is used again by a repeated call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, path.with_name(f".{path.name}.part")) as temporary:
         temporary.write_bytes(data)
@@ -64,10 +62,8 @@ def verify(
     workers: int | None = None,
 ) -> tuple[list[str], list[str]]:
     """Check the images of a folder of classes, for the numbers of ImageNet or `expect="any"`;
-    `deep` decodes every image.
-
-    Returns a line for each split, and the problems. Raises ConfigError: a folder cannot be read;
-    RuntimeError: a worker process died.
+    `deep` decodes every image. Returns a line for each split, and the problems. Raises ConfigError:
+    a folder cannot be read; RuntimeError: a worker process died.
     """
     folders = _split_folders(root, expect)
     # By split and class: the number of images; other files, with the reason.

@@ -36,8 +36,8 @@ def resize_folder(
     call it again.
 
     One side, in pixels, is limited: the longest (400 by default) or the shortest. Returns what was
-    written, and the images that cannot be decoded, which are left out. Raises ConfigError: a folder
-    that cannot be read, or an unusable `out`; RuntimeError: a worker process died.
+    written, and the images that cannot be decoded, which are left out. Raises ConfigError;
+    RuntimeError: a worker process died.
     """
     if max_side is not None and short_side is not None:
         raise ConfigError("give either max_side or short_side, not both")
@@ -71,9 +71,8 @@ def resize_folder(
 def _copy(
     root: Path, out: Path, max_side: int | None, short_side: int | None, quality: int, name: str
 ) -> tuple[int, int] | str | None:
-    """Write an image of the required size, never enlarged; a small JPEG keeps its bytes.
-
-    Returns the bytes of the image and of its copy; path and reason of a bad image; None: it exists.
+    """Write an image of the required size, never enlarged; a small JPEG keeps its bytes. Returns
+    the bytes of the image and of its copy; path and reason of a bad image; None: it exists.
     """
     if (out / name).is_file():
         return None

@@ -30,13 +30,11 @@ def write_shards(
     overwrite: bool = False,
 ) -> tuple[dict[str, int], list[str]]:
     """Write `out/<name of root>-{train,val}-NNNNNN.tar` and `shards.json` from the images of
-    `root/{train,val}`.
-
-    The classes are mixed over the shards. After an interruption, call it again to continue.
+    `root/{train,val}`, with the classes mixed over the shards. After an interruption, call it
+    again.
 
     Returns the images in each shard, and the files that cannot be read and were left out, with the
-    reason. Raises ConfigError: `root` is not such a folder, or `out` cannot be used; RuntimeError:
-    a worker process died.
+    reason. Raises ConfigError; RuntimeError: a worker process died.
     """
     images: dict[str, int] = {}
     bad: list[str] = []
@@ -62,7 +60,7 @@ def write_shards(
 def _write_share(
     out: Path, split: Split, classes: tuple[str, ...], share: tuple[str, Indices]
 ) -> tuple[int, list[str]]:
-    """Write a shard, unless a whole one exists."""
+    """Unless a whole one exists."""
     path, bad, written = out / share[0], [], 0
     if path.exists():
         with suppress(ConfigError):  # damaged since
@@ -89,7 +87,6 @@ def _write_share(
 
 
 def _shard_name(root: Path, split: str, number: int) -> str:
-    """Named after the folder that the images come from."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', root.resolve().name)}-{split}-{number:06d}.tar"
 
 
