@@ -8,7 +8,6 @@ determines which images are bad.
 import contextlib
 import io
 import os
-import stat
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -38,23 +37,18 @@ class BadImage(Exception):
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
-    """The whole file, or its `first` bytes. Raises BadImage: not a regular, readable file of a
-    possible size.
-    """
-    # O_NONBLOCK: opening a FIFO without a writer would block forever
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    """The whole file, or its `first` bytes. Raises BadImage: empty, too large, or not readable."""
     try:
-        with open(os.open(path, flags), "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise BadImage("not a regular file, but a device, a FIFO or a folder")
-            if status.st_size == 0:
-                raise BadImage("the file is empty")
-            if status.st_size > MAX_FILE_BYTES:
-                raise BadImage(f"{status.st_size} bytes, more than the limit of {MAX_FILE_BYTES}")
-            return file.read(first)
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE_BYTES:
+                raise BadImage(f"{size} bytes, more than the limit of {MAX_FILE_BYTES}")
+            data = file.read(first)
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
+    if not data:
+        raise BadImage("the file is empty")
+    return data
 
 
 class EncodedImage:

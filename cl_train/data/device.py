@@ -80,7 +80,7 @@ class Normalise:
         self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 [N, C, H, W] on the device, of any layout -> floating point. Floats are only cast."""
+        """uint8 [N, C, H, W] on the device, in any layout -> floats; floats are only cast."""
         form = self.format
         if images.is_floating_point():
             on_host = form.device.type == "cpu"  # in the loader's memory, which is filled again

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -52,18 +51,14 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
         if device.index >= count:
             advice = f"use --nproc-per-node={count}"
             raise ConfigError(f"device=cuda: no GPU for local rank {local_rank}; {advice}")
-        _check_kernels(device)
         return device
-    has_gpu = GPU_FILE.exists()
-    problem = "this machine has no usable CUDA device"
-    if has_gpu:
-        cuda = torch.version.cuda
-        why = f"the driver is too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides it"
-        why = why if cuda else "it is a build without CUDA"
-        problem = f"torch {torch.__version__} cannot use this GPU: {why}"
+    cuda = torch.version.cuda
+    why = f"its driver is too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides it"
+    why = why if cuda else "it is a build without CUDA"
+    problem = f"torch {torch.__version__} can use no GPU here: {why}"
     if name.startswith("cuda"):
         raise ConfigError(f"device={name}: {problem}; use device=cpu or device=auto")
-    if name == "auto" and warn and has_gpu:
+    if name == "auto" and warn and GPU_FILE.exists():
         log.warning("device=auto uses the CPU: %s", problem)
     return torch.device("cpu")
 
@@ -71,25 +66,6 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
 def as_current(device: torch.device) -> AbstractContextManager[object]:
     """The block's GPU, where code names none: compiled kernels, events, libraries."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _check_kernels(device: torch.device) -> None:
-    """Raises ConfigError: torch has no kernels for this GPU, and the first one would fail."""
-    # Kernels for 8.0 run on 8.6, but not on 7.5 or 9.0; `compute_90` is compiled for later GPUs.
-    capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-    names = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built]
-    versions = [(name[1], (int(name[2]), int(name[3]))) for name in names if name]
-    runs = any(
-        version <= capability and (kind == "compute" or version[0] == capability[0])
-        for kind, version in versions
-    )
-    if versions and not runs:  # without `versions`, torch is not for NVIDIA's GPUs
-        major, minor = capability
-        raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and"
-            f" torch {torch.__version__} kernels for {', '.join(built)} only: install a newer"
-            " torch, for an older GPU its build for CUDA 12.6, or use device=cpu"
-        )
 
 
 @contextmanager

@@ -215,16 +215,15 @@ def continues(resume: str | None, folder: Path) -> bool:
     return Path(resume).expanduser().resolve().is_relative_to(folder.resolve())
 
 
-def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
-    """Warn without space for `keep` checkpoints, the best and the next; ConfigError without any."""
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raises ConfigError: the disk has less."""
     free_bytes = shutil.disk_usage(folder).free
-    free_mib, size_mib = free_bytes / 2**20, checkpoint_bytes / 2**20
-    sizes = f"{folder}: {free_mib:,.1f} MiB free for checkpoints of {size_mib:,.1f} MiB"
-    if free_bytes < checkpoint_bytes:
-        raise ConfigError(f"{sizes}: free some space, or choose another hydra.run.dir=FOLDER")
-    if free_bytes < (keep + 2) * checkpoint_bytes:
-        advice = "free some space or lower checkpoint.keep"
-        log.warning("%s, of which up to %d exist at a time: %s", sizes, keep + 2, advice)
+    if free_bytes < needed_bytes:
+        sizes = (
+            f"a checkpoint has {needed_bytes / 2**20:,.1f} MiB, {free_bytes / 2**20:,.1f} are free"
+        )
+        advice = "free some space, or choose another hydra.run.dir=FOLDER"
+        raise ConfigError(f"{folder}: {sizes}: {advice}")
 
 
 class AppendFile:

@@ -97,7 +97,7 @@ class Checkpoints:
             # Weights, two moments at most, EMA.
             copies = 3 if self.state.parts.average is None else 4
             needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
-            check_space(self.store.folder.parent, needed_bytes, self.store.keep)
+            check_space(self.store.folder.parent, needed_bytes)
 
     def save(self, progress: Progress, *, best: bool = False) -> None:
         """Save the state between two steps; the host waits for the device."""

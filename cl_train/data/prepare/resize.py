@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from PIL import Image
 
-from cl_train.data.decode import JPEG_MAGIC, ORIENTATION, BadImage, EncodedImage, read_file
+from cl_train.data.decode import JPEG_MAGIC, BadImage, EncodedImage, read_file
 from cl_train.data.images import EXTENSIONS, unreadable
 from cl_train.data.prepare.folders import SHOWN, resumable_folder, write_image
 from cl_train.data.transforms import resized
@@ -71,17 +70,19 @@ def resize_folder(
 def _copy(
     root: Path, out: Path, max_side: int | None, short_side: int | None, quality: int, name: str
 ) -> tuple[int, int] | str | None:
-    """Write an image of the required size, never enlarged; a small JPEG keeps its bytes. Returns
-    the bytes of the image and of its copy; path and reason of a bad image; None: it exists.
+    """Write an image of the required size, upright, never enlarged; a small JPEG keeps its bytes.
+
+    Returns the bytes of the image and of its copy; path and reason of a bad image; None: it exists.
     """
     if (out / name).is_file():
         return None
     try:
         data = copy = read_file(root / name)
-        encoded = EncodedImage(data)
-        pixels, size = encoded.decode(), (encoded.height, encoded.width)
+        encoded = EncodedImage(data, upright=True)
+        pixels = encoded.decode()
     except BadImage as bad:
         return f"{root / name}: {bad}"
+    size = pixels.shape[:2]
     scale = max_side / max(size) if max_side else (short_side or 1) / min(size)
     if scale < 1:
         height, width = (max(1, round(side * scale)) for side in size)
@@ -89,10 +90,5 @@ def _copy(
     if scale < 1 or encoded.needs_pillow or not data.startswith(JPEG_MAGIC):
         pixels = np.ascontiguousarray(pixels)
         copy = simplejpeg.encode_jpeg(pixels, quality=quality, colorsubsampling="420")
-        if encoded.orientation() != 1:
-            exif = Image.Exif()
-            exif[ORIENTATION] = encoded.orientation()
-            segment = exif.tobytes()
-            copy = copy[:2] + b"\xff\xe1" + (len(segment) + 2).to_bytes(2) + segment + copy[2:]
     write_image(out / name, copy)
     return len(data), len(copy)

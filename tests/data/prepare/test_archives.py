@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import os
 import shutil
 import tarfile
 from unittest.mock import Mock
@@ -139,7 +138,6 @@ def test_problems_are_named(prepared):
     (folder / "n01440764_1.JPEG").write_bytes(b"<html>not found</html>")
     (folder / "notes.txt").write_text("x")
     (folder / "link.JPEG").symlink_to("nowhere")
-    os.mkfifo(folder / "fifo.JPEG")
     cut = prepared / "train/n01443537/n01443537_0.JPEG"
     cut.write_bytes(cut.read_bytes()[:-300])
     (prepared / "train/n09999999").mkdir()
@@ -147,12 +145,11 @@ def test_problems_are_named(prepared):
     lines, problems = check(prepared)
     assert lines == ["train: 10 images in 4 classes", "val: 6 images in 2 classes"]
     for text in (
-        "5 files",
+        "4 files",
         "n01440764_0.JPEG: the file is empty",
         "n01440764_1.JPEG: not an image",
         "notes.txt: ",
         "link.JPEG: No such file",
-        "fifo.JPEG: not a regular file",
         "train: 1 class without an image: n09999999",
         "2 classes in train only: n01440764, n09999999",
     ):
