@@ -213,25 +213,18 @@ def ignored_files(
     extensions: Sequence[str],
     hidden: Sequence[str] = (),
 ) -> str:
-    """A line on files with other extensions than those of images, and on hidden names; empty
-    without any.
-    """
-    notes = []
-    if others:
-        kinds = Counter(os.path.splitext(name)[1].lower() for name in others)
-        shown = [f"{count} {kind or 'without extension'}" for kind, count in kinds.most_common()]
-        note = f"ignored in '{folder}': {counted(len(others), 'file')} ({listed(shown)})"
-        notes.append(f"{note}, such as '{others[0]}'")
-        if readable := sorted(kinds.keys() & IMAGE_FORMATS.keys() - set(extensions)):
-            notes.append(
-                f"data.extensions=[{','.join(dict.fromkeys((*EXTENSIONS, *readable)))}] reads them"
-            )
-    if hidden:
-        where = "" if others else f" in '{folder}'"
-        notes.append(
-            f"left out{where}: {counted(len(hidden), 'hidden name')}, such as '{hidden[0]}'"
-        )
-    return "; ".join(notes)
+    """A line on names without one of the extensions, and on hidden ones; empty without any."""
+    names = [*others, *hidden]
+    if not names:
+        return ""
+    kinds = Counter(os.path.splitext(name)[1].lower() or "without extension" for name in others)
+    shown = [f"{count} {kind}" for kind, count in kinds.most_common()]
+    shown += [f"{len(hidden)} hidden"] if hidden else []
+    note = f"ignored in '{folder}': {counted(len(names), 'file')} ({listed(shown)})"
+    if readable := sorted(kinds.keys() & IMAGE_FORMATS.keys() - set(extensions)):
+        wider = ",".join(dict.fromkeys((*EXTENSIONS, *readable)))
+        return f"{note}, such as '{names[0]}'; data.extensions=[{wider}] reads them"
+    return f"{note}, such as '{names[0]}'"
 
 
 def _list(

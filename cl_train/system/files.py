@@ -219,11 +219,9 @@ def check_space(folder: Path, needed_bytes: int) -> None:
     """Raises ConfigError: the disk has less."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
-        sizes = (
-            f"a checkpoint has {needed_bytes / 2**20:,.1f} MiB, {free_bytes / 2**20:,.1f} are free"
-        )
+        free, needed = (f"{size / 2**20:,.1f} MiB" for size in (free_bytes, needed_bytes))
         advice = "free some space, or choose another hydra.run.dir=FOLDER"
-        raise ConfigError(f"{folder}: {sizes}: {advice}")
+        raise ConfigError(f"{folder}: {free} free for checkpoints of {needed}: {advice}")
 
 
 class AppendFile:

@@ -361,11 +361,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 def exit_without_teardown(code: int) -> NoReturn:
     """Exit after `atexit`'s functions, but without freeing torch's modules, which takes 1-3 s."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None: closed by the caller
-            with suppress(OSError):
-                stream.flush()
+    with suppress(OSError):  # nobody reads
+        print(end="", flush=True)
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The device and precision that a run takes, or the line that it ends with; forks that can use it."""
+"""The device and precision that a run takes, or the line that it ends with; forks that use it."""
 
 from contextlib import nullcontext
 from functools import partial

@@ -193,7 +193,7 @@ def test_links_are_followed_but_not_back_and_droppings_are_counted(tmp_path):
         *(f"{link}/{name}" for link in ("again", "more") for name in linked),
     ]
     (note,) = source.notes
-    assert "5 hidden names" in note and "1 file (" in note and "'class_0/self'" in note
+    assert "6 files (1 without extension, 5 hidden), such as 'class_0/self'" in note
     assert len(images.list_images(root / "train", ["class_0"], [".jpg"]).val) == 26
 
 
@@ -202,7 +202,7 @@ def test_ignored_files_are_counted_and_named_once(tmp_path):
     for name in ("a.webp", "b.WEBP", "notes.txt", ".hidden"):
         (root / "train/class_0" / name).write_bytes(b"1")
     (note,) = list_folder(root).notes
-    assert "3 files" in note and "2 .webp" in note and "1 .txt" in note and "class_0" in note
+    assert "4 files (2 .webp, 1 .txt, 1 hidden)" in note and "class_0" in note
     assert "data.extensions=[.jpg,.jpeg,.png,.webp]" in note
     wider = list_folder(root, DataConfig(extensions=[".jpg", ".webp"]))
     assert len(wider.train) == 6 and "data.extensions" not in wider.notes[0]
