@@ -28,14 +28,12 @@ def program(*command: str) -> NoReturn:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command that the arguments `words` name; returns the exit code."""
+    """Run the command that `words` name; returns the exit code."""
     return exit_code(_run_command, [*words] or ["--help"])
 
 
 def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
-    """Call `command` with the arguments `words`; expected errors become one message and an exit
-    code.
-    """
+    """Expected errors of `command` become one message and an exit code."""
     try:
         return command(words)
     except ConfigError as error:

@@ -58,7 +58,6 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: AuditSettings) -> Result:
-    """Raises ConfigError: the model cannot be built or run."""
     has_times = settings.time and not settings.operators
     problems = []
     if settings.max_wrong is not None and not settings.operators:
@@ -93,7 +92,6 @@ def _model(settings: AuditSettings, chart: Path | None) -> Result:
 
 
 def _audited(settings: AuditSettings) -> Any:
-    """The report of the model of the settings, which is built, converted and audited."""
     import torch
 
     from cl_train.measure.audit import audit
@@ -133,7 +131,6 @@ def _audited(settings: AuditSettings) -> Any:
 
 
 def _operators(settings: AuditSettings, file: Path | None) -> Result:
-    """What torch's operators do with channels_last, and a program of one that is wrong."""
     from cl_train.measure.atlas import atlas, program, tables
     from cl_train.step.precision import resolve_precision
     from cl_train.system.distributed import choose_device

@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Completions of the last word of `line`; for key=value only the value, as bash expects."""
+    """For key=value only the value, as bash expects."""
     *before, word = line.split(" ")
     before = [part for part in before if part]
     if len(before) < 2:

@@ -57,7 +57,7 @@ def _points(name: str, runs: Sequence[Run]) -> Iterator[tuple[str, int, float]]:
 
 
 def _results(report: Report, side: str) -> Iterator[tuple[str, float]]:
-    """What the side is compared by, for each pair; of speeds those that are comparable."""
+    """For each pair; of speeds those that are comparable."""
     for label, pair, row in report.named:
         kinds = ["top1"] if pair.verdict == "not_comparable" else ["images_per_s", "top1"]
         for name, of_row in zip(pair.sides, ("baseline", "candidate"), strict=True):

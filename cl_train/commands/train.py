@@ -49,7 +49,6 @@ _train_lock = threading.Lock()  # a run sets switches of the whole process: kern
 
 
 def main(words: list[str]) -> int:
-    """Check the command line as a whole, then start the run or the sweep. Returns the exit code."""
     if {"-h", "--help"} & set(words):
         choices = [f"{group}={'|'.join(group_choices(group))}" for group in GROUPS]
         print(command_help(USAGE, __doc__ or "", {"settings": Config}, choices))

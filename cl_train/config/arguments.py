@@ -20,7 +20,7 @@ _OF_RUN = "model precision batch_size compile cuda_graph device conversion selec
 def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
     """The key=value arguments of a command line as a dataclass; lists are written a,b,c.
 
-    Raises ConfigError: as `from_mapping`, and for arguments that are not key=value.
+    Raises ConfigError.
     """
     fields = setting_fields(schema)
     problems: list[str] = []
@@ -85,8 +85,7 @@ def command_help(
 
     Args:
         doc: the docstring of its module: a summary, a blank line, then examples and notes.
-        settings: dataclasses of settings by the title of their section; dataclasses in them have
-            their own sections.
+        settings: dataclasses by the title of their section; those in them have their own.
         choices: the groups of settings, one line each.
     """
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))

@@ -53,7 +53,6 @@ class CommandLine:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Self:
-        """Raises ConfigError: an option that this program does not have."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("-c", "--cfg", choices=("job",))
@@ -97,7 +96,7 @@ class Composed:
     words: tuple[str, ...]  # the arguments that give this run alone
 
     def folder(self, kind: str) -> Path:
-        """The folder of the "run" or the "sweep". ConfigError: its name cannot be resolved."""
+        """That of the "run" or the "sweep". ConfigError: its name cannot be resolved."""
         try:
             return Path(str(self.raw.hydra[kind].dir))
         except OmegaConfBaseException as error:
@@ -107,7 +106,6 @@ class Composed:
 
 
 def check_command_line(words: Sequence[str]) -> list[Config]:
-    """The settings of all of train.py's arguments; see `compose`."""
     return [composed.cfg for composed in compose(CommandLine.parse(words))]
 
 
@@ -218,8 +216,6 @@ def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:
         return None if value in choices else what
     if key in FIELDS or key in HYDRA_KEYS:
         return None
-    if re.match(r"launcher\b", key):
-        return f"{key}: a sweep on Slurm is one allocation, scripts/slurm/sweep.sbatch"
     if re.match(r"hydra\b", key):
         return f"{key}: of Hydra's settings only {' and '.join(HYDRA_KEYS)} are used here"
     return f"unknown setting '{key}'{suggest(key, TYPED_KEYS)}"
@@ -285,7 +281,7 @@ def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
 def _composed(
     words: tuple[str, ...], line: CommandLine, files: Callable[[tuple[str, ...]], DictConfig]
 ) -> Composed:
-    """The settings of the files of the groups, then of the file to start from, then as typed."""
+    """The files of the groups, then the file to start from, then what is typed."""
     typed = {_parsed(word).key_or_group: _parsed(word).value() for word in words}
     start = StartFile.of(typed)
     from_file = {} if start is None else start.settings(typed)
@@ -351,5 +347,4 @@ def epoch_at(share: float, epochs: Any) -> int:
 
 
 def without_hydra(raw: DictConfig) -> DictConfig:
-    """The settings alone."""
     return OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])

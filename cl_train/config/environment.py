@@ -20,15 +20,14 @@ class Environment:
     variables: Mapping[str, str]
 
     def is_current(self) -> bool:
-        """Whether this process runs in it. PYTHONPATH of a job has the project's folder, too."""
+        """Whether this process runs in it; PYTHONPATH of a job has the project's folder, too."""
         has_variables = all(v in os.environ.get(name, "") for name, v in self.variables.items())
         return self.python == sys.executable and has_variables
 
 
 def parse_environment(text: str) -> Environment:
-    """The environment of `environment=WORD,...`: a Python, variables (`A=1`), both, or `here`.
-
-    Raises ConfigError: neither.
+    """That of `environment=WORD,...`: a Python, variables (`A=1`), both, or `here`. Raises
+    ConfigError.
     """
     words = text.split(",")
     variables = dict(word.split("=", 1) for word in words if _VARIABLE.fullmatch(word))

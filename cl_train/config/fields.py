@@ -61,8 +61,6 @@ multirun_setting = partial(neutral_setting, multirun=True)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One leaf of a dataclass of settings."""
-
     base_type: type  # bool, int, float or str: of the value, or of the items of a list
     list_depth: int  # 0: one value, 1: a list, 2: a list of lists
     optional: bool  # null is allowed

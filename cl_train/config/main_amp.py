@@ -35,7 +35,7 @@ def setting_of_flag(flag: str) -> str:
 
 
 def settings_of_main_amp(words: Sequence[str]) -> list[str]:
-    """The words that a command line of main_amp.py becomes here; empty if it is none."""
+    """What a command line of main_amp.py becomes here; empty if it is none."""
     if not _ITS_OWN & {word.partition("=")[0] for word in words}:
         return []
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)

@@ -92,7 +92,7 @@ def code_named(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def refuse_code(source: Path, words: Sequence[str]) -> None:
-    """Raises ConfigError if `source`, which is data, names code: these `words`."""
+    """Refuses a `source`, which is data, if it names code: these `words`."""
     if words:
         what = "names code, and what a run left never runs any: to run it, repeat"
         raise ConfigError(f"{source} {what} {' '.join(words)}")

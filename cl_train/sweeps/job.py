@@ -68,15 +68,15 @@ def start_job(job: Job, folder: Path, place: Place) -> "subprocess.Popen[bytes]"
 
 
 def _begin_job() -> None:
-    """Resets the signals that a process forked during a `StopRequest` ignores."""
+    """A process forked during a `StopRequest` ignores these signals."""
     for signum in (signal.SIGINT, SAVE_SIGNAL):
         signal.signal(signum, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)
 
 
 def _to_continue(job: Job, folder: Path) -> list[str]:
-    """The settings with which a job that was started before goes on, or begins again: without a
-    checkpoint, or if it is completed, but damaged.
+    """A job that was started before goes on, or begins again: without a checkpoint, or if it is
+    completed, but damaged.
     """
     with lock_file(folder / ".lock", waiting_for=job.name):
         if _status(folder) == "completed" or not any((folder / "checkpoints").glob("*.pt")):
@@ -85,7 +85,6 @@ def _to_continue(job: Job, folder: Path) -> list[str]:
 
 
 def _status(folder: Path) -> object:
-    """That of summary.json; None without one that can be read."""
     try:
         return read_json(folder / SUMMARY).get("status")
     except (OSError, ValueError, AttributeError):

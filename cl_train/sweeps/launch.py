@@ -39,8 +39,7 @@ def run_sweep(runs: Sequence[Composed]) -> tuple[Report, int]:
     """Run the jobs of a sweep, then write the comparison.
 
     Returns the comparison, which is written too, and the exit code: 0, 1 if a job has not
-    completed, 128 + n after signal n. Raises ConfigError: as `plan_sweep` and `plan_places`, under
-    torchrun, or another process runs this sweep.
+    completed, 128 + n after signal n. Raises ConfigError.
     """
     if read_launch() is not None:
         raise ConfigError("torchrun cannot start a sweep: train.py -m nproc=N starts torchrun")
@@ -82,8 +81,6 @@ def undecided_groups(sweep: Sweep) -> set[int]:
 
 @dataclass
 class Launcher:
-    """Runs the jobs of a sweep in its places."""
-
     sweep: Sweep
     places: Sequence[Place]
     request: StopRequest
@@ -120,7 +117,6 @@ class Launcher:
         return jobs * fmean(self.seconds or [0]) / len(self.places)
 
     def _is_too_late(self, jobs: int) -> bool:
-        """Whether `jobs` more would end after time_limit_s."""
         limit_s = self.sweep.options.time_limit_s or math.inf
         return time.monotonic() - self.began_s + self._seconds_for(jobs) > limit_s
 
@@ -164,7 +160,6 @@ class Launcher:
             print(f"{said}; the sweep goes on", flush=True)
 
     def _outcome(self, job: Job, place: Place) -> Run | str:
-        """Runs a job; in words why it has not completed."""
         folder = self.sweep.folder / job.name
         try:
             process = start_job(job, folder, place)
@@ -202,7 +197,6 @@ class Launcher:
 
 
 def words_of(run: Run) -> str:
-    """How a completed job went."""
     speed = f"completed, {run.results['images_per_s']:.1f} images/s"
     if run.is_disturbed:
         return f"{speed}, disturbed: it waited for a core in {run.lost_pct:.0f} % of its time"
@@ -210,7 +204,7 @@ def words_of(run: Run) -> str:
 
 
 def progress_of(folder: Path) -> str:
-    """Where a running job is: epoch, step and remaining time of its last log line."""
+    """Epoch, step and remaining time of the last log line of a running job."""
     with suppress(OSError), open(folder / LOG_NAME, "rb") as log:
         log.seek(-min(20_000, log.seek(0, os.SEEK_END)), os.SEEK_END)
         if lines := _PLACE.findall(log.read()):

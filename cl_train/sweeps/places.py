@@ -21,7 +21,7 @@ class Place:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs as in CUDA_VISIBLE_DEVICES; torch counts them in a process of its own."""
+    """As in CUDA_VISIBLE_DEVICES; torch counts them in a process of its own."""
     program = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     count = int(done.stdout or 0)

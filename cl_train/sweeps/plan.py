@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Options:
-    """How a sweep runs: the settings of multirun, with their names."""
+    """The settings of multirun, with their names."""
 
     repeats: int | None = 1  # None: added until every pair is decided
     max_repeats: int = Config.max_repeats
@@ -119,13 +119,12 @@ class Sweep:
 
 
 def _code_of(code: Mapping[str, str], environment: str) -> list[tuple[str, str]]:
-    """The settings of a job that name code, or another environment, as they are typed."""
     other = [] if environment == HERE else [("environment", quoted(environment))]
     return [*code.items(), *other]
 
 
 def _words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
-    """key=value,value for each key."""
+    """key=value,value,... for each key."""
     values: dict[str, list[str]] = {}
     for key, value in dict.fromkeys(settings):
         values.setdefault(key, []).append(value)
@@ -141,10 +140,7 @@ def _free_name(text: str, jobs: Sequence[Job]) -> str:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """The plan of a sweep, of which nothing leaves its folder.
-
-    Raises ConfigError: there is none, or it cannot be read.
-    """
+    """The plan of a sweep, of which nothing leaves its folder. Raises ConfigError."""
     path = folder / "sweep.json"
     if not path.is_file():
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json")
@@ -177,7 +173,7 @@ def _is_plain(job: Job) -> bool:
 def plan_sweep(runs: Sequence[Composed]) -> Sweep:
     """The jobs of these runs, or those of the sweep that `resume_sweep=` names.
 
-    Raises ConfigError: a setting of the sweep itself, or a folder that is in use.
+    Raises ConfigError.
     """
     columns = [*zip(*(run.words for run in runs), strict=True)]
     fixed = [words[0] for words in columns if len({*words}) == 1]
@@ -217,7 +213,6 @@ def plan_sweep(runs: Sequence[Composed]) -> Sweep:
 def _problems(
     fixed: Sequence[str], varied: Collection[str], runs: Sequence[Composed]
 ) -> Iterator[str]:
-    """What is wrong with the words of a sweep, apart from their values."""
     for key in sorted({*varied} & {*MULTIRUN_KEYS} - {*_OF_JOBS}):
         yield f"{key} belongs to the whole sweep and takes one value"
     [(words, times)] = Counter(run.words for run in runs).most_common(1)
@@ -229,7 +224,6 @@ def _problems(
 
 
 def _why_no_verdict(varied: set[str], runs: Sequence[Composed]) -> str | None:
-    """Why a sweep over these settings has no verdict."""
     by = runs[0].cfg.compare_by
     if by not in varied and varied <= FIELDS.keys():
         two = "channels_last=true,false" if by == "channels_last" else f"two values of {by}"
@@ -268,7 +262,6 @@ def _refuse_code_that_is_not_typed(sweep: Sweep, typed: Sequence[Config]) -> Non
 
 
 def _resumed(sweep: Sweep, cfg: Config, typed: Collection[str]) -> Sweep:
-    """A sweep with the settings that were `typed` with `resume_sweep=`."""
     keys = {key.partition(".")[0] for key in typed} & {item.name for item in fields(Options)}
     options = replace(sweep.options, **{key: getattr(cfg, key) for key in keys})
     before = max(job.repeat for job in sweep.jobs)
@@ -294,7 +287,7 @@ def _setting_of(word: str) -> str:
 def _first_jobs(
     fixed: Sequence[str], varied: Collection[str], runs: Sequence[Composed]
 ) -> list[Job]:
-    """The first repeat: jobs that differ only in the compared key form a group."""
+    """Jobs that differ only in the compared key form a group."""
     by_group: dict[tuple[str, ...], list[tuple[Config, list[str]]]] = {}
     for run in runs:
         chosen = [word for word in run.words if _key(word) in varied]
@@ -322,7 +315,6 @@ def _first_jobs(
 
 
 def _name(cfg: Config, words: Sequence[str]) -> str:
-    """Names the first repeat of a job by its model, layout and these words."""
     shown = [cfg.model.replace(":", "."), LAYOUT_NAMES.get(cfg.channels_last, cfg.channels_last)]
     for key, _, value in (word.partition("=") for word in words):
         if key not in ("model", "channels_last"):

@@ -111,7 +111,7 @@ WRONG = [
     ("is empty", "resume="),
     ("use some of .jpg", "data.extensions=[]", "data.extensions=[.jpg,.gif]"),
     ("hydra.run.dir and hydra.sweep.dir", "hydra=1", "hydra.sweep.subdir=x"),
-    ("sweep.sbatch", "launcher=slurm"),
+    ("did you mean launcher.gpus", "launcher.gpu=all"),
     ("needs a folder", "hydra.run.dir=", "-m hydra.sweep.dir=/a,/b channels_last=true,false"),
     ("hydra.run.dir=${nosuch}: ", "hydra.run.dir=${nosuch}"),
     ("no such folder", "--config-dir=/no/such"),
