@@ -2,11 +2,10 @@
 # bash benchmarks/gpu_report.sh [out=outputs/gpu_report] [time_limit_s=540]      measures this machine's GPU
 # bash benchmarks/gpu_report.sh dry_run=true [out=DIR]     every line on a CPU with tiny settings; the figures are meaningless
 #
-# Names the packages that are missing, then runs the commands below, the decisive ones first, each with its own time limit
-# and log, and adds what they print to DIR/report.md as soon as they end; JSON files lie beside it. It ends within
-# time_limit_s: called again with the same `out`, it goes on with the commands that had no time. Each line is a command that
-# can be run alone; if one fails, the others still run, and DIR/NAME.failed keeps it from being repeated.
-# Installs nothing: uses $PYTHON, else .venv, else python3, with pytest; Nsight Compute's ncu is used if installed.
+# Names the packages that are missing, then runs the commands below, the decisive ones first, and adds what they print to
+# DIR/report.md; logs and JSON files lie beside it. It ends within time_limit_s: called again with the same `out`, it goes
+# on with the commands that had no time. If one fails, the others still run; DIR/NAME.failed keeps it from being repeated.
+# Installs nothing: uses $PYTHON, else .venv, else python3, with pytest.
 # Exit codes: 0 every command completed, 1 one failed or was left out for lack of time, 2 wrong usage or missing packages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -110,12 +109,6 @@ measure jpegs 200 "${run[@]}" channels_last=true "${best[@]}" data=folder "data.
     profile=true "hydra.run.dir=$out/jpegs"
 measure compiled 240 "${resnet50_step[@]}" "precision=$half" "${best[@]}" "out=$out/compiled.json" overwrite=true
 measure bf16 100 "${resnet50_step[@]}" precision=bf16 "out=$out/bf16.json" overwrite=true
-# cuDNN times all its algorithms instead of the ten best of its own estimate: is that worth the longer start?
-measure all_algorithms 200 "$PYTHON" -c "
-import sys, torch
-torch.backends.cudnn.benchmark_limit = 0
-from cl_train.cli import main
-sys.exit(main(sys.argv[1:]))" "${resnet50_step[@]:3}" "precision=$half" "out=$out/all_algorithms.json" overwrite=true
 measure operators 150 "${cl_train[@]}" audit "model=$resnet50" "${step[@]}" "precision=$half" time=true "out=$out/operators.json" overwrite=true
 measure loader 200 "${cl_train[@]}" loader_benchmark "data.root=$out/images" "data.workers=$cores" "data.image_size=$size" \
     "batch_size=$batch" images=$((per_class * 2)) "rounds=$rounds" "out=$out/loader.json" overwrite=true
@@ -126,10 +119,5 @@ measure slow_tests 400 "${tests[@]}" -m "gpu and slow"
 for precision in tf32 fp16_o2; do
     measure "$precision" 100 "${resnet50_step[@]}" "precision=$precision" "out=$out/$precision.json" overwrite=true
 done
-# Bytes of device memory that each kernel reads and writes; --cache-control none: by default ncu empties the caches.
-if command -v ncu >/dev/null; then
-    measure ncu 200 ncu --clock-control none --cache-control none --csv --log-file "$out/ncu.csv" --launch-skip 4000 --launch-count 600 \
-        --metrics dram__bytes_read.sum,dram__bytes_write.sum "${resnet50_step[@]}" "precision=$half" cuda_graph=false layouts=channels_last,contiguous
-fi
 echo "$report"
 exit $failed

@@ -30,9 +30,10 @@ import torch
 
 from cl_train.cli import exit_code
 from cl_train.commands import Result, print_result
+from cl_train.config.command_line import check_command_line
 from cl_train.config.fields import Range
 from cl_train.config.schema import JsonResult, LoaderBenchmarkSettings, OptimConfig, setting
-from cl_train.config.validation import checked_config, optional_module
+from cl_train.config.validation import optional_module
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.measure.loaders import Pipeline, benchmark_loaders
@@ -106,19 +107,14 @@ def bare_steps(settings: OverheadSettings, device: torch.device) -> Block:
 
 def cl_train_steps(settings: OverheadSettings, device: torch.device) -> Block:
     """The same with `train`: the step time of one window of `steps` steps, from metrics.jsonl."""
-    steps = settings.steps
-    data: dict[str, Any] = {"name": "synthetic", "image_size": settings.image_size}
-    data["synthetic_images"] = settings.batch_size * 2 * steps
-    values: dict[str, Any] = {
-        "model": settings.model,
-        "batch_size": settings.batch_size,
-        "data": data,
-    }
-    values |= {"device": device.type, "channels_last": "true", "epochs": 1, "evaluate_every": -1}
-    values |= {"log_every": steps, "warmup_steps": 1}
+    images = settings.batch_size * 2 * settings.steps
+    words = f"""channels_last=true epochs=1 evaluate_every=-1 device={device.type}
+        data=synthetic data.synthetic_images={images} data.image_size={settings.image_size}
+        model={settings.model} batch_size={settings.batch_size} log_every={settings.steps}
+        warmup_steps=1"""
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(io.StringIO()):
-            assert train(checked_config(values), Path(folder)).exit_code == 0
+            assert train(check_command_line(words.split())[0], Path(folder)).exit_code == 0
         windows = counted_windows(windows_of(read_records(Path(folder))[0]))
     return Block(statistics.fmean(window.step_ms for window in windows) / 1000)
 
@@ -145,22 +141,19 @@ def updates(settings: UpdateSettings) -> Result:
     cases = list(itertools.product(settings.model, UPDATES, settings.threads))
     case_s = settings.time_limit_s / len(cases) - 1
     rows: list[dict[str, Any]] = []
-    before = torch.get_num_threads()
     for model, update, threads in cases:
         torch.set_num_threads(threads)
         variants = [partial(updates_block, update_of(model, update, side)) for side in SIDES]
         done = alternate(variants, Stop(math.inf, case_s, least_rounds=2))
-        ms = [
-            [round(1000 * seconds, 4) for seconds in times]
-            for times in map(done.times_s, range(len(SIDES)))
-        ]
+        block_ms = {
+            side: [round(1000 * seconds, 4) for seconds in done.times_s(number)]
+            for number, side in enumerate(SIDES)
+        }
         row: dict[str, Any] = {"model": model, "update": update, "threads": threads}
-        row["ms"] = dict(zip(SIDES, map(statistics.median, ms), strict=True))
-        row["ratio"] = 1 / done.intervals()[1].ratio
-        row["block_ms"] = dict(zip(SIDES, ms, strict=True))
+        row["ms"] = {side: statistics.median(times) for side, times in block_ms.items()}
+        row |= {"ratio": 1 / done.intervals()[1].ratio, "block_ms": block_ms}
         rows.append(row)
         print(f"{model} {update} {threads}: {row['ms']}, ratio {row['ratio']:.2f}", flush=True)
-    torch.set_num_threads(before)
     worst = max(row["ratio"] for row in rows)
     text = f"channels_last / contiguous, milliseconds: at most {worst:.2f}"
     return document_of(settings, CPU, rows=rows), text
@@ -187,12 +180,7 @@ def update_of(name: str, update: str, side: str) -> Callable[[], object]:
 
 
 def updates_block(update: Callable[[], object]) -> Block:
-    """Ten updates.
-
-    One comes before the clock starts: it finds the caches full of another side's tensors, but not
-    in the block that follows a block of the same side.
-    """
-    update()
+    update()  # finds the caches full of another side's tensors, or not, by the order of the blocks
     return Block(timed_s(lambda: [update() for _ in range(10)], CPU) / 10)
 
 

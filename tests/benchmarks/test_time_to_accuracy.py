@@ -7,7 +7,6 @@ import pytest
 from benchmarks import time_to_accuracy
 from benchmarks.time_to_accuracy import LINES, Settings, measure, run_to_end, summarize
 from cl_train.measure.alternate import Block
-from tests.processes import LIMIT_S
 
 OURS, TIMM = LINES
 
@@ -23,7 +22,7 @@ Test: [  11/11]  Time: 0.031 (0.080)  Loss:   2.799 ( 2.319)  Acc@1:   0.000 ( 5
 def test_the_accuracies_of_each_log(program, tmp_path):
     script = f"print({LOGS[program]!r})"
     command = [sys.executable, "-c", script]
-    run = run_to_end(LINES[program], command, tmp_path / "log", limit_s=LIMIT_S)
+    run = run_to_end(LINES[program], command, tmp_path / "log")
     assert run["exit_code"] == 0 and 0 < run["points"][0][0] <= run["total_s"]
     assert [top1 for _, top1 in run["points"]] == [53.889]
     assert (tmp_path / "log").read_text().count("\n") == LOGS[program].count("\n") + 1
@@ -52,7 +51,7 @@ def test_medians_and_ratios_count_runs_that_miss_the_target():
 def test_programs_take_turns_with_every_placeholder_filled(tmp_path, monkeypatch):
     commands = []
 
-    def run(line, command, log, limit_s):
+    def run(line, command, log):
         commands.append(command)
         return {"exit_code": 0, "points": [[8.0, 95.0]], "total_s": 9.0}
 
