@@ -49,6 +49,7 @@ class Choice:
     cached: bool = False
     conclusive: bool = True  # False: too noisy or disturbed; the next run measures again
     parity: str | None = None  # of channels_last: "passed", or "inconclusive: why"
+    verdict: str | None = None  # on channels_last, if it was measured
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -185,7 +186,8 @@ def _measured_choice(
     if disturbed or is_wide:
         reason += f"; {disturbed or 'the times vary too much'}, so the next run measures again"
     seconds = round(time.perf_counter() - started_at, 2)
-    return Choice(layout, reason, seconds, conclusive=not (disturbed or is_wide))
+    is_conclusive = not (disturbed or is_wide)
+    return Choice(layout, reason, seconds, conclusive=is_conclusive, verdict=verdict)
 
 
 def _smaller(batch_size: int, measured: Workload, workload: Workload) -> str:
@@ -203,6 +205,7 @@ def _read(path: Path, candidate: Layout) -> Choice | None:
         is_candidate = kept["memory_format"] == MEMORY_FORMAT_NAMES[candidate.memory_format]
         layout = candidate if is_candidate else CONTIGUOUS
         reason = f"{kept['reason']} (measured before: {path})"
-        return Choice(layout, reason, float(kept["seconds"]), cached=True)
+        seconds, verdict = float(kept["seconds"]), kept.get("verdict")
+        return Choice(layout, reason, seconds, cached=True, verdict=verdict)
     except (ValueError, KeyError, TypeError):
         return None

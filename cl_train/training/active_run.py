@@ -189,12 +189,11 @@ class ActiveRun:
         if skipped or not math.isfinite(loss):  # equal on all ranks, because it is a sum over them
             self.progress.bad_steps = self._count_bad_steps(rows, window.step)
 
-    def note_bad_images(self) -> dict[str, str]:
-        """The reasons of all ranks; the images are named in bad_images.csv."""
+    def note_bad_images(self) -> tuple[dict[str, str], int]:
+        """The reasons of all ranks. The images are named in bad_images.csv: on rank 0, how many."""
         of_ranks = gather_objects(self.data.bad_images.reasons, self.dist)
         reasons = {name: reason for each in of_ranks for name, reason in each.items()}
-        self.records.write_bad_images(reasons)
-        return reasons
+        return reasons, self.records.write_bad_images(reasons)
 
     def warn_if_loader_bound(self) -> None:
         """If the first epoch waited for data, name the bottleneck and the setting to change."""

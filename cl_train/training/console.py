@@ -89,7 +89,7 @@ def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan
     if window.loss_scale:
         line += f" Scale {window.loss_scale:g} Skipped {window.skipped_steps}"
     if window.skipped_images:
-        line += f" Bad images {window.skipped_images}"
+        line += f" Skipped images {window.skipped_images}"
     line += f" ETA {duration((plan.last_step - window.step) * epoch_step_s)}"
     return line + (" (warm-up)" if window.warmup else "")
 
@@ -101,44 +101,58 @@ def mean(windows: Sequence[Window], name: str) -> float:
     return sum(getattr(window, name) * window.images for window in windows) / images
 
 
-def closing_lines(summary: dict[str, Any], folder: Path, config: dict[str, Any]) -> Iterator[str]:
-    """What came out, where it is, and the commands that come next."""
+def closing_lines(
+    summary: dict[str, Any], folder: Path, config: dict[str, Any], bad_images: int
+) -> Iterator[str]:
+    """What came out, where it is, and the command that comes next, in three lines, after a warning
+    if the speed cannot be trusted. bad_images: files, each of which may have been skipped often.
+    """
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     checkpoints, best = folder / "checkpoints", summary["best"]
-    what = f"{summary['status']} after {counted(summary['steps'], 'step')}"
-    if config["evaluate_only"]:
-        what = f"evaluation {summary['status']}"
-    parts = [f"{what} in {duration(summary['seconds'])}"]
-    if end_to_end := summary["images_per_s"]["end_to_end"]:
-        how = f"{summary['memory_format']}, {summary['precision']}"
-        parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
-    if summary["val"]:
-        parts.append(f"top-1 {summary['val']['top1']:.2f} %")
-    if count := summary["skipped_images"]:
-        parts.append(f"bad images skipped {counted(count, 'time')}")
-    yield f"{', '.join(parts)}. Records: {folder}"
+    end_to_end = summary["images_per_s"]["end_to_end"]
     if end_to_end and (summary["lost_pct"] or 0) >= LOST_PCT:
         share = f"{summary['lost_pct']:.0f} % of the time"
         advice = "do not trust the speed"
         if torch.get_num_threads() > 1:
             advice += "; OMP_NUM_THREADS=1 may be faster"
         yield f"the run waited for a core in {share}: {advice}"
+
+    what = f"{summary['status']} after {counted(summary['steps'], 'step')}"
+    if config["evaluate_only"]:
+        what = f"evaluation {summary['status']}"
+    parts = [f"{what} in {duration(summary['seconds'])}"]
+    if end_to_end:
+        how = f"{summary['memory_format']}, {summary['precision']}"
+        parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
+    if summary["val"]:
+        parts.append(f"top-1 {summary['val']['top1']:.2f} %")
+    if times := summary["skipped_images"]:
+        parts.append(f"{counted(bad_images, 'bad image')} skipped {counted(times, 'time')}")
+    yield f"{', '.join(parts)}. Records: {folder}"
+
+    is_trained = summary["train"]["loss"] is not None
+    is_alone = not (folder.parent / "sweep.json").is_file()
+    is_interrupted = summary["status"] == "interrupted"
+    leaves = []
     if best is not None and (checkpoints / "best.pt").is_file():
         score = f"top-1 {best['top1']:.2f} %"
         for name in best.keys() - {"top1", "epoch"}:  # the one of `best_by`
             score = f"{name} {best[name]:.4g}"
-        yield f"best {score} after epoch {best['epoch']}: {checkpoints / 'best.pt'}"
-    if summary["val_average"] and summary["train"]["loss"] is not None:
-        yield (
-            "weights=RUN, predict and convert take the weights of the model; add entry=average for "
-            f"those of the EMA (top-1 {summary['val_average']['top1']:.2f} %)"
-        )
-    if summary["status"] == "interrupted":
+        leaves.append(f"best {score} after epoch {best['epoch']}: {checkpoints / 'best.pt'}")
+    if summary["val_average"] and is_trained:
+        top1 = f"top-1 {summary['val_average']['top1']:.2f} %"
+        leaves.append(f"weights=RUN entry=average takes the EMA ({top1})")
+    if is_trained and is_alone and not is_interrupted and "tensorboard" in config["log_to"]:
+        # It names a run by its path below logdir.
+        leaves.append(f"curves: tensorboard --logdir {shlex.quote(str(folder.parent))}")
+    if leaves:
+        yield "; ".join(leaves)
+
+    if is_interrupted:
         if newest := max(checkpoints.glob("step-*.pt"), default=None):
             more = f"hydra.run.dir={folder} resume=auto"
             yield f"saved: {newest.name}; to continue, repeat the command with {more}"
-    elif summary["train"]["loss"] is not None and not (folder.parent / "sweep.json").is_file():
-        if "tensorboard" in config["log_to"]:  # which names a run by its path below logdir
-            yield f"curves of {folder.name}: tensorboard --logdir {shlex.quote(str(folder.parent))}"
+    elif is_trained and is_alone:
         yield f"to compare the layouts: {_comparing_command(folder, config)}"
 
 

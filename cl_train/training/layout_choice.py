@@ -14,6 +14,7 @@ from cl_train.memory_format.convert import CONTIGUOUS, Layout
 from cl_train.models.facts import ModelFacts
 from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist, on_main
+from cl_train.training.build import audit_command
 from cl_train.training.console import is_importable
 from cl_train.training.parts import ModelSettings
 
@@ -52,6 +53,8 @@ def layout_for(
     choose = partial(choose_layout, model, workload, candidate=candidate, parity=parity)
     choice = on_main(choose, dist)
     log.info("channels_last=auto: %s", choice.reason)
+    if choice.verdict == "slower":
+        log.info("why it is slower: %s", audit_command(wanted, settings.precision))
     return choice.layout, choice.parity
 
 

@@ -40,6 +40,9 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
     checkpoint. Another `Fault`, or OSError: the run cannot continue.
     """
     with opened_run(cfg, folder, command) as run:
+        done = on_main(run.records.completed, run.dist)
+        if done and run.plan.is_done(run.progress) and continues(cfg.resume, run.folder):
+            return closed(run, done)
         with step_observers(run, profiled=cfg.profile) as after_step:
             while not (run.stop_signal or run.plan.is_done(run.progress)):
                 save_due = train_epoch(run, after_step)
@@ -157,7 +160,8 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
             if run.evaluation.best_by is not None:
                 best = f"{run.evaluation.best_by} {abs(progress.best_score):.4g}"
             log.info("epoch %d: %s of training, best %s", progress.epoch, took, best)
-    if (reasons := run.note_bad_images()) and progress.epoch == 0 and run.dist.is_main:
+    reasons, _ = run.note_bad_images()
+    if reasons and progress.epoch == 0 and run.dist.is_main:
         share = bad_share(reasons, run.data.train_images + run.data.val_images)
         cost = "each is read in vain, and in training the next image takes its place"
         log.warning("%s: %s; %s names them", share, cost, BAD_IMAGES)
@@ -214,7 +218,6 @@ def finish(run: ActiveRun) -> RunResult:
         check_evaluation(evaluation["loss"])
     bad, lost_pct = run.data.bad_images, run.machine_load.lost_pct()
     skipped, each_lost_pct = zip(*gather_objects((bad.skipped, lost_pct), dist), strict=True)
-    run.note_bad_images()
     write = partial(
         records.finish,
         "interrupted" if stopped_by else "completed",
@@ -226,6 +229,12 @@ def finish(run: ActiveRun) -> RunResult:
         gpu=run.gpu.worst(),
     )
     summary = on_main(write, dist)  # on all ranks: a launcher may kill rank 0 when the others end
-    for line in closing_lines(summary, run.folder, records.config):
+    return closed(run, summary)
+
+
+def closed(run: ActiveRun, summary: dict[str, Any]) -> RunResult:
+    """Say what came out."""
+    _, bad_images = run.note_bad_images()
+    for line in closing_lines(summary, run.folder, run.records.config, bad_images):
         log.info("%s", line)
-    return RunResult(run.folder, summary, 128 + stopped_by if stopped_by else 0)
+    return RunResult(run.folder, summary, 128 + run.stop_signal if run.stop_signal else 0)

@@ -120,10 +120,12 @@ class Records:
         place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
         self.append(finite_or_null({**place, **values, "time": time.time()}))
 
-    def write_bad_images(self, reasons: Mapping[str, str]) -> None:
-        """Name each bad image once in `bad_images.csv`, with those that earlier processes found."""
-        if self._folder is None or not reasons:
-            return
+    def write_bad_images(self, reasons: Mapping[str, str]) -> int:
+        """Name each bad image once in `bad_images.csv`, with those that earlier processes found.
+        Returns how many there are.
+        """
+        if self._folder is None:
+            return 0
         path, earlier = self._folder / BAD_IMAGES, dict[str, str]()
         if path.is_file():
             lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(True)
@@ -132,12 +134,27 @@ class Records:
         everything = earlier | dict(reasons)
         rows = [{"file": name, "reason": everything[name]} for name in sorted(everything)]
         with suppress(OSError):  # a full disk
-            write_csv(path, rows)
+            if reasons:
+                write_csv(path, rows)
+        return len(rows)
 
     def seconds(self) -> float:
         """Since this process began its work."""
         started = datetime.fromisoformat(self.facts.started)
         return (datetime.now().astimezone() - started).total_seconds()
+
+    def completed(self) -> dict[str, Any] | None:
+        """The summary of an earlier process that completed the run; None if there is none."""
+        summary = self._summary_before()
+        is_whole = summary.get("status") == "completed"
+        return summary if is_whole and summary.get("steps") == self._progress.step else None
+
+    def _summary_before(self) -> dict[str, Any]:
+        """The one in the folder; empty if there is none, or a power cut left it empty."""
+        try:
+            return dict(read_json(self._folder / SUMMARY)) if self._folder else {}
+        except (OSError, ValueError):
+            return {}
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self._new if record["kind"] == kind]
@@ -228,11 +245,7 @@ class Records:
         """
         if self._folder is None or not any(r["kind"] == "train" for r in self._earlier):
             return pct
-        path = self._folder / SUMMARY
-        try:
-            earlier = read_json(path)
-        except (OSError, ValueError):  # there is none, or a power cut left it empty
-            earlier = {}
+        earlier = self._summary_before()
         is_known = earlier.get("steps") == self._earlier[-1]["step"]
         before_pct = earlier.get(name) if is_known else None
         return None if before_pct is None or pct is None else max(before_pct, pct)

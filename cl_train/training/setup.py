@@ -340,9 +340,11 @@ def announce_work(cfg: Config, data: Data, plan: Plan, state: TrainState, dist: 
         log.warning("there is one class only: is data.root one level too high or too low?")
     steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
     left_out = data.train_images - steps * images_per_step
-    dropped = (
-        f" (no full batch: each epoch leaves out {counted(left_out, 'image')})" if left_out else ""
-    )
+    dropped = ""
+    if left_out:
+        dropped = (
+            f" (the last {counted(left_out, 'image')} of an epoch, less than a step, left out)"
+        )
     length = f"{counted(cfg.epochs, 'epoch')} of {counted(steps, 'step')}"
     if plan.last_step < steps * cfg.epochs:  # max_steps
         length = f"the first {counted(plan.last_step, 'step')} of {length}"

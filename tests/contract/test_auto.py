@@ -1,5 +1,6 @@
 """`channels_last=auto` trains in the layout that it finds faster, timed with the run's own step."""
 
+import re
 from unittest.mock import Mock
 
 import pytest
@@ -93,12 +94,12 @@ def test_the_step_that_is_timed_is_the_step_that_trains(train, quick_auto, monke
     assert groups > 1 and settings.precision.name == "bf16"
 
 
-def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkeypatch):
+def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkeypatch, capsys):
     timed = []
 
     def chosen(model, workload, candidate, parity):
         timed.append((workload.mode, workload.input_shape, workload.settings.compile, candidate))
-        return auto.Choice(candidate, "planted", 0.0)
+        return auto.Choice(candidate, "planted", 0.0, verdict="slower")
 
     monkeypatch.setattr(layout_choice, "choose_layout", chosen)
     monkeypatch.setattr(torch, "compile", Mock(side_effect=lambda model, **_: model))
@@ -107,6 +108,8 @@ def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkey
     summary = train(*words, "compile=true", "conversion=conv").summary
     assert timed == [("infer", (3, 48, 48), False, Layout(torch.channels_last, "conv"))]
     assert summary["memory_format"] == "channels_last"
+    audited = re.findall("why it is slower: (cl-train audit model=.*)", capsys.readouterr().out)
+    assert len(audited) == 1 and "batch_size=" in audited[0] and "conversion=conv" in audited[0]
 
 
 class Wrong(nn.Module):

@@ -245,6 +245,7 @@ def test_the_faster_one_beyond_noise_is_chosen_and_remembered(measuring, ratio, 
     assert first.reason.startswith(f"{name}{undecided}: channels_last is {ratio:.3f}x")
     assert ("measures again" in first.reason) is not is_cached
     assert second.cached is is_cached and second.channels_last == (name == "channels_last")
+    assert second.verdict == first.verdict
     assert ("measured before: /" in second.reason) is is_cached
     assert measuring.call_count == (1 if is_cached else 2)
 

@@ -105,7 +105,7 @@ def test_tensorboard_begins_with_what_is_looked_at_first_and_shows_no_step_twice
     train(*words, "resume=auto", folder=done.folder)
     assert [path.name for path in done.folder.iterdir() if path.is_dir()] == ["checkpoints"]
     log = done.log
-    assert f"curves of {done.folder.name}: tensorboard --logdir {done.folder.parent}\n" in log
+    assert f"curves: tensorboard --logdir {done.folder.parent}\n" in log
     events = EventAccumulator(str(done.folder), purge_orphaned_data=True).Reload()
     tags = events.Tags()
     groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags["scalars"])))
