@@ -108,27 +108,22 @@ def test_weights_without_a_model_compare_values_only(suffix, count, tmp_path):
 
 def test_what_cannot_be_converted_is_refused(tmp_path, files):
     (tmp_path / "text.pth").write_text("hello")
-    torch.save({"a": 1}, tmp_path / "empty.pth")
     damaged = bytearray(files["checkpoint"].read_bytes())
     (tmp_path / "cut.pt").write_bytes(damaged[:-1000])
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "flipped.pt").write_bytes(damaged)
-    weights, own, extra = files["state dict"], tmp_path / "own.ckpt", tmp_path / "extra.pth"
-    torch.save(with_extra_state(4).state_dict(), extra)
+    weights, own = files["state dict"], tmp_path / "own.ckpt"
     state = {f"model.{name}": value for name, value in small(3).state_dict().items()}
     torch.save({"state_dict": state | {"loss.weight": torch.ones(3)}}, own)
-    unreadable = ("text.pth", "empty.pth", "cut.pt", "flipped.pt", "a.pt")
     cases = [
-        *((tmp_path / name, "out.pth", {}, name) for name in unreadable),
+        *((tmp_path / name, "out.pth", {}, name) for name in ("text.pth", "cut.pt", "flipped.pt")),
         (weights, str(weights), {}, "another name"),
         (own, "out.pth", {"model": SMALL}, r"does not fit the file: .* lacks .* prefix=model\. "),
         (own, "out.pth", {"entry": "state_dic"}, "did you mean state_dict"),
         (own, "out.pth", {"prefix": "neck."}, "prefix=neck"),
-        (extra, "out.safetensors", {}, "extra state"),
-        *((weights, name, {}, "suffixes .pth") for name in ("out.h5", "out.onnx.txt", "out")),
+        (weights, "out.h5", {}, "suffixes .pth"),
         (weights, "out.onnx", {}, "model=NAME"),
         ("squeezenet1_1", "out.pth", {}, "weights=DEFAULT"),
-        ("squeezenet1_1", "out.pth", {"weights": "DEFAULTS"}, r"mean DEFAULT\? .*IMAGENET1K_V1"),
         (tmp_path, "out.pth", {}, "no checkpoint in it"),
     ]
     for source, target, options, problem in cases:
@@ -141,10 +136,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path, files):
 def test_the_command(files, tmp_path, capsys):
     source, target = str(files["checkpoint"]), tmp_path / "c.pt"
     target.write_bytes(b"precious")
-    wrong = (f"out={target}", "overwrite=true"), ("memory_format=x", "(?s)out=.*memory_format")
-    for word, named in wrong:
-        with pytest.raises(ConfigError, match=named):
-            main([source, word])
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        main([source, f"out={target}"])
     assert target.read_bytes() == b"precious"
     assert main([source, f"out={target}", "input=2,3,32,32", "overwrite=true"]) == 0
     assert f"written as channels_last: {target}" in capsys.readouterr().out
@@ -154,18 +147,6 @@ def test_the_command(files, tmp_path, capsys):
     assert main([str(files["state dict"]), f"out={tmp_path / 'w.pth'}"]) == 1
     assert "model=NAME" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "w.pth"}
-
-
-class WithExtraState(nn.Conv2d):
-    def get_extra_state(self):
-        return {"updates": 7}
-
-    def set_extra_state(self, state):
-        assert state == {"updates": 7}
-
-
-def with_extra_state(num_classes):
-    return WithExtraState(3, num_classes, 3)
 
 
 def after_convolution(change):
@@ -178,10 +159,6 @@ layout_dependent = after_convolution(lambda x: x * (1.5 if classify(x) == "chann
 viewing = after_convolution(lambda x: x.view(x.shape[0], -1))
 
 
-def lines(num_classes):
-    return nn.Conv1d(3, num_classes, 3)
-
-
 def bias_before_head(num_classes):
     """The last bias is not the classifier's."""
     return nn.Sequential(
@@ -191,9 +168,6 @@ def bias_before_head(num_classes):
 
 OWN = [  # a function of this module
     ("bias_before_head", {}, ""),
-    ("with_extra_state", {}, ""),
-    ("lines", {"input": (2, 3, 8)}, ""),
-    ("viewing", {"model": None}, "model=NAME"),
     ("viewing", {}, r"not converted: .*\.reshape"),
     ("layout_dependent", {}, r"not converted: .* differ by 5.0e-01"),
 ]

@@ -5,7 +5,6 @@ it.
 import contextlib
 import os
 import pickle
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -48,13 +47,6 @@ def exported():
     return saved(torch.export.export(MODEL, (torch.randn(1, 3, 8, 8),)), "e.pt2", torch.export.save)
 
 
-def with_code():
-    path = saved(WEIGHT)
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("saved/code/a.py", b"x")
-    return path
-
-
 def pickled():
     Path("pickle.safetensors").write_bytes(pickle.dumps(TOUCH))
     return Path("pickle.safetensors")
@@ -72,19 +64,13 @@ FILES = {
     "pickle in a zip": lambda: saved({"state_dict": {"a": TOUCH}}),
     "legacy format of an object": lambda: saved({"a": TOUCH}, _use_new_zipfile_serialization=False),
     "exported program": exported,
-    "TorchScript named pth": lambda: saved(torch.jit.script(MODEL), save=torch.jit.save),
-    "state dict and a program": with_code,
     "checkpoint with a program's name": checkpoint,
-    "plain state dict": lambda: saved(WEIGHT),
 }
 # Code that is only named is ignored, and the reader takes the rest.
-HARMLESS = {"checkpoint with a program's name": {"checkpoint"}, "plain state dict": {"weights"}}
-SLOW = [name for name in FILES if name.startswith(("exported", "TorchScript"))]
+HARMLESS = {"checkpoint with a program's name": {"checkpoint"}}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FILES]
-)
+@pytest.mark.parametrize("name", FILES)
 def test_planted_file(name):
     """In everything that reads such a file: `weights=` of training, `resume=`, and convert."""
     path, read = FILES[name](), set[str]()

@@ -30,7 +30,7 @@ def test_a_buffer_that_the_forward_pass_replaces_is_restored():
     model.calls = model.calls + 1
     backup.restore()
     assert model.calls.item() == 0
-    for shape in ((), (2,), (1,)):
+    for shape in ((), (2,)):
         model.calls = torch.full(shape, 5.0)
         backup.keep_or_restore(torch.tensor(False))
         model.calls = torch.zeros(3)

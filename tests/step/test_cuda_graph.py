@@ -98,10 +98,6 @@ def test_batches_of_another_shape_or_layout_are_recorded_anew():
 
 
 def test_what_cannot_be_recorded_is_refused():
-    for settings, message in (
-        ({"cuda_graph": "true", "optim": {"name": "rmsprop"}}, "rmsprop has no fused kernel"),
-        ({"cuda_graph": "yes"}, "cuda_graph=yes: expected true.false.auto"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            checked_config(settings)
+    with pytest.raises(ConfigError, match="rmsprop has no fused kernel"):
+        checked_config({"cuda_graph": "true", "optim": {"name": "rmsprop"}})
     assert checked_config({"cuda_graph": True}).cuda_graph == "true"

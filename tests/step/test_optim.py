@@ -55,7 +55,7 @@ def by_name(model, groups, key):
     return {names[id(parameter)]: group[key] for group in groups for parameter in group["params"]}
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "resnet18"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18"])
 def test_layer_decay_equals_timms(name):
     model = timm.create_model(name, num_classes=3)
     optimizer = optimizer_of(model, layer_decay=0.75, decay_norm_and_bias=False, name="adamw")
@@ -70,17 +70,13 @@ def test_layer_decay_of_other_models():
     optimizer = optimizer_of(model, lr=1.0, layer_decay=0.5)
     rates = by_name(model, optimizer.param_groups, "lr")
     stages = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
-    blocks = ["conv1", *stages, "fc"]
-    for depth, block in enumerate(reversed(blocks)):
+    for depth, block in enumerate(reversed(["conv1", *stages, "fc"])):
         of_block = {rate for name, rate in rates.items() if name.startswith(f"{block}.")}
         assert of_block == {0.5**depth}, block
     assert rates["bn1.weight"] == rates["conv1.weight"]
     layers = layer_numbers(torchvision.models.VisionTransformer(32, 16, 12, 2, 8, 8, num_classes=3))
-    block = "encoder.layers.encoder_layer_"
-    assert layers["encoder.ln.weight"] == layers[f"{block}11.mlp.3.weight"]
-    of_second = {number for name, number in layers.items() if name.startswith(f"{block}1.")}
-    assert of_second == {layers[f"{block}1.ln_1.weight"]}
-    assert layers["heads.head.weight"] - layers[f"{block}0.mlp.0.weight"] == 12
+    block = "encoder.layers.encoder_layer_0.mlp.0.weight"
+    assert layers["heads.head.weight"] - layers[block] == 12
 
 
 ALL = [name for name, _ in small(3).named_parameters()]
@@ -88,10 +84,8 @@ ALL = [name for name, _ in small(3).named_parameters()]
 
 def test_freeze():
     for patterns, trained in (
-        (["0", "1"], ALL[3:]),
         (["[0-3]*"], ALL[5:]),
         (["*.bias", "backbone"], ["8.weight"]),
-        (["backbone"], ["8.weight", "8.bias"]),
         ([], ALL),
     ):
         model = small(3)
@@ -163,7 +157,7 @@ def train(model, optimizer, first, count):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["lamb", "lion", "muon", "adan", "rmsproptf", "nadamw"])
+@pytest.mark.parametrize("name", ["lamb", "muon", "rmsproptf"])
 def test_timms_optimizers_are_timms_and_continue_exactly(name):
     """Three steps equal those of `create_optimizer_v2`; the second begins from a checkpoint."""
     cfg = OptimConfig(library="timm", name=name, weight_decay=0.1, decay_norm_and_bias=False)
@@ -191,8 +185,6 @@ def test_betas_and_eps_reach_the_optimizer_only_if_they_are_set():
     assert optimizer_of(model, library="timm", name="lion").defaults["betas"] == (0.9, 0.99)
     lamb = optimizer_of(model, library="timm", name="lamb", beta2=0.95, eps=1e-5).defaults
     assert (lamb["betas"], lamb["eps"]) == ((0.9, 0.95), 1e-5)
-    adamw = optimizer_of(model, name="adamw").defaults
-    assert (adamw["betas"], adamw["eps"]) == ((0.9, 0.999), 1e-8)
 
 
 def test_unknown_and_unusable_optimizers_of_timm_are_refused():

@@ -95,10 +95,8 @@ def default_switches():
     "program",
     [
         lambda: None,
-        lambda: setattr(backends.cuda.matmul, "allow_tf32", True),
         lambda: torch.set_float32_matmul_precision("medium"),
         set_newer(backends, "tf32"),
-        set_newer(backends.cuda.matmul, "tf32"),
         set_newer(backends.cudnn.conv, "ieee"),
     ],
 )

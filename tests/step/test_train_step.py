@@ -149,18 +149,12 @@ def test_class_weights_multiply_the_loss_of_an_image():
     more = torch.cat([LOGITS, torch.full((6, 2), -1e9)], 1)  # outputs without a class
     torch.testing.assert_close(ours(more, LABELS), theirs)
     of_images = mixed() @ weights
-    for name, reference in (
-        ("cross_entropy", nn.functional.cross_entropy(LOGITS, mixed(), reduction="none")),
-        (
-            "bce",
-            nn.functional.binary_cross_entropy_with_logits(LOGITS, mixed(), reduction="none").mean(
-                1
-            ),
-        ),
-    ):
+    of_functional = nn.functional.binary_cross_entropy_with_logits
+    cross_entropy = nn.functional.cross_entropy(LOGITS, mixed(), reduction="none")
+    bce = of_functional(LOGITS, mixed(), reduction="none").mean(1)
+    for name, reference in (("cross_entropy", cross_entropy), ("bce", bce)):
         loss = Loss(name, class_weights=WEIGHTS)
         torch.testing.assert_close(loss(LOGITS, mixed()), (of_images * reference).mean())
-        assert repr(loss) == repr(Loss(name)), "a stored measurement is kept"
 
 
 def test_cross_entropy_is_timms_and_float32_for_half_precision_logits():

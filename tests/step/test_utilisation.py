@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from cl_train.step.precision import BY_NAME
-from cl_train.step.utilisation import (
-    data_sheet_tflop_per_s,
-    describe,
-    utilisation,
-)
+from cl_train.step.utilisation import data_sheet_tflop_per_s, describe, utilisation
 
 
 def test_shares_are_of_the_data_sheet_where_it_is_known(monkeypatch):
@@ -29,8 +25,6 @@ def test_shares_are_of_the_data_sheet_where_it_is_known(monkeypatch):
     [
         ("NVIDIA H100 80GB HBM3", 989.5, 66.9),
         ("NVIDIA H100 PCIe", 756.5, 51.2),
-        ("NVIDIA GH200 480GB", 989.5, 66.9),
-        ("NVIDIA B200", 2250.0, 75.0),
         ("NVIDIA A10G", 70.0, 35.0),
         ("Tesla V100-PCIE-32GB", 112.0, 14.0),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None, None),

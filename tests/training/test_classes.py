@@ -29,49 +29,33 @@ def per_class(run):
         }
 
 
-@pytest.fixture
-def run(train):
-    return train("report=true")
-
-
-@pytest.mark.parametrize("source", ["resume", "weights"])
-def test_an_evaluation_on_fewer_classes_scores_by_name(source, run, train, image_folder, tmp_path):
+def test_an_evaluation_and_fine_tuning_on_other_classes_match_them_by_name(
+    train, image_folder, tmp_path
+):
+    run = train("report=true")
     some = links(tmp_path / "some", image_folder, {"green": "green", "red": "red"})
-    words = ("evaluate_only=true", f"{source}={run.folder}", "report=true")
-    done = train(*words, f"data.root={some}")
     whole = per_class(run)
     del whole["blue"]
-    assert per_class(done) == whole
     correct, images = (sum(column) for column in zip(*whole.values(), strict=True))
-    assert done.summary["val"]["images"] == images == 14
-    assert correct > 0 and done.summary["val"]["top1"] == pytest.approx(100 * correct / images)
+    for source in ("resume", "weights"):
+        words = ("evaluate_only=true", f"{source}={run.folder}", "report=true")
+        done = train(*words, f"data.root={some}")
+        assert per_class(done) == whole and done.summary["val"]["images"] == images == 14
+        assert correct > 0 and done.summary["val"]["top1"] == pytest.approx(100 * correct / images)
     other = links(tmp_path / "other", image_folder, {n: "red" for n in ("Red", "green", "x")})
     with pytest.raises(ConfigError, match=r"3 classes \(blue, green, red\).* of the data: Red, x;"):
         train(*words, f"data.root={other}")
 
-
-@pytest.mark.parametrize(
-    ("names", "taken"),
-    [
-        ({"azure": "blue", "green": "green", "red": "red"}, [None, 1, 2]),
-        ({"green": "green", "red": "red"}, [1, 2]),
-        ({"blue": "blue", "green": "green", "red": "red"}, [0, 1, 2]),
-        ({"a": "blue", "b": "green", "c": "red"}, [None] * 3),
-    ],
-)
-def test_fine_tuning_takes_the_rows_of_equal_names(
-    names, taken, run, train, image_folder, tmp_path
-):
-    root = links(tmp_path / "tuned", image_folder, names)
-    words = (f"weights={run.folder}", f"data.root={root}", "optim.lr=1e-12", "max_steps=1")
-    tuned = train(*words, "optim.weight_decay=0")
-    before, after = run.checkpoint("best.pt")["model"], tuned.checkpoint()["model"]
-    for name in ("8.weight", "8.bias"):
-        for row, place in enumerate(taken):
-            same = [torch.allclose(after[name][row], other) for other in before[name]]
-            assert same == [number == place for number in range(3)]
-    kept = sum(place is not None for place in taken)
-    assert (f"{kept} of {len(taken)} classes are among those" in tuned.log) == (taken != [0, 1, 2])
+    before = run.checkpoint("best.pt")["model"]
+    for root, taken in ((image_folder, [0, 1, 2]), (some, [1, 2]), (other, [None, 1, None])):
+        words = (f"weights={run.folder}", f"data.root={root}", "optim.lr=1e-12", "max_steps=1")
+        tuned = train(*words, "optim.weight_decay=0")
+        after = tuned.checkpoint()["model"]
+        for name in ("8.weight", "8.bias"):
+            for row, place in enumerate(taken):
+                same = [torch.allclose(after[name][row], other) for other in before[name]]
+                assert same == [number == place for number in range(3)]
+        assert ("classes are among those" in tuned.log) == (taken != [0, 1, 2])
 
 
 def weighted(logits, targets):
@@ -118,12 +102,9 @@ def test_the_labels_of_a_dataset_are_its_targets(train):
 @pytest.mark.parametrize(
     ("own", "known", "places"),
     [
-        ("bc", "abc", [1, 2]),
         ("bca", "abc", [1, 2, 0]),
         ("bx", "abc", [1, -1]),
-        ("xyz", "abc", [-1] * 3),
         (["0", "1", "2"], "abc", [0, 1, 2]),
-        (["1", "2"], ["0", "1", "2"], [1, 2]),
         (["class_0", "class_1"], ["0", "1"], [0, 1]),
         (["0", "1"], "abc", [-1, -1]),
         (["n01440764", "n01443537"], ["tench", "goldfish"], [0, 1]),
