@@ -150,17 +150,6 @@ def test_windows_before_a_replay_do_not_count(train, destroyed):
     ]  # fmt: skip
 
 
-def test_adamw_becomes_capturable_before_the_recording_not_before_eager_steps():
-    """torch warns at a capturable optimizer whose step is eager."""
-    group = {"lr": 0.1, "capturable": False}
-    optimizer = SimpleNamespace(param_groups=[group])
-    with fake_cuda():
-        cuda_graph.use_tensor_rates(optimizer, CUDA)
-        assert not group["capturable"]
-        cuda_graph.make_capturable(optimizer)
-        assert group["capturable"]
-
-
 class Halfway(StubRecorder):
     """The recording fails in the update, as for lack of memory: gradients are left, and GradScaler
     is in the middle of a step.

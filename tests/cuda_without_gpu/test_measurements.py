@@ -5,18 +5,16 @@ nvidia-smi says: records, and verdicts that are refused."""
 import itertools
 import os
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from benchmarks import peers
 from cl_train.data import loader
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError, RecordingError
-from cl_train.measure import operator_times, paired, time_recorder
+from cl_train.measure import paired, time_recorder
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST
 from cl_train.step.precision import BY_NAME, kernel_selection
@@ -71,18 +69,6 @@ def test_not_for_the_two_images_of_a_trial(monkeypatch):
     assert tried == [(4, True, 10), (2, False, 10)]
 
 
-def test_operators_are_timed_on_the_models_device(monkeypatch):
-    current = []
-    second = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
-    monkeypatch.setattr(operator_times, "measurement_state", Mock(return_value=nullcontext()))
-    monkeypatch.setattr(operator_times, "TimedStep", Mock(side_effect=KeyError("the first step")))
-    workload = Workload(2, (3, 8, 8), StepSettings(FP32), second)
-    with pytest.raises(KeyError, match="first step"):
-        operator_times.time_operators(small(3), workload, time_limit_s=1.0)
-    assert current == [second]
-
-
 # --- the state of the GPU -------------------------------------------------------------------------
 
 USUAL = "1980, 1980, 45, 612.30, 0x0000000000000000"
@@ -118,7 +104,6 @@ def state_of(device=CUDA):
 @pytest.mark.parametrize(
     ("state", "pids", "problem"),
     [
-        (USUAL, "7", None),
         ("1400, 1980, 60, 700.00, 0x4", "", None),  # its power limit is usual
         (SLOWED, "7", "slowed the GPU to 1005 MHz"),
         (USUAL, r"7\n8\n9", "2 other processes"),
@@ -192,16 +177,6 @@ def test_a_run_records_its_first_step_and_excludes_the_export_of_its_profile(tra
     assert pauses.call_count == 1, "seconds that are not training"
 
 
-def test_operators_are_timed_in_the_state_of_training():
-    """fp32 is not TF32, and cuDNN searches."""
-    found = []
-    model = small(3)
-    model.register_forward_pre_hook(lambda *_: found.append((CUDNN.benchmark, CUDNN.allow_tf32)))
-    workload = Workload(2, (3, 16, 16), StepSettings(FP32), torch.device("cpu"))
-    operator_times.time_operators(model, workload, time_limit_s=0.0)
-    assert found[-1] == (True, False)
-
-
 def test_an_evaluation_is_at_most_two_batches_ahead_of_the_device(train, monkeypatch):
     """Each holds its images: 116 MB at 256 images of 224 px."""
     marks, waits = itertools.count(), []
@@ -217,14 +192,6 @@ def test_an_evaluation_is_at_most_two_batches_ahead_of_the_device(train, monkeyp
     monkeypatch.setattr(evaluation, "DeviceClock", Clock)
     train(f"resume={run.folder}", "evaluate_only=true", "batch_size=4")
     assert waits == [0, 1, 2, 3], "of six batches"
-
-
-def test_a_bare_loop_searches_as_the_trainer_does(monkeypatch):
-    found = []
-    monkeypatch.setattr(peers, "timed_s", lambda steps, device: found.append(CUDNN.benchmark) or 1)
-    settings = peers.OverheadSettings("squeezenet1_1", batch_size=2, image_size=32, steps=2)
-    peers.bare_steps(settings, torch.device("cpu"))
-    assert found == [True]
 
 
 @pytest.mark.parametrize(("can_go_on", "sizes"), [(True, [4, 2, 1]), (False, [4])])
