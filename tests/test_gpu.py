@@ -15,13 +15,10 @@ from cl_train.config.validation import checked_config
 from cl_train.data import device as transfer
 from cl_train.data.device import Batch, DeviceFormat, DevicePrefetcher, Normalise, RawBatch
 from cl_train.data.for_other_loops import channels_last_collate
-from cl_train.memory_format.layout import classify
-from cl_train.models.sources import build_model
 from cl_train.step.cuda_graph import CAN_GO_ON_AFTER_FAILURE, RecordingError
 from cl_train.step.optim import set_lr
 from cl_train.step.precision import BY_NAME, kernel_selection, resolve_precision
 from cl_train.system.distributed import Dist
-from cl_train.training.evaluation import outputs
 from tests.conftest import Run
 from tests.data.image_folders import data_of
 from tests.networks import small, state_of
@@ -111,21 +108,6 @@ def test_replays_equal_eager_steps_to_the_last_bit(name, optimizer):
     torch.testing.assert_close(eager.model.state_dict(), graphed.model.state_dict(), rtol=0, atol=0)
 
 
-def test_an_overflow_in_a_replay_skips_and_halves_the_scale():
-    state = put_together(settings(cuda_graph=True), init_scale=1024.0)
-    train_steps(state, 6)
-    weight = state.model.conv1.weight.detach()
-    momenta = [one["momentum_buffer"] for one in state.parts.optimizer.state.values()]
-    tensors = [weight, *momenta]
-    before = [tensor.clone() for tensor in tensors]
-    batch = batch_of(state, 6)
-    batch.images[0, 0, 0, 0] = float("inf")
-    assert state.train_step([batch]).skipped.item() == 1
-    assert all(map(torch.equal, tensors, before)) and state.parts.scaler.get_scale() == 512
-    assert state.train_step([batch_of(state, 7)]).skipped.item() == 0
-    assert not torch.equal(weight, before[0])
-
-
 @pytest.mark.parametrize(
     "words", [{}, {"cuda_graph": True}, {"cuda_graph": True, "precision": "fp16_o2"}]
 )
@@ -146,28 +128,6 @@ def test_a_hundred_steps_never_wait_for_the_device(words):
         state.parts.average.update(state.parts.weights.state_dict())
     torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(torch.stack(losses)).all()
-
-
-def test_evaluation_between_replays_changes_nothing():
-    plain, disturbed = (put_together(settings(cuda_graph=True)) for _ in range(2))
-    expected = train_steps(plain, 12)
-    for step in range(12):
-        assert train_steps(disturbed, 1, first=step) == expected[step : step + 1]
-        others = [batch_of(disturbed, 100 + step, images=7)]
-        list(outputs(disturbed.model, others, disturbed.parts.precision))
-
-
-def test_channels_last_through_the_whole_network():
-    model = build_model("resnet50", num_classes=10).cuda().to(memory_format=CHANNELS_LAST)
-    outputs = []
-    for module in model.modules():
-        module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    images = torch.randn(4, 3, 96, 96, device="cuda").to(memory_format=CHANNELS_LAST)
-    with torch.autocast("cuda", torch.float16):
-        model(images).sum().backward()
-    assert "contiguous" not in {classify(output) for output in outputs if output.dim() == 4}
-    kernels = [parameter for parameter in model.parameters() if parameter.dim() == 4]
-    assert all(kernel.grad.stride() == kernel.stride() for kernel in kernels)
 
 
 def test_prefetched_batches_of_any_data_loader_are_those_of_the_cpu():

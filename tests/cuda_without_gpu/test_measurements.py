@@ -6,22 +6,17 @@ import itertools
 import os
 import time
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from cl_train.data import loader
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.errors import ConfigError, RecordingError
-from cl_train.measure import paired, time_recorder
+from cl_train.measure import paired
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST
 from cl_train.step.precision import BY_NAME, kernel_selection
 from cl_train.step.train_step import StepSettings
 from cl_train.sweeps import verdict
-from cl_train.system import machine
-from cl_train.system.distributed import Dist
 from cl_train.system.machine import DeviceClock, GpuWatch, problem_of_gpu
 from cl_train.system.run_folder import read_run
 from cl_train.training import active_run, build, evaluation, throughput
@@ -120,23 +115,6 @@ def test_heat_and_other_processes_are_problems(state, pids, problem, nvidia_smi)
     assert state_of(torch.device("cpu")) is None
 
 
-def test_the_worst_state_of_a_gpu_is_kept_and_it_is_asked_while_it_works(
-    nvidia_smi, monkeypatch, tmp_path
-):
-    """An idle GPU is not slowed, whatever it was an hour before."""
-    clock = Mock(side_effect=[0.0, 1.0, 2.0, 100.0, 200.0, 300.0, 400.0])
-    monkeypatch.setattr(machine.time, "monotonic", clock)
-    watch = GpuWatch(CUDA)
-    watch._next_at = -1.0
-    for state in (USUAL, None, SLOWED, USUAL):
-        if state is not None:
-            nvidia_smi(state)
-        watch.look()
-        watch._read()
-    assert watch.worst()["clock_mhz"] == 1005
-    assert len((tmp_path / "times").read_text().split()) == 2 * 3, "not within ten seconds"
-
-
 def test_a_run_asks_between_its_first_and_its_last_step(train, nvidia_smi, monkeypatch):
     """As does a benchmark between its rounds."""
     times, steps = nvidia_smi(SLOWED), []
@@ -168,15 +146,6 @@ def test_a_shared_gpu_makes_a_comparison_untrusted(nvidia_smi, monkeypatch):
     assert done.to_dict()["gpu"]["clock_mhz"] == 1980
 
 
-def test_a_run_records_its_first_step_and_excludes_the_export_of_its_profile(train, monkeypatch):
-    pauses = Mock()
-    monkeypatch.setattr(throughput.ThroughputMeter, "exclude_pause", pauses)
-    run = train("log_to=[]", "epochs=1", "max_steps=12", "profile=true", "batch_size=2")
-    assert run.summary["gpu"] is None and run.summary["reserved_memory_gib"] is None
-    assert run.summary["first_step_s"] >= 0
-    assert pauses.call_count == 1, "seconds that are not training"
-
-
 def test_an_evaluation_is_at_most_two_batches_ahead_of_the_device(train, monkeypatch):
     """Each holds its images: 116 MB at 256 images of 224 px."""
     marks, waits = itertools.count(), []
@@ -192,39 +161,3 @@ def test_an_evaluation_is_at_most_two_batches_ahead_of_the_device(train, monkeyp
     monkeypatch.setattr(evaluation, "DeviceClock", Clock)
     train(f"resume={run.folder}", "evaluate_only=true", "batch_size=4")
     assert waits == [0, 1, 2, 3], "of six batches"
-
-
-@pytest.mark.parametrize(("can_go_on", "sizes"), [(True, [4, 2, 1]), (False, [4])])
-def test_after_a_lost_recording_no_smaller_batch_is_tried(can_go_on, sizes, monkeypatch):
-    """Before torch 2.15 its memory is not returned."""
-    tried = []
-
-    def failing(variants, workload, stop):
-        tried.append(workload.batch_size)
-        raise RecordingError("it cannot be recorded as a CUDA graph: CUDA error: out of memory")
-
-    monkeypatch.setattr(paired, "_compared", failing)
-    monkeypatch.setattr(paired, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
-    with pytest.raises(ConfigError if can_go_on else RecordingError):
-        paired.compare_layouts(small(3), 4, image_size=16)
-    assert tried == sizes
-
-
-def test_a_list_of_tensors_has_the_time_that_its_launch_takes(monkeypatch):
-    slept = []
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    clock = SimpleNamespace(mark=lambda: 0.0)
-    recorder = time_recorder.TimeRecorder("contiguous", True, clock, {})
-    with recorder.watching():
-        torch.ones(2).add_(1)
-        torch._foreach_add_([torch.ones(2)] * 161, 1.0)
-    assert slept[-1] == 10 * slept[0]
-
-
-def test_memory_that_cannot_be_page_locked_is_told(monkeypatch, caplog):
-    refused = SimpleNamespace(cudaHostRegister=lambda *_: 1)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: refused)
-    slots = SimpleNamespace(pixels=torch.zeros(2), targets=torch.zeros(2))
-    held = SimpleNamespace(_pinned=[], _settings=SimpleNamespace(dist=Dist(0, 1, CUDA)))
-    loader.HostLoader._pin(held, slots)
-    assert "cannot be page-locked" in caplog.text and held._pinned == []

@@ -184,30 +184,3 @@ def test_what_is_not_proved_is_said(made, options, problem, tmp_path):
         done, is_proved = f"not converted: {error}", False
     assert is_proved == (not problem) and re.search(problem, done), done
     assert target.exists() == (not problem.startswith("not converted"))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "suffix"),
-    [
-        (torch.float64, ".pt2"),
-        (torch.bfloat16, ".pt2"),
-        pytest.param(torch.float32, ".onnx", marks=pytest.mark.slow),
-    ],
-)
-def test_a_program_is_compared_in_its_dtype_on_images_of_its_example(dtype, suffix, tmp_path):
-    model = nn.Conv2d(3, 4, 3, bias=False, dtype=dtype).eval()
-    nn.init.dirac_(model.weight)  # no order of sums changes a result
-    program = torch.export.export(model, (torch.ones(2, 3, 8, 8, dtype=dtype),))
-    torch.export.save(program, tmp_path / "in.pt2")
-    assert convert_file(tmp_path / "in.pt2", tmp_path / f"out{suffix}", trust=True)[1]
-
-
-def test_a_scripted_model_is_compared_in_its_dtype_unless_it_is_frozen(tmp_path):
-    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval().double())
-    scripted.save(str(tmp_path / "in.pt"))
-    torch.jit.freeze(scripted).save(str(tmp_path / "frozen.pt"))
-    words = {"input": (2, 3, 8, 8), "trust": True}
-    assert convert_file(tmp_path / "in.pt", tmp_path / "out.pt", **words)[1]
-    with pytest.raises(NotConverted, match="frozen"):
-        convert_file(tmp_path / "frozen.pt", tmp_path / "none.pt", **words)
-    assert not (tmp_path / "none.pt").exists()

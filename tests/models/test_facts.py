@@ -5,7 +5,7 @@ import torch
 import torchvision
 from torch import nn
 
-from cl_train.models.facts import ModelFacts, facts_of, image_count, image_shapes
+from cl_train.models.facts import facts_of, image_shapes
 from tests.memory_format.test_crashes import stem
 
 
@@ -36,7 +36,6 @@ def test_flops_of_an_evaluation_are_the_published_ones(name):
     ("name", "frozen", "passes"),
     [
         ("resnet18", (), 2.93),  # no gradient of the images: the first convolution counts twice
-        ("resnet18", ("conv1", "bn1", "layer"), 1.0),
         ("resnext50_32x4d", (), 2.97),  # groups
         ("resnet18", ("conv1", "bn1", "layer1"), 2.33),
         ("resnet18", "", None),
@@ -52,35 +51,16 @@ def test_a_backward_pass_counts_as_far_as_it_runs(name, frozen, passes):
     assert found == (passes and pytest.approx(passes, abs=0.05))
 
 
-@pytest.mark.parametrize(
-    "batch", [(torch.randn(4, 3, 64, 64), 2.0), {"images": torch.randn(4, 3, 64, 64), "scale": 2.0}]
-)
-def test_images_are_counted_in_any_batch(batch):
-    class Scaled(nn.Conv2d):
-        def forward(self, images, scale):
-            return super().forward(images) * scale
-
-    facts = facts_of(Scaled(3, 8, 3, padding=1), batch)
-    assert facts.gflop == pytest.approx(2 * 3 * 8 * 9 * 64 * 64 / 1e9) and facts.classes is None
-    assert image_count([torch.zeros(3, 8, 9), torch.zeros(3, 9, 8)]) == 2
-
-
 def test_a_model_that_computes_with_values_runs_on_two_images_of_the_batch():
     seen = []
     model = ComputesWithValues(stem())
     model.model.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
     images, before = torch.randn(4, 3, 96, 96), torch.get_rng_state()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
     facts = facts_of(model, images)
     assert (facts.classes, facts.gflop, facts.step_gflop) == (48, None, None)
     assert "oneDNN writes outside its memory" in facts.crash
     assert seen[-1].shape == (2, 3, 96, 96) and seen[-1].device.type == "cpu"
     assert torch.equal(before, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_statistics_and_modes_stay():
-    model = ComputesWithValues(stem()).eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert isinstance(facts_of(model, torch.randn(2, 3, 32, 32)), ModelFacts)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not model.training
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())

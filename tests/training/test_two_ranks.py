@@ -13,12 +13,11 @@ import torch
 
 from cl_train.config.validation import checked_config
 from cl_train.errors import ConfigError
-from cl_train.step.precision import BY_NAME
 from cl_train.system.distributed import processes
 from cl_train.training import build, checkpointing
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
-from tests.networks import small, state_of
+from tests.networks import small
 from tests.ranks import run_two_ranks
 from tests.training.test_evaluation import check_report
 
@@ -34,17 +33,6 @@ def settings(folder, data=None, **changes):
 
 def run(folder, name, **changes):
     return train(settings(folder, **changes), folder / name).exit_code
-
-
-def evaluation_is_eager_with_compile(folder):
-    """`compile=true` compiles DDP's module in training, and not the module inside, which is
-    evaluated.
-    """
-    with processes("cpu") as dist:
-        cfg = settings(folder, compile=True)
-        state = state_of(cfg, BY_NAME["fp32"], dist)
-        assert state.model._compiled_call_impl is None
-        assert state.parts.wrapped_model._compiled_call_impl is not None
 
 
 def resume_reads_on_rank_0_alone(folder):
@@ -72,7 +60,6 @@ def other_settings_and_layouts_are_refused(folder):
 
 def main(folder):
     saving = {"checkpoint": {"every_epochs": 0, "keep": 9}, "evaluate_every": -1}
-    evaluation_is_eager_with_compile(folder)
     assert run(folder, "dropout", max_steps=1, report=True) == 0
     resume_reads_on_rank_0_alone(folder)
     other_settings_and_layouts_are_refused(folder)
