@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 # Words of other training programs, and the settings here that mean the same.
@@ -106,3 +107,9 @@ def suggest(name: str, names: Iterable[str]) -> str:
     near = [full for full in names if full == last or full.endswith(f".{last}")][:3]
     near = near or difflib.get_close_matches(name, names, cutoff=0.65)
     return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def suggest_path(path: Path) -> str:
+    """As `suggest`, of what is beside a `path` that does not exist."""
+    beside = [] if path.exists() or not path.parent.is_dir() else path.parent.iterdir()
+    return suggest(path.name, [other.name for other in beside])

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from cl_train.config.fields import suggest_path
 from cl_train.config.schema import IMAGE_FORMATS, DataConfig
 from cl_train.data.decode import read_file
 from cl_train.data.walk import files_below, is_hidden
@@ -150,10 +151,8 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
     """
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
-        raise ConfigError(
-            f"data.root '{root}' {what}; give the folder that holds train/ and val/ in the file"
-            " system, not a URL, or try data=sample"
-        )
+        advice = "; give the folder that holds train/ and val/, not a URL, or try data=sample"
+        raise ConfigError(f"data.root '{root}' {what}{suggest_path(root) or advice}")
     train, val_names = root / "train", [cfg.val_split] if cfg.val_split else VAL_NAMES
     val = next((root / name for name in val_names if (root / name).is_dir()), None)
     if cfg.val_fraction is not None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from cl_train.config.fields import suggest_path
 from cl_train.config.validation import optional_module, suggest
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import view_of
@@ -83,7 +84,7 @@ def _kind_of(path: Path) -> Kind:
     Raises ConfigError: no file, or ONNX.
     """
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder")
+        raise ConfigError(f"{path}: no such file or folder{suggest_path(path)}")
     if path.suffix == ".onnx":
         advice = "give the run, or a .pth or .safetensors file"
         raise ConfigError(f"{path}: an ONNX file runs with onnxruntime; {advice}")

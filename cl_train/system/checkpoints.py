@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from cl_train.config.fields import suggest_path
 from cl_train.errors import CheckpointError as CheckpointError
 from cl_train.errors import ConfigError
 from cl_train.system.files import replacing, retry
@@ -268,8 +269,8 @@ def resume_path(resume: str) -> Path:
     path = Path(resume).expanduser()
     if path.is_file() or path.is_dir():
         return path
-    what = "no such file or folder; give a checkpoint, a run folder, or auto"
-    raise ConfigError(f"resume={resume}: {what}")
+    near = suggest_path(path) or "; give a checkpoint, a run folder, or auto"
+    raise ConfigError(f"resume={resume}: no such file or folder{near}")
 
 
 def load_for_resume(

@@ -77,6 +77,7 @@ def rename_all(folder, suffix):
     ("change", "layout", "words"),
     [
         (shutil.rmtree, {}, ["does not exist", "not a URL"]),
+        (lambda root: root.rename(f"{root}s"), {}, ["did you mean datas?"]),
         (
             lambda root: (empty(root) / "train.tar").touch(),
             {},

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cl_train.config.fields import suggest_path
 from cl_train.config.schema import IMAGE_FORMATS
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, EncodedImage, read_file
 from cl_train.data.images import EXTENSIONS, VAL_NAMES, class_names, listed, unreadable
@@ -89,20 +90,21 @@ def verify(
             )
         if bad := [file for _, files in classes.values() for file in files]:
             title = f"{split}: not usable as images: {counted(len(bad), 'file')}"
-            problems.append("\n  ".join([title, *bad[:SHOWN]]))
+            skip = "remove them, or train with data.on_bad_image=skip"
+            problems.append("\n  ".join([title, *bad[:SHOWN], skip]))
     return lines, problems
 
 
 def _split_folders(root: Path, expect: str) -> dict[str, Path]:
     """By split; `root` itself if it holds classes. Raises ConfigError: ImageNet lacks one."""
+    if not root.is_dir():
+        raise ConfigError(f"data.root '{root}' is not a folder{suggest_path(root)}")
     names = ("train", "val") if expect == "imagenet" else ("train", *VAL_NAMES)
     splits = {name: root / name for name in names if (root / name).is_dir()}
     if expect == "imagenet" and len(splits) < 2:
         absent = [name for name in names if name not in splits]
         advice = "(another data set: expect=any)"
         raise ConfigError([f"'{root}' has no folder '{name}' {advice}" for name in absent])
-    if not root.is_dir():
-        raise ConfigError(f"data.root '{root}' is not a folder")
     return splits or {root.name: root}
 
 

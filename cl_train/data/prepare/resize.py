@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
+from cl_train.config.fields import suggest_path
 from cl_train.data.decode import JPEG_MAGIC, BadImage, EncodedImage, read_file
 from cl_train.data.images import EXTENSIONS, unreadable
 from cl_train.data.prepare.folders import SHOWN, resumable_folder, write_image
@@ -41,7 +42,7 @@ def resize_folder(
     if max_side is not None and short_side is not None:
         raise ConfigError("give either max_side or short_side, not both")
     if not root.is_dir():
-        raise ConfigError(f"'{root}' is not a folder")
+        raise ConfigError(f"'{root}' is not a folder{suggest_path(root)}")
     if not short_side:
         max_side = max_side or 400
     sizes = {"max_side": max_side, "short_side": short_side, "quality": quality}

@@ -146,6 +146,7 @@ def test_problems_are_named(prepared):
     assert lines == ["train: 10 images in 4 classes", "val: 6 images in 2 classes"]
     for text in (
         "4 files",
+        "train with data.on_bad_image=skip",
         "n01440764_0.JPEG: the file is empty",
         "n01440764_1.JPEG: not an image",
         "notes.txt: ",
@@ -175,7 +176,7 @@ def test_wrong_usage_is_named():
     for words, message in (
         ("verfy", r"did you mean verify\?"),
         ("tars", r"out=\.\.\. is missing"),
-        ("verify data.root=/nowhere", "has no folder 'train'"),
+        ("verify data.root=/nowhere", "is not a folder"),
     ):
         with pytest.raises(ConfigError, match=message):
             main(words.split())
