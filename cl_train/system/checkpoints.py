@@ -64,9 +64,8 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint as `read_torch_file` does.
-
-    Raises CheckpointError also if it is none of cl_train's, or of a newer format.
+    """As `read_torch_file`. Raises CheckpointError also if it is none of cl_train's, or of a newer
+    format.
     """
     state = read_torch_file(path)
     if not is_checkpoint(state) or state.get("format_version") != FORMAT_VERSION:
@@ -80,7 +79,7 @@ def is_checkpoint(content: object) -> bool:
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write `state`, a `snapshot`, atomically and durably. Raises OSError; `path` is unchanged."""
+    """Atomically and durably; `state`: a `snapshot`. Raises OSError; `path` is unchanged."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         try:
             torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
@@ -113,10 +112,9 @@ def _step_of(path: Path) -> int | None:
 
 
 def snapshot(tree: Any, where: str = "state") -> Any:
-    """Returns a deep copy on the CPU with contiguous tensors; the host waits for the device.
-
-    A state dict keeps its attributes: the versions of its modules. Raises TypeError: a value or key
-    of another type.
+    """A deep copy on the CPU with contiguous tensors; the host waits for the device. A state dict
+    keeps its attributes: the versions of its modules. Raises TypeError: a value or key of another
+    type.
     """
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -186,7 +184,6 @@ class CheckpointStore:
             best.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Wait for the current write."""
         if self._writing is not None:
             self._writing.result()
 
@@ -265,7 +262,7 @@ class CheckpointStore:
 
 
 def resume_path(resume: str) -> Path:
-    """The file or folder that `resume=` names. Raises ConfigError: it does not exist."""
+    """Raises ConfigError: it does not exist."""
     path = Path(resume).expanduser()
     if path.is_file() or path.is_dir():
         return path
@@ -276,9 +273,8 @@ def resume_path(resume: str) -> Path:
 def load_for_resume(
     resume: str, store: CheckpointStore
 ) -> tuple[Path, dict[str, Any], list[str]] | None:
-    """The checkpoint that `resume=` names, as `newest` returns it; for `auto` that of the store.
-
-    Raises ConfigError: there is none, or it cannot be used. CheckpointError: as `newest`.
+    """The checkpoint that `resume=` names, as `newest` returns it. Raises ConfigError: there is
+    none, or it cannot be used; CheckpointError: none of this run can.
     """
     if resume == "auto":
         return store.newest()

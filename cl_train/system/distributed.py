@@ -38,10 +38,8 @@ class Dist:
 
 
 def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch.device:
-    """Returns the device of a setting `device=`: `cuda` is the GPU of this rank, `auto` the same,
-    or the CPU where torch can use no GPU, with a warning if there is one.
-
-    Raises ConfigError: there is no such CUDA device, or torch has no kernels for it.
+    """The device of a setting `device=`: `cuda` is the GPU of this rank, `auto` the same, or the
+    CPU where torch can use no GPU, with a warning if there is one. Raises ConfigError: no such GPU.
     """
     if name != "cpu" and torch.cuda.is_available():
         _, is_named, index = name.partition(":")
@@ -115,7 +113,7 @@ def processes(device: str) -> Iterator[Dist]:
 
 @contextmanager
 def rank_faults() -> Iterator[None]:
-    """Raise a RankFault instead of the error of a collective."""
+    """A RankFault instead of the error of a collective."""
     try:
         yield
     except RuntimeError as error:  # gloo's errors have no type of their own
@@ -133,14 +131,14 @@ def _store_prefix() -> str:
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
-    """Sum in place over the ranks. The host waits for the device only when it reads the result."""
+    """In place. The host waits for the device only when it reads the result."""
     if dist.world_size > 1:
         torch.distributed.all_reduce(values)
     return values
 
 
 def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
-    """The maximum of each flag over the ranks; it does not wait for a device."""
+    """Of each flag; it does not wait for a device."""
     if dist.world_size == 1:
         return flags
     maxima = torch.tensor(flags)
@@ -167,7 +165,7 @@ def on_main(work: Callable[[], T], dist: Dist) -> T:
 
 
 def gather_objects(value: Any, dist: Dist) -> list[Any]:
-    """The values of all ranks, in rank order, on every rank; they are pickled."""
+    """The values of all ranks, in their order, on every rank; they are pickled."""
     values: list[Any] = [value] * dist.world_size
     if dist.world_size > 1:
         torch.distributed.all_gather_object(values, value, group=dist.hosts)

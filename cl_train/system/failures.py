@@ -40,7 +40,6 @@ def explain_failure(error: BaseException, remedy: str = "") -> str:
 
 
 def _known_cause(error: BaseException) -> str | None:
-    """The cause of an exception and its remedy, where they are known."""
     operator, _, is_random = str(error).partition(" does not have a deterministic implementation")
     if is_random:
         return f"{operator} has no deterministic kernel: use deterministic=false"
@@ -61,7 +60,7 @@ def _where(error: BaseException) -> str:
 
 
 def short_path(path: str) -> str:
-    """A source file relative to site-packages or to the current folder."""
+    """Relative to site-packages or to the current folder."""
     _, separator, tail = path.rpartition("site-packages/")
     if separator:
         return tail

@@ -47,7 +47,7 @@ def open_no_link(path: str | Path, flags: int) -> int:
 
 
 def refuse_link(path: Path) -> Path:
-    """Returns `path`, a folder or a name in one. Raises ConfigError: it is a link."""
+    """Returns `path`. Raises ConfigError: it is a link."""
     if path.is_symlink():
         raise ConfigError(f"{path} is a link, through which a run does not write: remove it")
     return path
@@ -68,7 +68,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """An OSError of a read or a write names no file by itself."""
+    """An OSError of the block names the file, as that of a failed read or write does not."""
     try:
         yield
     except OSError as error:

@@ -298,12 +298,11 @@ class DeviceClock:
             mark.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that the device has reached."""
         return start.elapsed_time(end) / 1000 if self._is_cuda else end - start
 
 
 def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Of each of `steps` consecutive calls; the host waits once, after the last one."""
+    """Seconds of each of `steps` consecutive calls; the host waits once, after the last one."""
     clock = DeviceClock(device)
     marks = [clock.mark()]
     for _ in range(steps):
@@ -314,13 +313,13 @@ def step_times_s(step: Callable[[], object], steps: int, device: torch.device) -
 
 
 def timed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Of one call. The host waits for the device before and after."""
+    """Seconds of one call. The host waits for the device before and after."""
     wait_for(device)
     return step_times_s(work, 1, device)[0]
 
 
 def thread_s(work: Callable[[], object]) -> float:
-    """That this thread computes in one call of `work`."""
+    """Seconds that this thread computes in one call."""
     started_at = time.thread_time()
     work()
     return time.thread_time() - started_at

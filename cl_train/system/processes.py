@@ -64,7 +64,6 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def cores_of_process(world_size: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The cores for one rank of this machine."""
     cores = len(usable_cores()) or os.cpu_count() or 1
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", world_size)))
 
@@ -223,7 +222,7 @@ def own_cpu_s() -> float:
 
 
 def cpu_ticks(root: int) -> dict[int, int]:
-    """Of a process and of all its descendants."""
+    """CPU time of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for number in _numbers_in("/proc"):
@@ -253,8 +252,8 @@ def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
 
 
 def _numbers_in(folder: str) -> list[int]:
-    """Of processes or threads; none if the folder is gone. Not by `Path.glob`, which raises if a
-    process ends between its name and its file.
+    """Of processes or threads; none if the folder is gone. `Path.glob` raises if a process ends
+    between its name and its file.
     """
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]
@@ -263,13 +262,13 @@ def _numbers_in(folder: str) -> list[int]:
 
 
 def ran_and_waited_s(schedstat: bytes) -> tuple[float, float]:
-    """Of a thread's file of this name, which holds nanoseconds running, waiting, and slices."""
+    """Of a thread's `schedstat`: nanoseconds running and waiting, and slices."""
     ran_ns, waited_ns = map(int, schedstat.split()[:2])
     return 1e-9 * ran_ns, 1e-9 * waited_ns
 
 
 def throttled_s() -> float:
-    """That the limit of its container kept this process from its cores."""
+    """Seconds that the limit of its container kept this process from its cores."""
     with suppress(OSError, ValueError):
         _, _, rest = Path("/sys/fs/cgroup/cpu.stat").read_text().partition("throttled_usec")
         return 1e-6 * int(rest.split(maxsplit=1)[0]) if rest else 0.0

@@ -10,7 +10,7 @@ from cl_train.system.files import write_text
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], header: Sequence[str] = ()) -> None:
-    """Write `rows`, below the names of the columns: `header`, and what else any of them has."""
+    """The columns are `header`, and what else any row has."""
     names = dict.fromkeys([*header, *(name for row in rows for name in row)])
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(names))
@@ -31,7 +31,7 @@ def two_digits(value: float) -> str:
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Rows with equal keys as a Markdown table with aligned columns; empty for no rows."""
+    """Rows with equal keys; empty for no rows."""
     if not rows:
         return ""
 

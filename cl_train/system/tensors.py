@@ -10,7 +10,7 @@ import torch
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors at any depth of mappings, lists, tuples and dataclasses."""
+    """At any depth of mappings, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     items: Iterable[Any] = ()
@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def strided_tensors_in(value: Any) -> list[torch.Tensor]:
-    """Those of them that have strides: not the sparse ones."""
+    """Those that have strides: not the sparse ones."""
     return [tensor for tensor in tensors_in(value) if tensor.layout == torch.strided]
 
 
@@ -34,9 +34,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `function` of all that is in dicts, lists and tuples, at any depth, which are
-    new.
-    """
+    """`function` of all that is in dicts, lists and tuples, at any depth, which are new."""
     if isinstance(value, tuple):
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
