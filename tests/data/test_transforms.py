@@ -177,7 +177,7 @@ def test_timms_policy_is_that_of_its_create_transform(interpolation):
         assert torch.equal(augment(IMAGE.clone(), seed), expected)
 
 
-@pytest.mark.parametrize("name", ["rand-m10-inc1", "rand-m9-mstd0.5-inc1", "v0", "augmix-m5-w4-d2"])
+@pytest.mark.parametrize("name", ["rand-m10-inc1", "v0", "augmix-m5-w4-d2"])
 def test_timms_strongest_posterize_is_black_and_fails_with_no_pillow(name):
     augment = timm_augment(name)
     results = [augment(IMAGE.clone(), seed) for seed in range(300)]

@@ -16,18 +16,26 @@ from cl_train.system.machine import (
     reset_peak_memory,
 )
 from cl_train.system.processes import MachineLoad, own_cpu_s
-from tests.processes import fields_of, wait_until
+from tests.processes import wait_until
 
 CPU = torch.device("cpu")
 
 
-def test_a_running_child_is_not_another_process():
+def test_running_children_are_not_other_processes_and_wait_for_a_shared_core():
+    """As the kernel counts it."""
+    core = min(os.sched_getaffinity(0))
+    loop = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     before = own_cpu_s()
-    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    wait_until(lambda: sum(map(int, fields_of(child.pid)[11:13])) >= 25)  # ticks of 10 ms
-    assert own_cpu_s() - before >= 0.2
-    child.kill()
-    child.wait()
+    pair = [subprocess.Popen([sys.executable, "-c", loop]) for _ in "ab"]
+
+    def waited_s():
+        return sum(waited_s for _, waited_s in processes.thread_times(pair[0].pid).values())
+
+    wait_until(lambda: waited_s() > 0.05 and own_cpu_s() - before >= 0.2)
+    for process in pair:
+        process.kill()
+        process.wait()
+    assert processes.thread_times(pair[0].pid) == {}, "it has ended"
     assert own_cpu_s() - before >= 0.2, "it still counts after its end"
 
 
@@ -55,24 +63,6 @@ def test_what_others_took_is_their_share_of_what_ran_beside_each_thread(monkeypa
     assert load.lost_pct() == pytest.approx((waited_pct[0] + 5, waited_pct[1]))
     load._threads_before = {}
     assert load.lost_pct() is None, "a kernel without the statistics"
-
-
-def test_two_processes_on_one_core_wait_for_it():
-    """As the kernel counts it."""
-    loop = (
-        f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
-    )
-    pair = [subprocess.Popen([sys.executable, "-c", loop]) for _ in "ab"]
-
-    def waited_s():
-        times = processes.thread_times(pair[0].pid)
-        return sum(waited_s for _, waited_s in times.values())
-
-    wait_until(lambda: waited_s() > 0.05)
-    for process in pair:
-        process.kill()
-        process.wait()
-    assert processes.thread_times(pair[0].pid) == {}, "it has ended"
 
 
 def test_free_memory_and_the_peak_of_a_known_allocation():
