@@ -54,7 +54,6 @@ OVERWRITE_HELP = "replace an existing file, or write into a folder that holds ot
 # Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if
 # optim=timm.
 CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name")
-SAMPLE_TRAIN_IMAGES = 1100  # of data=sample
 # They take package.module:function, which is imported and called.
 SETTINGS_OF_CODE = ("model", "loss", "metrics", "log_to", "data.dataset")
 HERE = "here"  # environment=here: that of the sweep itself

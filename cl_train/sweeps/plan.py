@@ -2,7 +2,6 @@
 this plan, not how a job ended: see `job.outcome_of`.
 """
 
-import math
 import re
 import shlex
 from collections import Counter
@@ -20,7 +19,6 @@ from cl_train.config.schema import (
     HERE,
     LAYOUT_NAMES,
     MULTIRUN_KEYS,
-    SAMPLE_TRAIN_IMAGES,
     SETTINGS_OF_CODE,
     Config,
     LauncherConfig,
@@ -28,7 +26,6 @@ from cl_train.config.schema import (
 from cl_train.config.start_file import code_named, refuse_code
 from cl_train.config.validation import from_mapping, train_program
 from cl_train.errors import ConfigError
-from cl_train.measure.statistics import MIN_WINDOWS
 from cl_train.system.files import read_json, safe_name, write_json
 from cl_train.system.processes import with_threads
 
@@ -205,7 +202,7 @@ def plan_sweep(runs: Sequence[Composed]) -> Sweep:
     if clashes := [name for name in names if (folder / name).exists()]:
         advice = f"hydra.sweep.dir=FOLDER names another folder, and resume_sweep={folder} continues"
         raise ConfigError(f"{folder / clashes[0]} exists already: {advice} a sweep")
-    if why := _why_no_verdict(set(map(_setting_of, varied)), runs):
+    if why := _why_no_verdict(set(map(_setting_of, varied)), cfg.compare_by):
         print(f"warning: {why}", flush=True)
     return sweep
 
@@ -223,30 +220,12 @@ def _problems(
         yield f"hydra.run.dir: {each}; use hydra.sweep.dir=FOLDER"
 
 
-def _why_no_verdict(varied: set[str], runs: Sequence[Composed]) -> str | None:
-    by = runs[0].cfg.compare_by
-    if by not in varied and varied <= FIELDS.keys():
-        two = "channels_last=true,false" if by == "channels_last" else f"two values of {by}"
-        advice = " or ".join(f"compare_by={key}" for key in sorted(varied)) or two
-        return f"all jobs have the same {by}, so nothing is compared; use {advice}"
-    short = [run.cfg for run in runs if _has_few_windows(run.cfg)]
-    if not short:
+def _why_no_verdict(varied: set[str], by: str) -> str | None:
+    if by in varied or not varied <= FIELDS.keys():
         return None
-    windows = f"{MIN_WINDOWS} windows of log_every={short[0].log_every} steps"
-    needed = f"it needs {windows} after warmup_steps={short[0].warmup_steps}"
-    return f"no verdict: {needed}; use more steps or a smaller log_every"
-
-
-def _has_few_windows(cfg: Config) -> bool:
-    """Whether a run is too short for a verdict, if the number of images is known."""
-    images = {"synthetic": cfg.data.synthetic_images, "sample": SAMPLE_TRAIN_IMAGES}
-    step_images = cfg.global_batch_size or cfg.batch_size * cfg.accumulate_steps * cfg.nproc
-    steps, window_steps = cfg.max_steps or math.inf, cfg.log_every
-    if cfg.data.name in images:
-        epoch_steps = images[cfg.data.name] // step_images
-        steps = min(steps, epoch_steps * cfg.epochs)
-        window_steps = min(window_steps, epoch_steps)  # an epoch ends a window, too
-    return steps < cfg.warmup_steps + MIN_WINDOWS * window_steps
+    two = "channels_last=true,false" if by == "channels_last" else f"two values of {by}"
+    advice = " or ".join(f"compare_by={key}" for key in sorted(varied)) or two
+    return f"all jobs have the same {by}, so nothing is compared; use {advice}"
 
 
 def _refuse_code_that_is_not_typed(sweep: Sweep, typed: Sequence[Config]) -> None:

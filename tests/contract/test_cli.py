@@ -180,16 +180,9 @@ def shell(line):
     return run(["bash", "-c", script], cwd=ROOT)
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("PYTHON train.py --help | true; exit ${PIPESTATUS[0]}", 141),
-        ("PYTHON -m cl_train convert --help >&-", 0),
-    ],
-)
-def test_nobody_reads_the_output(line, code):
-    done = shell(line)
-    assert done.returncode == code and done.stderr == "", done.stderr
+def test_nobody_reads_the_output():
+    done = shell("PYTHON train.py --help | true; exit ${PIPESTATUS[0]}")
+    assert done.returncode == 141 and done.stderr == "", done.stderr
 
 
 @pytest.mark.slow

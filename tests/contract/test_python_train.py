@@ -38,7 +38,6 @@ def of_a_terminal():
 
 def test_two_runs_in_one_process(settings, tmp_path):
     first = cl_train.train("data=folder", "channels_last=true", **settings)
-    settings["optim.lr"] = 0.2
     second = cl_train.train("data=folder", f"hydra.run.dir={tmp_path}/b", **settings)
     assert first.folder.is_relative_to(tmp_path / "outputs") and second.folder == tmp_path / "b"
     for result, layout in ((first, "channels_last"), (second, "contiguous")):
@@ -46,7 +45,6 @@ def test_two_runs_in_one_process(settings, tmp_path):
         assert result.summary["memory_format"] == layout
         assert result.summary["command"].startswith("cl_train.train('data=folder'")
         assert result.top1 == result.summary["val"]["top1"] and result.exit_code == 0
-        assert (result.images_per_s or 0) > 0
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
@@ -59,11 +57,9 @@ def test_settings_of_a_run_are_reused(settings, tmp_path):
     again = cl_train.train(f"config={first.folder}", *words, model=model)
     evaluated = cl_train.train("evaluate_only=true", resume=first.folder, model=model, batch_size=5)
     assert again.summary["train"] != first.summary["train"]
-    assert again.summary["global_batch_size"] == 16
     config = (again.folder / "config.yaml").read_text()
     assert "name: adamw\n  lr: 0.001\n" in config and "seed: 1\n" in config
-    assert evaluated.top1 == first.top1 and evaluated.images_per_s is None
-    assert evaluated.folder != first.folder
+    assert evaluated.top1 == first.top1 and evaluated.folder != first.folder
 
 
 def test_faults_are_raised(settings, capsys):

@@ -72,9 +72,6 @@ def test_the_names_of_jobs(words, ends):
         ("seed=1,2 compare_by=precision", "compare_by=seed"),
         ("seed=1,2 channels_last=true,false", ""),
         ("augment=basic,strong compare_by=augment.flip", ""),
-        (f"{BOTH} max_steps=2", "windows"),
-        (f"{BOTH} epochs=1", "windows"),
-        (f"{BOTH} max_steps=14 log_every=1", ""),
         (f"{BOTH} data.root=/x", ""),
     ],
 )
