@@ -15,8 +15,6 @@ Each combination ends with four lines: is it right, is it faster, because of wha
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage, 130/143 stopped by a signal.
 """
 
-import signal
-import sys
 from typing import Any
 
 from cl_train.commands import Result, print_result
@@ -26,12 +24,7 @@ SETTINGS = {"settings": BenchmarkSettings}
 
 
 def main(words: list[str]) -> int:
-    # As Ctrl-C: it says what is measured.
-    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-    try:
-        document = print_result(BenchmarkSettings, words, measure)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    document = print_result(BenchmarkSettings, words, measure)
     return 1 if any("error" in result for result in document["results"]) else 0
 
 

@@ -21,7 +21,6 @@ from cl_train.config.fields import suggest
 from cl_train.config.schema import ZooSettings
 from cl_train.errors import ConfigError
 from cl_train.system.files import claim_output
-from cl_train.system.processes import StopRequest
 
 SETTINGS = {"settings": ZooSettings}
 
@@ -49,14 +48,7 @@ def main(words: list[str]) -> int:
     done = {row["model"] for row in table["rows"] if "error" not in row}
     missing = [name for name in names if name not in done]
     print(f"{len(names)} models, {len(names) - len(missing)} of them done in {path}")
-    with StopRequest(notice="the model that runs gets no row") as request:
-        for name in missing:
-            row = zoo.row_from_child(name, settings, request)
-            if request.stop:
-                return 128 + request.stop
-            zoo.add_row(path, table, row)
-            outcome = row.get("verdict") or row["error"]
-            print(f"{name}: {outcome} ({row.get('seconds', 0):.0f} s)", flush=True)
+    zoo.run_zoo(missing, settings, path, table)
     rows = table["rows"]
     bad = [row["model"] for row in rows if "error" in row or row["parity"]["passed"] is False]
     outcome = f"failed: {', '.join(bad)}" if bad else "every model passed"

@@ -5,6 +5,7 @@ Linear drift of the machine (heat, other users) cancels within a round, so round
 independent. What other processes disturbed is left out.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from statistics import median
 
 from cl_train.measure.statistics import Interval, interval_of_rounds
 from cl_train.system.processes import LOST_PCT, MachineLoad, thread_times
+
+log = logging.getLogger(__name__)
 
 MOST_TAKEN = 0.02  # of a block's time
 LEAST_ROUNDS = 4  # that count, also if others took more
@@ -100,6 +103,7 @@ class Stop:
     time_limit_s: float = 60.0
     min_rounds: int = 8  # with less, an interval that is narrow by chance would end it too soon
     least_rounds: int = 1  # are run also beyond the time limit
+    tell: Callable[[str], object] = log.info  # is called with how long a slow measurement takes
 
     @classmethod
     def after(cls, rounds: int) -> "Stop":

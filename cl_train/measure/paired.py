@@ -286,7 +286,7 @@ def _compared(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Co
         for one in variants:
             timed.append(TimedStep(one.model, one.layout, workload, facts.get(one.model)))
             facts[one.model] = timed[-1].facts
-        step_s, left_s = warmed_up(timed, stop.time_limit_s)
+        step_s, left_s = warmed_up(timed, stop)
         watch = GpuWatch(workload.device)
         has_round = 2 * sum(step_s) <= left_s
         if has_round:

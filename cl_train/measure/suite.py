@@ -1,16 +1,19 @@
-"""What `cl-train benchmark` measures: every combination of its settings, in one process."""
+"""What `cl-train benchmark` measures: every combination of its settings. `run_each` and `in_child`
+are also the driver of the zoo, whose models have a process each.
+"""
 
 import itertools
 import logging
 import math
+import multiprocessing
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +36,6 @@ from cl_train.measure.answer import (
 from cl_train.measure.paired import Comparison, Variant, benchmark_in_time, variants_of
 from cl_train.measure.parity_gate import Parity, parity_before_use
 from cl_train.measure.statistics import seconds_to_decide
-from cl_train.measure.time_limit import progress
 from cl_train.measure.timed_step import Workload, input_shape
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
@@ -46,6 +48,9 @@ from cl_train.system.failures import explain_failure
 from cl_train.system.files import write_json
 from cl_train.system.machine import document_of
 from cl_train.system.processes import with_threads
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SLOW_PARITY_S = 5.0  # from here on its end is said
 LONGEST_ADVISED_S = 3600.0
@@ -62,6 +67,7 @@ class Combination:
     settings: BenchmarkSettings
     described: dict[str, Any]
     workload: Workload
+    tell: Callable[[str], object] = log.info  # is called with how long a slow part takes
 
     def result(self, *, is_checked: bool = True) -> dict[str, Any]:
         """The content of the JSON file: with `error` instead of speeds if it failed; with
@@ -94,7 +100,7 @@ class Combination:
         return [word == "true"]
 
     def _timed(self) -> Comparison:
-        stop = Stop(self.settings.target_ci, self.settings.time_limit_s)
+        stop = Stop(self.settings.target_ci, self.settings.time_limit_s, tell=self.tell)
         return benchmark_in_time(self._variants(), self.workload, stop=stop)
 
     def _measured(self) -> dict[str, Any]:
@@ -106,9 +112,10 @@ class Combination:
         parity = self._parity(variants)
         parity_s = time.perf_counter() - started_at
         if parity and parity_s >= SLOW_PARITY_S:
-            progress.info("parity is compared after %.0f s, speed follows", parity_s)
+            self.tell(f"parity is compared after {parity_s:.0f} s, speed follows")
         left_s = settings.time_limit_s - parity_s
-        stop = Stop(settings.target_ci, max(left_s, settings.time_limit_s / 2))
+        left_s = max(left_s, settings.time_limit_s / 2)
+        stop = Stop(settings.target_ci, left_s, tell=self.tell)
         done = benchmark_in_time(variants, self.workload, stop=stop)
         differing = [name for name, found in parity.items() if found.passed is False]
         done = done.not_comparable(differing)
@@ -234,37 +241,77 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
     combinations = combinations_of(settings)
     document = document_of(settings, choose_device(settings.device), complete=False, results=[])
 
-    try:
-        for one in combinations:
-            described = ", ".join(f"{key} {value}" for key, value in one.described.items())
-            print(f"{described}: about {settings.time_limit_s:g} s at most", flush=True)
-            with progress_shown():
-                result = one.result()
-            print(result["text"], flush=True)
-            document["results"].append(result)
-            if settings.out:
-                write_json(Path(settings.out), document)
-    except (KeyboardInterrupt, SystemExit):
-        done = len(document["results"])
-        where = f", in {settings.out}" if settings.out and done else ""
-        print(f"stopped: {done} of {len(combinations)} are measured{where}", flush=True)
-        raise
+    def measured(one: Combination) -> dict[str, Any]:
+        described = ", ".join(f"{key} {value}" for key, value in one.described.items())
+        print(f"{described}: about {settings.time_limit_s:g} s at most", flush=True)
+        return replace(one, tell=lambda text: print(f"  {text}", flush=True)).result()
+
+    def keep(result: dict[str, Any]) -> None:
+        print(result["text"], flush=True)
+        document["results"].append(result)
+        if settings.out:
+            write_json(Path(settings.out), document)
+
+    run_each(combinations, measured, keep, settings.out)
     return document | {"complete": True}
 
 
-@contextmanager
-def progress_shown() -> Iterator[None]:
-    """Print what the slow parts of a measurement log."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("  %(message)s"))
-    level = progress.level
-    progress.addHandler(handler)
-    progress.setLevel(logging.INFO)
+def run_each(
+    items: Sequence[T],
+    measure: Callable[[T], dict[str, Any]],
+    keep: Callable[[dict[str, Any]], None],
+    out: Path | str | None,
+) -> None:
+    """Measure one after the other, and keep each result before the next one begins. SIGTERM ends it
+    as Ctrl-C does: it says how many were kept, in `out`.
+    """
+    kept = 0
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
-        yield
+        for item in items:
+            keep(measure(item))
+            kept += 1
+    except (KeyboardInterrupt, SystemExit):
+        where = f", in {out}" if out and kept else ""
+        print(f"stopped: {kept} of {len(items)} are measured{where}", flush=True)
+        raise
     finally:
-        progress.removeHandler(handler)
-        progress.setLevel(level)
+        signal.signal(signal.SIGTERM, before)
+
+
+def in_child(
+    work: Callable[[str, Any], dict[str, Any]], name: str, settings: Any, limit_s: float
+) -> dict[str, Any]:
+    """What `work(name, settings)` returns in a process of its own, whose end leaves nothing behind;
+    if it crashes, lacks memory or takes longer than `limit_s`, an `error`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Importing takes longer than most models. What a user's packages import may touch CUDA, and
+    # forks of a process that did cannot use it: for CUDA torch alone is imported before the fork.
+    is_cuda = settings.device.startswith("cuda")
+    context.set_forkserver_preload(["torch" if is_cuda else work.__module__])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, work, name, settings), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        result = receiver.recv() if receiver.poll(limit_s) else {"error": f"over {limit_s:g} s"}
+    except EOFError:
+        process.join()
+        code = process.exitcode
+        result = {"error": f"its process ended with exit code {code} (-9: out of memory)"}
+    finally:
+        process.kill()
+        process.join()
+    return {"model": name, **result}
+
+
+def _child(sender: Any, work: Callable[[str, Any], Any], name: str, settings: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    try:
+        sender.send(work(name, settings))
+    except Exception as error:
+        sender.send({"error": explain_failure(error)})
 
 
 def combinations_of(settings: BenchmarkSettings) -> list[Combination]:

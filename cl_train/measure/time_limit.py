@@ -1,6 +1,5 @@
 """What fits into a time limit: images per step, and steps of warm-up."""
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -9,13 +8,11 @@ from functools import partial
 
 from torch import nn
 
+from cl_train.measure.alternate import Stop
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
 from cl_train.memory_format.convert import CONTIGUOUS
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import available_bytes, timed_s
-
-# What a slow measurement says meanwhile; a benchmark shows it, a run has it in its log.
-progress = logging.getLogger("cl_train.measure.progress")
 
 SLOW_S = 2.0  # of the first steps of all sides: from here on it is said how long the rest takes
 PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
@@ -64,26 +61,26 @@ def scaled_to_time(
     return replace(workload, batch_size=batch_size, settings=settings)
 
 
-def warmed_up(timed: Sequence[TimedStep], time_limit_s: float) -> tuple[list[float], float]:
+def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], float]:
     """Run eager steps of all sides in turns, fewer where rounds would not fit in behind them.
 
     Returns the seconds of the last step of each side, and what is left of the time.
     """
     workload = timed[0].workload
-    ends_at = time.perf_counter() + time_limit_s
+    ends_at = time.perf_counter() + stop.time_limit_s
     step_s, left_s = [], math.inf
     for work in (TimedStep.first_step, TimedStep.peak_step, TimedStep.warm_up):
         step_s = [timed_s(partial(work, step), workload.device) for step in timed]
         if workload.settings.compile and work is TimedStep.first_step:
-            progress.info("compiled: about %.0f s to go", time_limit_s)
-            ends_at = time.perf_counter() + time_limit_s  # compilation is not counted
+            stop.tell(f"compiled: about {stop.time_limit_s:.0f} s to go")
+            ends_at = time.perf_counter() + stop.time_limit_s  # compilation is not counted
             continue
         left_s = ends_at - time.perf_counter()
         # Two rounds fit in behind another pass, or no round fits, but the pass.
         pass_s = sum(step_s)
         if work is TimedStep.first_step and pass_s >= SLOW_S:
             rest_s = max(left_s, pass_s)
-            progress.info("a step of %.1f s: about %.0f s to go", max(step_s), rest_s)
+            stop.tell(f"a step of {max(step_s):.1f} s: about {rest_s:.0f} s to go")
         can_go_on = 5 * pass_s <= left_s or pass_s <= left_s < 2 * pass_s
         if not can_go_on:
             break

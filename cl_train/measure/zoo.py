@@ -2,21 +2,20 @@
 command continues.
 """
 
-import multiprocessing
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cl_train.config.schema import BenchmarkSettings, ZooSettings
 from cl_train.errors import ConfigError
-from cl_train.measure.suite import Combination, combinations_of
+from cl_train.measure.suite import Combination, combinations_of, in_child, run_each
 from cl_train.measure.timed_step import input_shape
 from cl_train.memory_format.convert import convert
 from cl_train.memory_format.layout import CONVOLUTIONS
 from cl_train.models import sources as models
-from cl_train.system.failures import explain_failure
 from cl_train.system.files import read_json, write_json, write_text
-from cl_train.system.processes import StopRequest
 from cl_train.system.tables import markdown_table
 
 # Of the tutorial "Channels Last Memory Format in PyTorch".
@@ -52,39 +51,16 @@ _OWN_SIZE = ("inception_v3", "maxvit", "timm/mobilevit")  # do not run on every 
 _EQUAL = ("device", "precision", "batch_size", "image_size", "speed", "time_limit_s")  # in a table
 
 
-def row_from_child(name: str, settings: ZooSettings, request: StopRequest) -> dict[str, Any]:
-    """The row of a model, measured in its own process: a crash or lack of memory is recorded as
-    that model's error. The request to stop ends that process.
-    """
-    context = multiprocessing.get_context("forkserver")
-    # Importing takes longer than most models. What a user's packages import may touch CUDA, and
-    # forks of a process that did cannot use it: for CUDA torch alone is imported before the fork.
-    context.set_forkserver_preload(["torch" if settings.device.startswith("cuda") else __name__])
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, name, settings), daemon=True)
-    process.start()
-    sender.close()
-    row: dict[str, Any] = {"error": f"over {settings.model_time_limit_s:g} s"}
-    until_s = time.monotonic() + settings.model_time_limit_s
-    try:
-        while not request.stop and time.monotonic() < until_s:
-            if receiver.poll(0.5):
-                row = receiver.recv()
-                break
-    except EOFError:
-        process.join()
-        row = {"error": f"its process ended with exit code {process.exitcode} (-9: out of memory)"}
-    finally:
-        process.kill()
-        process.join()
-    return {"model": name, **row}
+def run_zoo(names: Sequence[str], settings: ZooSettings, path: Path, table: dict[str, Any]) -> None:
+    """Measure each model in its own process, and add its row to the table at `path`."""
 
+    def keep(row: dict[str, Any]) -> None:
+        add_row(path, table, row)
+        outcome = row.get("verdict") or row["error"]
+        print(f"{row['model']}: {outcome} ({row.get('seconds', 0):.0f} s)", flush=True)
 
-def _child(sender: Any, name: str, settings: ZooSettings) -> None:
-    try:
-        sender.send(zoo_row(name, settings))
-    except Exception as error:
-        sender.send({"error": explain_failure(error)})
+    limit_s = settings.model_time_limit_s
+    run_each(names, partial(in_child, zoo_row, settings=settings, limit_s=limit_s), keep, path)
 
 
 def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:

@@ -292,12 +292,11 @@ class StopRequest:
 
     A second stop signal n exits with 128 + n and saves nothing: SIGINT at any time, the others from
     half a second after the first. Without `ends_process` (a notebook) a second SIGINT raises
-    KeyboardInterrupt. `notice` is printed after the first SIGINT.
+    KeyboardInterrupt.
     """
 
-    def __init__(self, *, ends_process: bool = True, notice: str = _RUN_IS_SAVED) -> None:
+    def __init__(self, *, ends_process: bool = True) -> None:
         self.ends_process = ends_process
-        self._notice = notice
         self._save = False
         self._stopped_at = 0.0
         self.stop: int | None = None  # the signal that requested the stop
@@ -336,7 +335,7 @@ class StopRequest:
         elif self.stop is None:
             self.stop, self._stopped_at = signum, now
             if signum == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                os.write(2, f"\nstopping: {self._notice}\n".encode())
+                os.write(2, f"\nstopping: {_RUN_IS_SAVED}\n".encode())
         elif not self.ends_process:
             if signum == signal.SIGINT:
                 raise KeyboardInterrupt

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks import peers
+from cl_train.cli import exit_code
 from cl_train.commands import benchmark, loader_benchmark
 from cl_train.commands.zoo import main
 from cl_train.config.command_line import CommandLine, compose
@@ -424,15 +425,14 @@ def test_the_zoo_runs_continues_times_and_refuses(tmp_path, capsys):
 def test_a_signal_ends_the_zoo_before_its_next_model(signum, tmp_path, monkeypatch, capfd):
     measured = []
 
-    def row_from_child(name, settings, request):
+    def interrupted(work, name, settings, limit_s):
         measured.append(name)
         signal.raise_signal(signum)
-        assert request.stop == signum
-        return {"model": name, "error": "its process was ended"}
 
-    monkeypatch.setattr(zoo, "row_from_child", row_from_child)
-    assert main(["model=resnet18,resnet50", "device=cpu", f"out={tmp_path}"]) == 128 + signum
-    assert "saved" not in capfd.readouterr().err
+    monkeypatch.setattr(zoo, "in_child", interrupted)
+    words = ["model=resnet18,resnet50", "device=cpu", f"out={tmp_path}"]
+    assert exit_code(main, words) == 128 + signum
+    assert capfd.readouterr().out.endswith("\nstopped: 0 of 2 are measured\n")
     assert measured == ["resnet18"] and list(tmp_path.iterdir()) == [], "no row of it is kept"
 
 
