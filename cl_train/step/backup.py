@@ -13,10 +13,8 @@ from torch import nn
 
 
 class BufferBackup:
-    """The last good values of the models' buffers (BatchNorm statistics), on their device.
-
-    A skipped update does not change the weights, but NaN activations have already changed the
-    running statistics.
+    """The last good values of the models' buffers: a skipped update changes no weights, but NaN
+    activations have already changed the running statistics.
     """
 
     def __init__(self, **models: nn.Module) -> None:
@@ -29,12 +27,10 @@ class BufferBackup:
 
     @torch.no_grad()
     def keep_or_restore(self, is_bad: torch.Tensor) -> None:
-        """Restore the good values if the bool [] `is_bad`, else the present ones become good,
-        except elements that are not finite: the loss may be finite although a variance has
-        overflowed.
+        """Restore the good values if the bool [] `is_bad`, else the present ones become good, but
+        for elements that are not finite: a variance may overflow while the loss is finite.
 
-        The device decides; the host waits for it only if a buffer was replaced by one of another
-        shape or dtype.
+        The host waits only if a buffer was replaced by one of another shape or dtype.
         """
         buffers = dict(self._models.named_buffers())
         pairs = [(buffer, self.good.get(name)) for name, buffer in buffers.items()]
@@ -59,7 +55,7 @@ class BufferBackup:
 
     @torch.no_grad()
     def mend(self) -> None:
-        """Elements that are not finite get their good values."""
+        """Give elements that are not finite their good values."""
         for name, buffer in self._models.named_buffers():
             good = self.good.get(name, buffer)
             if _kind(buffer) == _kind(good) and _can_change(buffer):
@@ -88,14 +84,11 @@ class BufferBackup:
 
 
 def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Copy `value` into a buffer, or replace one of another shape or dtype."""
+    """Copy `value` into a buffer, or replace one of another shape, dtype or device."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     present = getattr(module, attribute, None)
-    if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (
-        value.shape,
-        value.dtype,
-    ):
+    if isinstance(present, torch.Tensor) and _kind(present) == _kind(value):
         present.copy_(value)
     else:
         setattr(module, attribute, value)
@@ -111,9 +104,7 @@ def _can_change(buffer: torch.Tensor) -> bool:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of the generators of torch's CPU and of a GPU `device`, of Python and NumPy, for
-    `set_random_state`; a `snapshot` of it is as good.
-    """
+    """Of the generators of torch's CPU and of a GPU `device`, of Python and NumPy."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     # int64: torch 2.15 pickles a tensor of uint32 that it cannot read again.
@@ -122,7 +113,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """What `state` lacks, as that of an older checkpoint may, stays as it is."""
+    """What the state of an older checkpoint lacks stays as it is."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -135,7 +126,6 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def random_state_restored(device: torch.device) -> Iterator[None]:
-    """Restore the `random_state` at the end."""
     state = random_state(device)
     try:
         yield
@@ -145,7 +135,7 @@ def random_state_restored(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def module_restored(model: nn.Module) -> Iterator[None]:
-    """At the end the same parts train, in the same modes, as at the beginning."""
+    """Which parts train, and in which modes."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -160,9 +150,7 @@ def module_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run the block without gradients from before; restore them, the buffers and the random
-    generators at the end.
-    """
+    """Gradients (none within the block), buffers and random generators."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = BufferBackup(model=model)
     model.zero_grad(set_to_none=True)

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cl_train.config.schema import (
-    FUSED_OPTIMIZERS,
-    OPTIMIZERS,
-    OptimConfig,
-    ScheduleConfig,
-)
+from cl_train.config.schema import FUSED_OPTIMIZERS, OPTIMIZERS, OptimConfig, ScheduleConfig
 from cl_train.config.validation import optional_module, suggest
 from cl_train.errors import ConfigError
 from cl_train.step.precision import BATCH_NORMS
@@ -45,17 +40,16 @@ def check_optimizer(cfg: OptimConfig) -> None:
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
     """Stop the training of the parts whose names match shell patterns; `backbone`: all but `head`.
-    BatchNorm in them stays in eval mode.
-
-    Raises ConfigError: a pattern matches nothing, or nothing is left to train.
+    BatchNorm in them stays in eval mode. Raises ConfigError.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
     around_head = {module for name in head for module in _around(name)}
-    frozen: set[str] = set()
+    frozen = set[str]()
     for pattern in patterns:
-        is_backbone = pattern == "backbone"
-        matches = parts - around_head if is_backbone else {*fnmatch.filter(parts, pattern)}
+        matches = {*fnmatch.filter(parts, pattern)}
+        if pattern == "backbone":
+            matches = parts - around_head
         if not matches:
             near = suggest(pattern, {"backbone", *parts})
             raise ConfigError(f"freeze={pattern}: the model has no such part{near}")
@@ -82,9 +76,7 @@ def build_optimizer(
     parameters: dict[str, nn.Parameter],
     lr: float | torch.Tensor,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `cfg` over `parameters` (see `Fp32Weights.trainable`).
-
-    A fused kernel reads loss scale and overflow flag on the device. With any other optimizer
+    """A fused kernel reads loss scale and overflow flag on the device; with any other optimizer
     GradScaler makes the host wait in each step (pytorch/pytorch#80167).
     """
     groups = _parameter_groups(cfg, model, parameters, lr)
@@ -112,9 +104,7 @@ def build_optimizer(
 
 def make_dense(model: nn.Module) -> None:
     """Give each tensor with gaps in memory, such as `big[:, :10]`, memory of its own: the fused
-    kernels read by address, and would update what lies between.
-
-    Raises ConfigError: one that trains shares memory, within itself or with another tensor.
+    kernels would update what lies between. Raises ConfigError: one that trains shares its memory.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     strided = {name: tensor for name, tensor in named.items() if tensor.layout == torch.strided}
@@ -132,11 +122,9 @@ def make_dense(model: nn.Module) -> None:
 
 @contextmanager
 def in_memory_order(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within the block, weights, gradients and states of a fused optimizer on a CPU are views with
-    dimensions in memory order.
-
-    The kernels copy each gradient that is not contiguous, which takes longer than the update
-    (torch 2.15, docs/log.md). An update is element-wise: the order changes no value.
+    """Within the block, weights, gradients and states of a fused optimizer on a CPU are contiguous
+    views: the kernels copy each gradient that is not, which takes longer than the update (torch
+    2.15, docs/log.md). An update is element-wise: the order changes no value.
     """
     groups = optimizer.param_groups if optimizer.defaults.get("fused") else []
     before = []
@@ -205,8 +193,8 @@ def _parameter_groups(
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
     """The layer of each parameter, from 0 at the input: timm's for its models, else the entries of
-    containers (Sequential, ModuleList) and the modules outside them, in order. Norms and biases
-    are in the layer of their entry, or in the one before them.
+    Sequential and ModuleList and the modules outside them; one without weights counts as its
+    predecessor.
     """
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is not None:
@@ -243,11 +231,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def lr_at(
     step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int
 ) -> float:
-    """The learning rate of optimizer step `step`, from 0, with peak `lr`: a linear warm-up from
-    `warmup_start * lr`, then the curve `cfg.name`.
-
-    Cosine and linear end at `total_steps` and begin after the warm-up, or without `warmup_prefix`
-    at step 0, as does `step`.
+    """The learning rate of step `step`, from 0, with peak `lr`: a linear warm-up, then the curve
+    `cfg.name`. Cosine and linear begin after the warm-up only with `warmup_prefix`.
     """
     if cfg.per_epoch:
         step -= step % steps_per_epoch

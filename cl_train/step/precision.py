@@ -70,7 +70,7 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
 
 
 def _fast_formats(device: torch.device) -> list[str]:
-    """Returns the number formats that are faster than fp32 on `device`, the best first."""
+    """The number formats that are faster than fp32 on `device`, the best first."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         of_tensor_cores = {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0)}
@@ -80,10 +80,8 @@ def _fast_formats(device: torch.device) -> list[str]:
 
 @cache
 def bf16_is_faster_on_cpu() -> bool:
-    """Times a matrix product and a convolution in fp32 and bf16, once per process, about 0.1 s: the
-    names of a CPU's instructions do not tell. With AMX bf16 was four times as fast as fp32; the
-    same generation of CPUs with AVX512-BF16 alone needed twice the time, others emulate bf16, and
-    without AVX-512 oneDNN has no convolution in it.
+    """Times a matrix product and a convolution, about 0.1 s: the names of instructions do not tell.
+    With AMX bf16 was four times as fast as fp32; AVX512-BF16 alone needed twice the time.
     """
     values = torch.rand(2, 512, 512, generator=torch.Generator().manual_seed(0))
     images, weights = values.view(8, 64, 32, 32), values[0, :72].reshape(64, 64, 3, 3)
@@ -107,7 +105,7 @@ def _is_faster_in_bf16(function: Callable[..., object], *values: torch.Tensor) -
 
 @contextmanager
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
-    """Set which CUDA kernels torch may select, in the whole process, and restore it at the end.
+    """Which CUDA kernels the whole process may select within the block.
 
     tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times its convolution
     algorithms, once per shape, which takes seconds.
@@ -124,8 +122,8 @@ def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[No
 
 @contextmanager
 def _tf32_switches(allowed: bool) -> Iterator[None]:
-    """Set TF32 by torch's older switches and by the newer ones: code that reads either, as
-    `torch.backends.cudnn.flags` does, works in the block. Both are restored.
+    """torch's older switches and its newer ones: code that reads either, as
+    `torch.backends.cudnn.flags` does, works in the block.
     """
     backends: Any = torch.backends
     cuda, cudnn = backends.cuda, backends.cudnn
@@ -210,13 +208,12 @@ class Fp32Weights:
 
     @torch.no_grad()
     def copy_weights_to_model(self) -> None:
-        """Round the fp32 copies into the model's fp16 parameters."""
         if self._half:
             torch._foreach_copy_(self._half, list(self._full.values()))
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Set the fp32 copies, and with them the model, from a state dict with fp32 weights."""
+        """Set the fp32 copies, and with them the model."""
         for name, full in self._full.items():
             full.copy_(state[name])
         self.copy_weights_to_model()
@@ -242,8 +239,7 @@ class EMA:
     @torch.no_grad()
     def update(self, source: Mapping[str, torch.Tensor]) -> None:
         """ema += (1 - decay) * (weights - ema), for `Fp32Weights.tensors`; integer buffers are
-        copied, as are those that the model has made since, or in another shape. The host does not
-        wait.
+        copied, as are those that are new or have another shape. The host does not wait.
         """
         own = {**self._averages, **self._copied}
         for name, value in source.items():

@@ -1,8 +1,6 @@
-"""The step that trains, that is tried and that is timed: `make_step` of its settings, and
-`train_step`: autocast{forward, loss} -> scale -> backward -> unscale -> clip -> step -> update ->
-zero_grad.
-
-All results stay on the device; the host waits only for an optimizer without a fused kernel.
+"""The step that trains, is tried and is timed: autocast{forward, loss} -> scale -> backward ->
+unscale -> clip -> step -> update -> zero_grad. Its results stay on the device; the host waits only
+for an optimizer without a fused kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,8 +121,6 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The objects and settings that every step of a run uses."""
-
     wrapped_model: nn.Module  # the model that trains, perhaps in DDP, perhaps compiled
     weights: Fp32Weights
     optimizer: torch.optim.Optimizer
@@ -137,7 +133,6 @@ class StepParts:
     ema_every: int = 1
 
     def update_average(self, step: int) -> None:
-        """Update the moving average if that is due at step number `step`, from 1."""
         if self.average is not None and step % self.ema_every == 0:
             self.average.update(self.weights.tensors())
 
@@ -150,11 +145,9 @@ def make_step(
     *,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> StepParts:
-    """Returns the objects of a step that trains `model`, for `train_step` or `GraphedStep`.
-
-    The model has its device, dtypes and memory format already: the average, the optimizer's state,
-    DDP's buckets and the compiled graph take its strides over (pytorch/pytorch#47163). wrap: puts
-    the model into DDP. Raises ConfigError: as `make_dense` and `EMA`.
+    """The model has its device, dtypes and memory format already: the average, the optimizer's
+    state, DDP's buckets and the compiled graph take its strides over (pytorch/pytorch#47163). wrap:
+    puts the model into DDP. Raises ConfigError: as `make_dense` and `EMA`.
     """
     make_dense(model)
     weights = Fp32Weights(model, settings.precision)
@@ -179,9 +172,8 @@ def make_step(
 
 
 def compiled(model: nn.Module, image_sizes: int = 1) -> nn.Module:
-    """Returns `model`, compiled for each image size: dynamic shapes are slower.
-
-    The module inside stays eager, else it would be compiled again for evaluation.
+    """One graph per image size: dynamic shapes are slower. The module inside stays eager, else it
+    would be compiled again for evaluation.
     """
     config = torch.compiler.config
     config.recompile_limit = max(config.recompile_limit, 8 + image_sizes)
@@ -248,7 +240,7 @@ def _without_reduction(model: nn.Module, *, unless: bool) -> AbstractContextMana
 
 
 def update_weights(parts: StepParts) -> torch.Tensor:
-    """Unscale, clip, update, zero the gradients; returns `StepResult.skipped`."""
+    """Returns `StepResult.skipped`."""
     optimizer = parts.optimizer
     parts.weights.copy_gradients_from_model()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

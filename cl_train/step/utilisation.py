@@ -75,7 +75,6 @@ def data_sheet_tflop_per_s(precision: Precision, device: torch.device) -> float 
 
 
 def describe(used: dict[str, Any]) -> str:
-    """A result of `utilisation` in one line."""
     line = f"{used['gflop_per_image']:.3g} GFLOP per image, {used['tflop_per_s']:.3g} TFLOP/s"
     share = used["data_sheet_pct"]
     return line if share is None else f"{line}: {share:.0f} % of the data sheet's peak"

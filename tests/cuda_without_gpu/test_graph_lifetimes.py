@@ -168,25 +168,26 @@ class Halfway(StubRecorder):
 def test_auto_falls_back_to_eager_steps_with_the_same_results(
     precision, clip_norm, caplog, monkeypatch
 ):
-    expected, parts = (make_parts(precision, clip_norm=clip_norm) for _ in range(2))
+    expected = make_parts(precision, clip_norm=clip_norm)
     cuda_graph.use_tensor_rates(expected.optimizer, CPU)
 
     def graphed(*, can_go_on, fall_back):
         monkeypatch.setattr(cuda_graph, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
+        parts = make_parts(precision, clip_norm=clip_norm)
         return GraphedStep(parts, Halfway(CPU), warm_up=1, fall_back=fall_back)
 
     step = graphed(can_go_on=True, fall_back=True)
     for seed in range(5):
-        theirs = train_step(expected, [make_batch(expected, seed=seed)])
-        assert step([make_batch(parts, seed=seed)]).loss == theirs.loss
+        batch = make_batch(expected, seed=seed)
+        assert step([batch]).loss == train_step(expected, [batch]).loss
     [warning] = caplog.messages
     assert "operation not permitted" in warning and "the steps run eagerly" in warning
     assert step.replay is None
     for can_go_on in (True, False):
         step = graphed(can_go_on=can_go_on, fall_back=not can_go_on)
-        step([make_batch(parts)])
+        step([make_batch(expected)])
         with pytest.raises(RecordingError, match="operation not permitted") as caught:
-            step([make_batch(parts)])
+            step([make_batch(expected)])
         assert "use cuda_graph=false" in (describe_failure(caught.value) or "")
 
 
