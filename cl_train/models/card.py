@@ -25,23 +25,18 @@ KEYS = (*_TEXTS, *_LISTS, *_PREPROCESSING)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """From an image to the input of a model: resize of the short side, centre crop, scale to 0-1,
-    normalise.
+    """From an image to the input of a model: resize of the short side, centre crop, normalise."""
 
-    resize, crop: pixels. interpolation: bilinear or bicubic, antialiased. mean, std: per channel,
-    on the 0-1 scale. exif: whether the orientation of EXIF is applied or ignored.
-    """
-
-    resize: int
+    resize: int  # pixels
     crop: int
-    interpolation: str
-    mean: tuple[float, ...]
+    interpolation: str  # bilinear or bicubic, antialiased
+    mean: tuple[float, ...]  # per channel, of values from 0 to 1
     std: tuple[float, ...]
     exif: str | None = None  # published weights and older files leave it to the data
 
     @classmethod
     def of(cls, data: DataConfig) -> "Preprocessing":
-        """Returns the preprocessing of an evaluation with the settings `data`."""
+        """That of an evaluation with the settings `data`."""
         crop = data.eval_size
         resize = data.val_resize or default_val_resize(crop)
         mean, std = tuple(data.mean), tuple(data.std)
@@ -101,7 +96,7 @@ class ModelCard:
 
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":
-        """Reads a file's metadata: what is not as `to_dict` writes it is unknown."""
+        """What is not as `to_dict` writes it is unknown."""
         entries = metadata if isinstance(metadata, dict) else {}
         values = {key: _parsed(entries.get(key)) for key in KEYS}
         texts = {name: values[name] or None for name in _TEXTS if isinstance(values[name], str)}

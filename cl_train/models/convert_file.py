@@ -1,6 +1,4 @@
-"""Convert a saved model from file to file: the file is read back, run, and compared with the
-original.
-"""
+"""From file to file: what is written is read back, run, and compared with the original."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,13 +40,9 @@ def convert_file(
     overwrite: bool = False,
     **reading: Any,
 ) -> tuple[str, bool]:
-    """Write `source` as the kind of file that the suffix of `out` names, read that back, run it on
-    a batch, and compare it with the original in contiguous.
-
-    The arguments are the settings of `cl-train convert`; `reading`: model, weights, entry, prefix,
-    trust. Returns what was done, and whether the outputs are equal; false: not compared. Raises
-    NotConverted; ConfigError: see `read_weights`; `out` exists or has another suffix; the weights
-    do not fit the model, or it fails.
+    """Write `source` as the kind of file that the suffix of `out` names; the arguments are the
+    settings of `cl-train convert`. Returns what was done, and whether the outputs are equal; false:
+    not compared. Raises NotConverted or ConfigError.
     """
     path, target = files.weights_path(source), Path(out)
     if path is not None and target.resolve() == path.resolve():
@@ -78,7 +72,7 @@ def convert_file(
 def _convert(
     saved: SavedModel, file: Path, memory_format: torch.memory_format, shape: Sequence[int]
 ) -> tuple[str, bool]:
-    """Write the file, read it back and compare; returns what is equal, and whether all is."""
+    """What is equal, and whether all is."""
     shape = shape or _usual_shape(saved)
     original = runnable(saved, shape[-1])
     if original is not None:
@@ -115,7 +109,7 @@ def _convert(
 
 
 def _usual_shape(saved: SavedModel) -> Sequence[int]:
-    """That of the images a program was exported with, or of two images as the model is used."""
+    """Of the images a program was exported with, or of two images as the model is used."""
     size = saved.card.image_size or 224
     example, _ = getattr(saved.program, "example_inputs", None) or ((), {})
     return next((x.shape for x in example if isinstance(x, Tensor)), (2, 3, size, size))

@@ -35,11 +35,9 @@ class ModelFacts:
 
 
 def facts_of(model: nn.Module, batch: Any, *, training: bool = True) -> ModelFacts:
-    """Run a copy of `model` on the shapes of `batch`, in training or eval mode: on the device
-    "meta", or where the model computes with values, on the batch without gradients (two images of
-    it; zeros where it has no values itself).
-
-    Raises what the model raises.
+    """Run a copy of `model` on the shapes of `batch`: on the device "meta", or where the model
+    computes with values, on two images of the batch (zeros if it has no values itself) without
+    gradients. Raises what the model raises.
     """
     own = next((tensor.device for tensor in model.parameters()), _CPU)
     with random_state_restored(own), kernel_selection(autotune=False):
@@ -75,9 +73,7 @@ def image_count(batch: Any) -> int:
 
 
 def _on(device: torch.device, batch: Any, dtype: torch.dtype) -> Any:
-    """The shapes of `batch`, or two images with values; zeros for those of `image_shapes`. In the
-    dtype of the weights, as there is no autocast on "meta".
-    """
+    """In the dtype of the weights, as there is no autocast on "meta"."""
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         casted = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)

@@ -79,10 +79,7 @@ def weights_path(weights: str | Path) -> Path | None:
 
 
 def _kind_of(path: Path) -> Kind:
-    """The kind of a file, from suffix and members; a checkpoint is a state dict.
-
-    Raises ConfigError: no file, or ONNX.
-    """
+    """From suffix and members; "state dict" also of a checkpoint. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder{suggest_path(path)}")
     if path.suffix == ".onnx":
@@ -103,10 +100,10 @@ def _kind_of(path: Path) -> Kind:
 def read_weights(
     path: Path, *, entry: str | None = None, prefix: str | None = None, trust: bool = False
 ) -> SavedModel:
-    """Read a file to the CPU. No code in it runs; with `trust` it may be a program.
+    """Read a file to the CPU; code in it runs only with `trust`.
 
-    `entry` holds the weights, by default the first of `ENTRIES`. Only names with `prefix` are
-    taken, and it is removed. Raises ConfigError: no such file or entry, a damaged file, a program
+    entry: that holds the weights, by default the first of `ENTRIES`. prefix: of the names that are
+    taken; it is removed. Raises ConfigError: no such file or entry, a damaged file, a program
     without `trust`, more than tensors and plain types.
     """
     trained = ""
@@ -161,8 +158,8 @@ def _read_program(path: Path, kind: Kind) -> SavedModel:
 
 
 def write_weights(saved: SavedModel, path: Path) -> None:
-    """Write weights and card as safetensors or a plain state dict, by the suffix; contiguous.
-    TorchScript stays a program in a .pt or .pth file, with its strides.
+    """As safetensors or a plain state dict, by the suffix, contiguous, with the card. TorchScript
+    stays a program in a .pt or .pth file, with its strides.
     """
     if path.suffix == ".safetensors":
         if len(saved.tensors) < len(saved.state):
@@ -211,8 +208,8 @@ def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[st
 
 
 def _renamed(state: dict[str, Any], path: Path, prefix: str | None) -> tuple[dict[str, Any], str]:
-    """The part of `state` with `prefix`, by the names in the model, and what was removed, for
-    messages. Without `prefix`, that is what DDP and compile add.
+    """The part of `state` with `prefix` (None: what DDP and compile add), by the names in the
+    model, and what was removed, for messages.
     """
     names = list(state)
     if prefix is None:
@@ -246,7 +243,7 @@ def module_versions(state: object) -> dict[str, int]:
 def with_versions(
     state: Mapping[str, Any], versions: Mapping[str, int], card: ModelCard | None = None
 ) -> dict[str, Any]:
-    """`state` as `torch.nn.Module.state_dict` returns it, with versions, and with the card."""
+    """`state` as `torch.nn.Module.state_dict` returns it, and with the card."""
     metadata = {path: {"version": version} for path, version in versions.items()}
     metadata[""] = metadata.get("", {}) | (card.to_dict() if card else {})
     versioned = OrderedDict(state)
@@ -257,11 +254,11 @@ def with_versions(
 def load_state(
     model: nn.Module, state: Mapping[str, Any], what: str, without: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Copies `state`, except the names in `without`, into `model`; returns the names that it lacks,
-    and those that the model lacks.
+    """Copy `state`, but for `without`, into `model`; returns the names that it lacks, and those
+    that the model lacks. Raises ConfigError: "`what`: reason".
 
     torch takes a module without a version for one of the oldest: where a file has no versions, a
-    module with all of its names in the file has this code's. Raises ConfigError: "`what`: reason".
+    module with all of its names in the file has this code's.
     """
     versions = module_versions(state)
     state = {name: value for name, value in state.items() if name not in without}

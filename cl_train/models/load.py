@@ -69,9 +69,7 @@ def load_saved(
 def read_saved(
     source: str | Path, model: str | None = None, weights: str | None = None, **reading: Any
 ) -> SavedModel:
-    """A file, the checkpoint of a run folder, or `weights` of the model `source`. A function of the
-    user's is only called if the user named it, as `model` or `source`.
-    """
+    """A file, the checkpoint of a run folder, or `weights` of the model `source`."""
     path, name = weights_path(weights or source), str(source)
     if weights is not None and path is None:
         models.check_model(name, weights)

@@ -3,7 +3,6 @@ weights, and the preprocessing that these were published with. Copies of a model
 """
 
 import copy
-import inspect
 import logging
 import math
 from collections.abc import Collection, Sequence
@@ -86,14 +85,11 @@ def build_model(
     keep_classifier: bool = False,
     entry: str | None = None,
 ) -> nn.Module:
-    """Build a model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
+    """A model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
 
-    A function of the user's gets `num_classes`, and `drop_path` (Huang et al. 2016) if it is set.
-    Vision transformers are built for `image_size`. A classifier of another number of classes than
-    the weights is new, which `keep_classifier` refuses; a file's rows of `classes` that it names
-    are kept. `entry` of a file holds the weights, such as `average`.
-
-    Raises ConfigError: unknown names, weights that do not fit.
+    drop_path: Huang et al. 2016. image_size: that vision transformers are built for. A classifier
+    of another number of classes than the weights is new, which `keep_classifier` refuses; a file's
+    rows of `classes` that it names are kept. Raises ConfigError.
     """
     check_model(name, weights)
     file = weights_path(weights) if weights is not None else None
@@ -140,19 +136,7 @@ def _built(
     rate = "drop_path" if is_own else "drop_path_rate" if is_timm else "stochastic_depth_prob"
     options: dict[str, Any] = {} if drop_path is None else {rate: drop_path}
     if is_own:
-        function = user_function("model", name)
-        try:
-            inspect.signature(function).bind_partial(num_classes=num_classes)
-        except TypeError:  # it has another name for its argument
-            try:
-                inspect.signature(function).bind_partial(num_classes)
-            except TypeError as error:
-                what = f"it is called as {name.partition(':')[2]}(num_classes=...): {error}"
-                raise ConfigError(f"model={name} cannot be built: {what}") from None
-            return function(num_classes, **options)
-        except ValueError:  # a type written in C has no signature
-            pass
-        return function(num_classes=num_classes, **options)
+        return user_function("model", name)(num_classes=num_classes, **options)
     if weights is not None and not is_timm:
         published = torchvision_weights(name, weights)
         model = torchvision.models.get_model(name, weights=published, **options)
@@ -169,14 +153,13 @@ def _built(
 
 
 def _timm_facts(name: str) -> dict[str, Any]:
-    """What timm records of a model and of its weights; empty if it has no weights."""
     timm = optional_module("timm", f"model={name}")
     recorded = timm.get_pretrained_cfg(name.removeprefix("timm/"), allow_unregistered=True)
     return recorded.to_dict() if recorded else {}
 
 
 def _size_options(name: str, image_size: int | None) -> dict[str, int]:
-    """The argument of a zoo's builder for networks that are built for one image size."""
+    """For networks that are built for one image size."""
     if image_size is None:
         return {}
     if not name.startswith("timm/"):
@@ -227,7 +210,6 @@ def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
 
 
 def head_parameters(model: nn.Module) -> set[str]:
-    """The names of the parameters of `_classifiers`."""
     layers = _classifiers(model).items()
     return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer.state_dict()}
 
@@ -241,8 +223,8 @@ def classes_of(weights: str | None) -> tuple[str, ...]:
 def load_weights_file(
     model: nn.Module, path: Path, entry: str | None = None, classes: Sequence[str] = ()
 ) -> bool:
-    """Load a file of weights into `model`, which has `classes`; whether its classifier is new, of
-    other classes, but for the rows of those that the file names.
+    """Load a file of weights into `model`, which has `classes`; whether its classifier is new, but
+    for the rows of the classes that the file names.
     """
     weights = read_weights(path, entry=entry)
     if weights.origin:
@@ -280,10 +262,7 @@ def _take_rows(
 def load_weights(
     model: nn.Module, weights: SavedModel, what: str, without: Collection[str] = frozenset()
 ) -> None:
-    """Copy the weights of a file, except the names in `without`, into `model`.
-
-    Raises ConfigError: "`what`: reason", other shapes, missing or unexpected names.
-    """
+    """Copy weights, but for `without`, into `model`. Raises ConfigError: "`what`: reason"."""
     missing, unexpected = load_state(model, weights.state, what, without)
     absent = sorted(set(missing) - set(without))
     if not absent and not unexpected:
@@ -303,9 +282,8 @@ def load_weights(
 def published_preprocessing(
     model: str, weights: str, entry: str | None = None
 ) -> Preprocessing | None:
-    """The preprocessing of torchvision's weights, of timm's at their test size, or of a file.
-
-    None: unknown, or no centre crop after a resize of the short side.
+    """Of torchvision's weights, of timm's at their test size, or of a file. None: unknown, or no
+    centre crop after a resize of the short side.
     """
     if path := weights_path(weights):
         return read_weights(path, entry=entry).card.preprocessing if path.is_file() else None
@@ -328,9 +306,8 @@ def published_preprocessing(
 def follow_published_preprocessing(
     data: DataConfig, model: str, weights: str, keys: Collection[str], entry: str | None = None
 ) -> DataConfig:
-    """`data` with the preprocessing of `weights`, if it is known. A setting in `keys`, such as
-    `data.image_size`, is kept, and so are those that belong to it: the sizes of crop and resize,
-    mean and standard deviation.
+    """`data` with the preprocessing of `weights`, if it is known; settings in `keys`, such as
+    `data.image_size`, are kept with those that belong to them.
     """
     published = published_preprocessing(model, weights, entry)
     settings = {**published.settings(), "val_size": None} if published else {}
@@ -362,11 +339,9 @@ def log_preprocessing(
 
 
 def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """A deep copy of `model`, eager, on `device` (None: each tensor where it is; "meta": shapes and
-    strides only). A result that a module keeps as an attribute (`torch.nn.utils.weight_norm`'s
-    weight), which `copy.deepcopy` refuses, is copied as a constant.
-
-    Raises ConfigError: lazy modules, or an attribute that cannot be copied.
+    """A deep copy, eager, on `device` (None: each tensor where it is; "meta": shapes and strides).
+    A result kept as an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy`
+    refuses, is copied as a constant. Raises ConfigError: lazy, or it cannot be copied.
     """
     model = uncompiled(model)
     refuse_lazy(model)
@@ -393,5 +368,5 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the model's first floating-point parameter; float32 if there is none."""
+    """Of the first floating-point parameter; float32 if there is none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
