@@ -3,12 +3,13 @@
 Not in `sweeps/`, because torch's SummaryWriter needs torch.
 """
 
+import itertools
 import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from cl_train.sweeps.report import Report, as_markdown
+from cl_train.sweeps.report import Report, as_markdown, loss_gap
 from cl_train.system.files import refuse_link, safe_name
 from cl_train.system.run_folder import Run
 
@@ -68,14 +69,19 @@ def _results(report: Report, side: str) -> Iterator[tuple[str, float]]:
 
 
 def _layout(report: Report, names: Sequence[str]) -> dict[str, dict[str, list[object]]]:
-    """For each pair a chart of speed with its range, and one of both losses."""
-    charts: dict[str, dict[str, list[object]]] = {"images/s": {}, "loss": {}}
+    """For each pair a chart of speed with its range, and one of each loss: TensorBoard has a colour
+    for each side, none for training and validation.
+    """
+    kinds = ("training", "validation")
+    charts: dict[str, dict[str, list[object]]] = {"images/s": {}}
+    charts |= {f"loss in {kind}": {} for kind in kinds}
     rows = list(zip(report.labels, names, report.pairs, strict=True))
     for label, name, pair in reversed(rows):  # TensorBoard shows the last of these charts first
         title = f"{label}, images/s: {list(pair.sides)[1]} {pair.ratio} {pair.words}"
         tags = [f"images_per_s/{name}", f"spread/{name}/low", f"spread/{name}/high"]
         charts["images/s"][title] = ["Margin", tags]
-    for label, name, _ in rows:
-        tags = [f"^{re.escape(f'loss/{name}/{kind}')}$" for kind in ("training", "validation")]
-        charts["loss"][f"{label}, loss in training and validation"] = ["Multiline", tags]
+    for (label, name, pair), kind in itertools.product(rows, kinds):
+        gap = f": {loss_gap(pair)} between the sides" if kind == "training" else ""
+        tag = f"^{re.escape(f'loss/{name}/{kind}')}$"
+        charts[f"loss in {kind}"][f"{label}, loss in {kind}{gap}"] = ["Multiline", [tag]]
     return charts

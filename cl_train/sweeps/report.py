@@ -318,10 +318,10 @@ def as_markdown(report: Report) -> str:
     return "\n\n".join([*filter(None, paragraphs), EXPLANATION, ""])
 
 
-def _gap(loss_gap: float | None) -> str:
-    if loss_gap is None:
+def loss_gap(pair: Pair) -> str:
+    if pair.loss_gap is None:
         return "-"
-    return f"{loss_gap:.4f}" if abs(loss_gap) >= 1e-4 else "< 0.0001"
+    return f"{pair.loss_gap:.4f}" if abs(pair.loss_gap) >= 1e-4 else "< 0.0001"
 
 
 def _table(report: Report) -> list[dict[str, str]]:
@@ -339,7 +339,7 @@ def _table(report: Report) -> list[dict[str, str]]:
             "n": str(row["n"]),
             "verdict": f"**{pair.words}**",
             "top-1 %": both(row, "top1", 2),
-            "loss gap": _gap(pair.loss_gap),
+            "loss gap": loss_gap(pair),
         }
         for label, pair, row in report.named
     ]

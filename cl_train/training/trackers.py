@@ -104,6 +104,8 @@ def metrics_of(record: Record, start: Record) -> dict[str, float]:
             "whole_run/top1": (summary["val"] or {}).get("top1"),
             "whole_run/train_loss": summary["train"]["loss"],
             "whole_run/images_per_s": (summary["images_per_s"]["end_to_end"] or {}).get("median"),
+            # From 5 % on the speed is not to be trusted.
+            "whole_run/waited_for_a_core_pct": summary["lost_pct"],
             "whole_run/peak_memory_gib": summary["peak_memory_gib"],
         }
     return {name: value for name, value in values.items() if isinstance(value, int | float)}

@@ -142,10 +142,11 @@ def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
     texts = [proto.string_val[0] for proto in layouts]  # TensorBoard would merge those of two runs
     text, layout = texts if texts[0].startswith(b"# Comparison") else texts[::-1]
     assert text.decode() == as_markdown(report)
-    speed, loss = Layout.FromString(layout).category
+    speed, training, validation = Layout.FromString(layout).category
     [series] = speed.chart[-1].margin.series  # the last is shown first
     assert (series.lower, series.value, series.upper) == tags
-    assert loss.chart[0].multiline.tag[1] == "^loss/resnet18/validation$"
+    assert training.chart[0].title == "resnet18, loss in training: < 0.0001 between the sides"
+    assert [*validation.chart[0].multiline.tag] == ["^loss/resnet18/validation$"]
 
 
 def test_folders_are_compared(tmp_path, capsys):
