@@ -4,6 +4,7 @@ continued, refusals.
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -33,6 +34,7 @@ from cl_train.measure.zoo import add_row, open_table, verdict, zoo_row
 from tests import networks
 from tests.data.image_folders import write_folder
 from tests.measure.conftest import planted_comparison
+from tests.processes import LIMIT_S
 
 SMALL, DROPOUT = "tests.networks:small", "tests.networks:dropout"
 COPYING, DOUBLED = "tests.networks:copying", "tests.networks:doubled"
@@ -434,6 +436,20 @@ def test_a_signal_ends_the_zoo_before_its_next_model(signum, tmp_path, monkeypat
     assert exit_code(main, words) == 128 + signum
     assert capfd.readouterr().out.endswith("\nstopped: 0 of 2 are measured\n")
     assert measured == ["resnet18"] and list(tmp_path.iterdir()) == [], "no row of it is kept"
+
+
+def ending(name, settings):
+    os._exit(3)
+
+
+def never_ending(name, settings):
+    time.sleep(10_000)
+
+
+@pytest.mark.slow
+def test_a_model_that_ends_its_process_or_takes_too_long_has_an_error():
+    assert "exit code 3" in suite.in_child(ending, "a", ZOO, LIMIT_S)["error"]
+    assert suite.in_child(never_ending, "a", ZOO, 0.1) == {"model": "a", "error": "over 0.1 s"}
 
 
 PEERS = pytest.param(lambda words: peers.main(["loader", *words]), ["timm"], marks=pytest.mark.slow)
