@@ -110,6 +110,6 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def suggest_path(path: Path) -> str:
-    """As `suggest`, of what is beside a `path` that does not exist."""
+    """The end of a message about a `path` that does not exist: what is beside it."""
     beside = [] if path.exists() or not path.parent.is_dir() else path.parent.iterdir()
     return suggest(path.name, [other.name for other in beside])

@@ -24,7 +24,7 @@ def matched(own: Sequence[str], known: Sequence[str]) -> list[int]:
 
 
 def matched_all(own: Sequence[str], known: Sequence[str], what: str) -> list[int]:
-    """As `matched`. Raises ConfigError: classes of the data are not among those that `what` has."""
+    """The place in `known` of each name of `own`. Raises ConfigError: `what` lacks some of them."""
     places = matched(own, known)
     if others := [name for name, place in zip(own, places, strict=True) if place < 0]:
         raise ConfigError(

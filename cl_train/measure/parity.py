@@ -122,7 +122,7 @@ def check_parity(
 def parity_of(
     model: nn.Module, workload: Workload, layout: Layout, modes: Sequence[bool], seed: int = 0
 ) -> ParityReport:
-    """As `check_parity`, of the step of `workload`, with noise if it has no batch."""
+    """Compare both layouts in the step of `workload`, of noise if it has no batch."""
     given = workload.batch
     if given is None:
         given = noise((workload.batch_size, *workload.input_shape), seed)

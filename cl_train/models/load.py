@@ -55,7 +55,7 @@ def load_model(
 def load_saved(
     source: str | Path, *, memory_format: torch.memory_format | None = None, **reading: Any
 ) -> tuple[nn.Module, SavedModel, torch.memory_format]:
-    """As `load_model`, in `memory_format` (None: as recorded); or a zoo's model with `weights`."""
+    """The model of a file or run, or a zoo's with `weights`. memory_format=None: as recorded."""
     saved = read_saved(source, **reading)
     model = runnable(saved, saved.card.image_size)
     if model is None:

@@ -125,7 +125,7 @@ class GraphedStep:
         return self.replay is None and not self._is_eager
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """As `train_step`; the counts are float32, exact below 2**24 images."""
+        """One step; the counts of its result are float32, exact below 2**24 images."""
         if self._is_eager:
             return self._recorder.run(partial(train_step, self._parts, micro_batches))
         tensors = [t for batch in micro_batches for t in (batch.images, batch.targets)]

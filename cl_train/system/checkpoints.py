@@ -64,8 +64,8 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """As `read_torch_file`. Raises CheckpointError also if it is none of cl_train's, or of a newer
-    format.
+    """The state in a checkpoint. Raises CheckpointError: it cannot be read, is none of cl_train's,
+    or of a newer format.
     """
     state = read_torch_file(path)
     if not is_checkpoint(state) or state.get("format_version") != FORMAT_VERSION:

@@ -133,8 +133,8 @@ def safe_name(text: str) -> str:
 
 @contextmanager
 def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
-    """As `replacing`, with the suffix of `path`. Raises ConfigError before the block: it is no
-    file, cannot be written, or exists without `overwrite`.
+    """A new file, which replaces `path` at the end of the block. Raises ConfigError before: it is
+    no file, cannot be written, or exists without `overwrite`.
     """
     if not _is_file_or_absent(path):
         raise ConfigError(f"{key}={path} is a folder, a link or a device: choose another name")

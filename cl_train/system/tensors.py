@@ -29,7 +29,7 @@ def strided_tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """As `map_leaves`, of the tensors; anything else stays the same object."""
+    """`function` of the tensors at any depth of `value`; anything else stays the same object."""
     return map_leaves(lambda one: function(one) if isinstance(one, torch.Tensor) else one, value)
 
 

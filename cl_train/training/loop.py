@@ -60,8 +60,8 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
 
 
 def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
-    """As `train`, of `weights` or of the checkpoint that `resume` names: that of the run in
-    `folder` is evaluated in a folder of its own.
+    """Evaluate `weights`, or the checkpoint that `resume` names: that of the run in `folder` in a
+    folder of its own.
     """
     with opened_run(cfg, folder, command) as run:
         evaluated = evaluate_model_and_ema(run)

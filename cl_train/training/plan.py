@@ -102,7 +102,7 @@ class Plan:
         return self._is_epoch_due(self.evaluate_every, progress)
 
     def is_save_due(self, progress: Progress) -> bool:
-        """As `is_evaluation_due`."""
+        """At the end of an epoch, before `close_epoch`."""
         return self._is_epoch_due(self.checkpoint.every_epochs, progress)
 
     def _is_epoch_due(self, every_epochs: int, progress: Progress) -> bool:
