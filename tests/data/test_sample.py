@@ -30,7 +30,7 @@ def test_the_same_files_for_any_number_of_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
+def test_two_runs_at_once_make_one_sample(tmp_path):
     context = multiprocessing.get_context("spawn")
     sample = tmp_path / "sample", SMALL
     runs = [context.Process(target=ensure_sample, args=sample) for _ in range(2)]
@@ -40,8 +40,6 @@ def test_two_runs_at_once_make_one_sample(tmp_path, capfd):
         run.join(LIMIT_S)
         assert run.exitcode == 0
     assert len(list((tmp_path / "sample").rglob("*.JPEG"))) == 160
-    bars = [line for line in capfd.readouterr().err.split("\n") if "100%" in line]
-    assert len(bars) == 1, "tqdm may write the last state of a bar twice in its line"
     assert {path.name for path in tmp_path.iterdir()} == {"sample", ".sample.lock"}
 
 
@@ -58,12 +56,10 @@ def test_an_unfinished_or_older_sample_is_made_again_but_no_folder_of_somebody_e
     assert (tmp_path / "other/train/mine").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("scale", "least", "most", "width"), [(1.0, 70_000, 120_000, 480), (0.32, 8_000, 14_000, 153)]
-)
-def test_the_files_have_imagenets_proportions(tmp_path, scale, least, most, width):
-    write_sample(tmp_path, SampleSpec(train_per_class=3, val_per_class=0, scale=scale))
+def test_the_files_have_imagenets_proportions(tmp_path):
+    write_sample(tmp_path, SampleSpec(train_per_class=3, val_per_class=0))
     files = list(tmp_path.rglob("*.JPEG"))
-    assert len(files) == 30 and least < np.mean([path.stat().st_size for path in files]) < most
+    sizes = [path.stat().st_size for path in files]
+    assert len(files) == 30 and 70_000 < np.mean(sizes) < 120_000
     widths = [EncodedImage(path.read_bytes()).width for path in files]
-    assert len(set(widths)) >= 3 and abs(np.mean(widths) / width - 1) < 0.1
+    assert len(set(widths)) >= 3 and abs(np.mean(widths) / 480 - 1) < 0.1
