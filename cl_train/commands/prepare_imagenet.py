@@ -39,8 +39,8 @@ class Tars(_Output):
     """Unpack the official archives into train/<wnid>/*.JPEG and val/<wnid>/*.JPEG."""
 
     train: str | None = setting(None, "ILSVRC2012_img_train.tar; null = leave train/ as it is")
-    val: str | None = setting(None, "ILSVRC2012_img_val.tar, or a folder of its files, to be moved")
-    devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz, or a file of val labels")
+    val: str | None = setting(None, "ILSVRC2012_img_val.tar; null = leave val/ as it is")
+    devkit: str | None = setting(None, "ILSVRC2012_devkit_t12.tar.gz, with the labels of val")
 
 
 @dataclass

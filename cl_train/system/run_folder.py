@@ -109,7 +109,7 @@ class Speed:
 
     image_size: int  # of those windows
     # images/s: `end_to_end`; `compute`, the same of synthetic data, else null; `loader`, always
-    # null: `cl-train loader_benchmark` measures it; of growing images `by_image_size`
+    # null: `cl-train loader_benchmark` measures it
     images_per_s: dict[str, Any]
     step_ms: dict[str, float] | None = None
     data_wait_pct: float | None = None
@@ -125,12 +125,6 @@ class Speed:
         speeds["end_to_end"] = {name: round(value, 2) for name, value in images_per_s.items()}
         if not has_loader:
             speeds["compute"] = speeds["end_to_end"]
-        by_size: dict[int, list[float]] = {}
-        for window in after_warmup(windows):
-            by_size.setdefault(window.image_size or image_size, []).append(window.images_per_s)
-        if len(by_size) > 1:
-            medians = {str(size): statistics.median(by_size[size]) for size in sorted(by_size)}
-            speeds["by_image_size"] = {size: round(median, 2) for size, median in medians.items()}
         step_ms = spread([window.step_ms for window in counted])
         seconds = [window.seconds for window in counted]
         wait_pct = statistics.fmean([window.data_wait_pct for window in counted], weights=seconds)

@@ -22,7 +22,6 @@ from cl_train.data.tar_shards import open_tar, read_member, regular_files
 from cl_train.errors import ConfigError
 
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
-_VAL_NAME = r"ILSVRC2012_val_\d{8}\.JPEG"
 
 
 def unpack(
@@ -33,13 +32,12 @@ def unpack(
     devkit: Path | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar, or
-    from a folder with its flat files, which are moved; val needs `devkit`, see `validation_labels`.
-    After an interruption, call it again. Returns the number of images in each requested split.
-    Raises ConfigError.
+    """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar and
+    ILSVRC2012_devkit_t12.tar.gz, which has the labels; again after an interruption. Returns the
+    number of images in each requested split. Raises ConfigError.
     """
     paths = {"train": train, "val": val, "devkit": devkit}
-    missing = [(name, path) for name, path in paths.items() if path and not path.exists()]
+    missing = [(name, path) for name, path in paths.items() if path and not path.is_file()]
     problems = [f"{name}={path}: no such file" for name, path in missing]
     if train is None and val is None:
         advice = "give train=ILSVRC2012_img_train.tar or val=ILSVRC2012_img_val.tar"
@@ -52,12 +50,11 @@ def unpack(
 
     labels = validation_labels(devkit) if devkit is not None else []
     counts = {}
-    is_in_place = val is not None and val.is_dir() and val.resolve().is_relative_to(out.resolve())
-    with resumable_folder(out, {"task": "tars"}, overwrite=overwrite or is_in_place):
+    with resumable_folder(out, {"task": "tars"}, overwrite=overwrite):
         if train is not None:
             counts["train"] = _unpack_train(train, out / "train")
         if val is not None:
-            counts["val"] = _place_val(val, labels, out / "val")
+            counts["val"] = _unpack_val(val, labels, out / "val")
     return counts
 
 
@@ -89,29 +86,23 @@ def _unpack_class(stream: IO[bytes], what: str, folder: Path) -> None:
             folder.parent.rmdir()
 
 
-def _place_val(source: Path, labels: list[str], folder: Path) -> int:
+def _unpack_val(archive: Path, labels: list[str], folder: Path) -> int:
     def target(name: str) -> Path:
         number = int(name[-13:-5])
         if not 1 <= number <= len(labels):
             what = f"image number {number}, but there are {len(labels)} labels"
-            raise ConfigError(f"{source}: {what}")
+            raise ConfigError(f"{archive}: {what}")
         return folder / labels[number - 1] / name
 
-    if source.is_dir():
-        for path in sorted(source.iterdir()):
-            if re.fullmatch(_VAL_NAME, path.name) and path.is_file():
-                target(path.name).parent.mkdir(parents=True, exist_ok=True)
-                path.rename(target(path.name))
-    else:
-        with open_tar(source, str(source)) as archive:
-            members = _official_members(archive, str(source), _VAL_NAME)
-            for name, member in tqdm(members.items(), "val", unit="image", disable=None):
-                if not target(name).exists():
-                    write_image(target(name), read_member(archive, member, str(source)))
+    with open_tar(archive, str(archive)) as images:
+        members = _official_members(images, str(archive), r"ILSVRC2012_val_\d{8}\.JPEG")
+        for name, member in tqdm(members.items(), "val", unit="image", disable=None):
+            if not target(name).exists():
+                write_image(target(name), read_member(images, member, str(archive)))
     names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, len(labels) + 1)]
     if missing := [name for name in names if not target(name).is_file()]:
         what = f"{len(missing)} of {len(labels)} images are missing, such as {missing[0]}"
-        raise ConfigError(f"{source}: {what}")
+        raise ConfigError(f"{archive}: {what}")
     return len(labels)
 
 
@@ -130,31 +121,18 @@ def _official_members(
     return members
 
 
-def validation_labels(source: Path) -> list[str]:
-    """The WordNet id of validation image 1, 2, 3, ...
-
-    `source`: ILSVRC2012_devkit_t12.tar.gz, or a text file with one label per line: ILSVRC2012_ID (1
-    to 1000) or WordNet id. Raises ConfigError.
-    """
-    what = f"devkit={source}"
-    try:
-        if source.suffix == ".txt":
-            lines = source.read_text("ascii").split()
-        else:
-            with gzip.open(source) as packed, open_tar(cast(IO[bytes], packed), what) as archive:
-                members = regular_files(archive, what)
-                truth = next(m for m in members if m.name.endswith(_GROUND_TRUTH))
-                lines = read_member(archive, truth, what).decode("ascii").split()
-    except (OSError, EOFError, zlib.error, UnicodeError, StopIteration) as error:
-        why = str(error) or "not in it"
-        raise ConfigError(f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH} ({why})") from error
-
+def validation_labels(devkit: Path) -> list[str]:
+    """The WordNet id of validation image 1, 2, 3, ... Raises ConfigError: it has no labels."""
+    what = f"devkit={devkit}"
     # in the order of ILSVRC2012_ID, which is not alphabetical
     wnids = (files("cl_train.data.prepare") / "synsets.txt").read_text(encoding="ascii").split()
     by_id = {str(number): wnid for number, wnid in enumerate(wnids, start=1)}
-    labels = [by_id.get(line, line) for line in lines]
-    for label in labels or ["nothing"]:
-        if not re.fullmatch(r"n\d{8}", label):
-            kinds = "neither an ILSVRC2012_ID (1 to 1000) nor a WordNet id"
-            raise ConfigError(f"{what}: {label[:40]!r} is {kinds}")
-    return labels
+    try:
+        with gzip.open(devkit) as packed, open_tar(cast(IO[bytes], packed), what) as archive:
+            members = regular_files(archive, what)
+            truth = next(m for m in members if m.name.endswith(_GROUND_TRUTH))
+            lines = read_member(archive, truth, what).decode("ascii").split()
+        return [by_id[line] for line in lines]
+    except (OSError, EOFError, zlib.error, UnicodeError, KeyError, StopIteration) as error:
+        why = str(error) or "not in it"
+        raise ConfigError(f"{what}: not the .tar.gz, nor its {_GROUND_TRUTH} ({why})") from error
