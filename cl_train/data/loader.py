@@ -3,9 +3,9 @@
     order of the epoch -> this rank's share -> requests -> workers -> batches
 
 Batch n of an epoch lies in slot n % slots, where workers fill its rows in place: no pixel is
-pickled or copied between processes. It is requested in parts of at least 8 rows, which torch hands
-to the workers in turn and returns in order. Example: batches of 32 images, 4 workers and
-data.prefetch=3 make 4 parts of a batch, and
+pickled or copied between processes. It is requested in parts of at least 8 rows; a worker that has
+filled one gets the next one, so a slow worker gets fewer. Example: batches of 32 images, 4 workers
+and data.prefetch=3 make 4 parts of a batch, and
 
     on a GPU 5 slots: 1 requested + 3 prefetched + 1 whose copy to the GPU is under way
     on a CPU 6 slots: 1 requested + 5 prefetched
@@ -15,7 +15,10 @@ import contextlib
 import itertools
 import logging
 import math
+import sys
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -33,7 +36,7 @@ from cl_train.data.device import COPIES_UNDER_WAY, RawBatch
 from cl_train.data.images import Indices
 from cl_train.data.order import SizeSchedule, order_of_rank
 from cl_train.data.transforms import Reader, WorkerTimes
-from cl_train.data.workers import Workers, begin_sample, shared
+from cl_train.data.workers import Workers, begin_sample, is_ending, shared
 from cl_train.errors import BadImageError, ConfigError, WorkerError
 from cl_train.system.distributed import Dist
 from cl_train.system.machine import available_bytes
@@ -44,6 +47,7 @@ _NICE = 5  # of workers beside a GPU: the thread that launches its kernels never
 _MORE_ON_CPU = 2  # prefetched batches: there none is kept until it is copied
 _MAX_WORKERS = 32
 _MIN_ROWS = 8  # of a part: smaller ones cost more in messages than the even distribution gains
+_SLOT_POLL_S = 0.002  # of a worker that is ahead of the others by all slots
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
@@ -83,6 +87,7 @@ class DataSettings:
 class BatchRequest(NamedTuple):
     """Rows of batch `number` from `first_row` on, for the samples `indices`."""
 
+    iteration: int
     epoch: int
     image_size: int
     number: int
@@ -90,12 +95,14 @@ class BatchRequest(NamedTuple):
     indices: Indices
 
 
-_NOTHING = BatchRequest(0, 1, 0, 0, np.empty(0, np.int64))
+_NO_BATCH, _NO_INDICES = sys.maxsize, np.empty(0, np.int64)  # of a request for nothing
 
 
 class Filled(NamedTuple):
     """What a worker reports of a request; pixels and labels are in the slot."""
 
+    number: int  # of the batch
+    first_row: int
     bad: list[tuple[str, str, bool]]  # name, reason, whether it was the row's own sample
     missing: list[int]  # rows for which there was no good sample
     times: WorkerTimes = WorkerTimes()
@@ -108,8 +115,9 @@ class SlotDataset(Dataset[Any]):
 
     torch's DataLoader takes the items of its batch sampler, here `BatchRequest`s, and calls
     `__getitems__` with each in a worker. That fills the requested rows in place and returns only a
-    `Filled`, which DataLoader hands out in the order of the requests.
+    `Filled`, which DataLoader hands out as soon as it is there.
 
+    `running`: the iteration, 0 for none, and its first batch whose slot is in use.
     `attempts`: samples that are tried for a row; 1: a bad one is left out.
     """
 
@@ -118,6 +126,7 @@ class SlotDataset(Dataset[Any]):
     ) -> None:
         self.pixels = shared((slots, rows * image_size**2 * 3), reader.dtype)
         self.targets = shared((slots, rows), torch.int64)
+        self.running = shared((2,), torch.int64).numpy()
         self._reader, self._attempts = reader, attempts
 
     def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
@@ -128,9 +137,15 @@ class SlotDataset(Dataset[Any]):
         images = self.pixels[slot, : math.prod(shape)].view(shape).permute(0, 3, 1, 2)
         return images, self.targets[slot]
 
+    def _may_write(self, request: BatchRequest) -> bool:
+        iteration, end = self.running
+        return bool(request.iteration != iteration or request.number < end)
+
     def __getitems__(self, request: BatchRequest) -> Filled:
         images, labels = self.batch(request.number, request.image_size)
         targets = labels.numpy()  # writing a number into a tensor takes ten times as long
+        while not (self._may_write(request) or is_ending()):
+            time.sleep(_SLOT_POLL_S)
         bad, missing, times = list[tuple[str, str, bool]](), list[int](), WorkerTimes()
         try:
             for row, index in enumerate(request.indices.tolist(), request.first_row):
@@ -149,21 +164,26 @@ class SlotDataset(Dataset[Any]):
                 else:
                     missing.append(row)
         except Exception as error:  # a bug or lack of memory; perhaps not picklable
-            return Filled([], [], error=f"{type(error).__name__}: {error}")
-        return Filled(bad, missing, times)
+            bad, missing, message = [], [], f"{type(error).__name__}: {error}"
+            return Filled(request.number, request.first_row, bad, missing, error=message)
+        return Filled(request.number, request.first_row, bad, missing, times)
 
 
 class _Requests:
     """The batch sampler. It never ends, so that workers live on between epochs: without `pending`
-    requests it asks for nothing.
+    requests it asks for nothing, which a worker answers once the iteration is over.
     """
 
     def __init__(self) -> None:
+        self.iteration = 1
         self.pending: Iterator[BatchRequest] = iter(())
+        self.under_way = 0  # requests for samples that no worker has answered yet
 
     def __iter__(self) -> Iterator[BatchRequest]:
         while True:
-            yield next(self.pending, _NOTHING)
+            request = next(self.pending, None)
+            self.under_way += request is not None
+            yield request or BatchRequest(self.iteration, 0, 1, _NO_BATCH, 0, _NO_INDICES)
 
 
 class HostLoader:
@@ -187,20 +207,20 @@ class HostLoader:
         self._is_training = order_of is not None
         self.sample_count, self.workers = len(reader), settings.workers
         self.times = WorkerTimes()  # of all workers together
-        copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
+        self._copied = COPIES_UNDER_WAY if settings.dist.device.type == "cuda" else 0
         self._parts = max(1, min(self.batch_size // _MIN_ROWS, self.workers))  # of a batch
-        more = 0 if copied else _MORE_ON_CPU
+        more = 0 if self._copied else _MORE_ON_CPU
         prepared = (settings.data.prefetch + more) * self._parts
         self._parts_per_worker = -(-prepared // max(1, self.workers))
         # torch sends the next request just before it returns an item: so many are always under way
-        self._parts_ahead = self._parts_per_worker * self.workers
-        self._slot_count = -(-self._parts_ahead // self._parts) + 1 + copied
+        parts_ahead = self._parts_per_worker * self.workers
+        self._slot_count = -(-parts_ahead // self._parts) + 1 + self._copied
         self._check_memory()
         self._requests = _Requests()
+        self._filled = defaultdict[int, list[Filled]](list)  # parts of each batch
         self._slots: SlotDataset | None = None
         self._pool: Workers | None = None
         self._thread: threading.Thread | None = None  # that is iterating
-        self._is_complete = True  # whether the last iteration ran to its end
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
@@ -223,15 +243,17 @@ class HostLoader:
         self._pin(slots)
         image_size, indices = self.sizes.image_size_at(epoch), self._indices_of(epoch)
         numbers = range(first_batch, self.batch_count())
-        requests = _requests(numbers, indices, self.batch_size, self._parts, epoch, image_size)
         self._thread = thread
+        self._end_requests(workers, slots)
+        whole = BatchRequest(self._requests.iteration, epoch, image_size, 0, 0, indices)
+        requests = _parts_of(whole, numbers, self.batch_size, self._parts)
+        self._requests.pending = requests
         try:
-            if not self._is_complete:  # its requests are still being filled, in the same slots
-                self._request(iter(()), workers)
-            self._is_complete = False
-            self._request(requests, workers)
             for number in numbers:
-                filled = [workers.next() for _ in range(self._parts)]
+                workers.check()  # the others would fill all of it
+                free = number + self._slot_count - self._copied
+                slots.running[:] = self._requests.iteration, free
+                filled = self._filled_parts(number, workers)
                 rows = min(self.batch_size, len(indices) - number * self.batch_size)
                 good = self._good_rows(filled, rows)
                 images, targets = slots.batch(number, image_size)
@@ -240,16 +262,28 @@ class HostLoader:
                 yield RawBatch(images, targets[good], number, epoch)
                 if self._requests.pending is not requests:
                     raise RuntimeError("another iteration has begun, or the loader was closed")
-            self._is_complete = True
         finally:
             if self._requests.pending is requests:
                 self._thread = None
+                slots.running[0] = 0
 
-    def _request(self, pending: Iterator[BatchRequest], workers: Workers) -> None:
-        """What has been requested comes back; then the first of `pending` are under way."""
-        self._requests.pending = pending
-        for _ in range(self._parts_ahead):
-            workers.next()
+    def _filled_parts(self, number: int, workers: Workers) -> list[Filled]:
+        """Returns the parts of batch `number` in the order of their rows."""
+        while len(self._filled[number]) < self._parts:
+            part: Filled = workers.next()
+            if part.number != _NO_BATCH:
+                self._requests.under_way -= 1
+                self._filled[part.number].append(part)
+        return sorted(self._filled.pop(number), key=lambda part: part.first_row)
+
+    def _end_requests(self, workers: Workers, slots: SlotDataset) -> None:
+        """Nothing more is written into the slots for an iteration that was left."""
+        self._requests.pending = iter(())
+        slots.running[0] = 0
+        while self._requests.under_way:
+            self._requests.under_way -= workers.next().number != _NO_BATCH
+        self._filled.clear()
+        self._requests.iteration += 1
 
     def start(self) -> tuple[Workers, SlotDataset]:
         """Starts the workers, unless they run."""
@@ -257,7 +291,7 @@ class HostLoader:
             self.close()  # after a failure: new workers, in new memory
             attempts = _SUBSTITUTES if self._is_training else 1
             shape = self._slot_count, self.batch_size, self.sizes.largest
-            self._slots = SlotDataset(self.reader, *shape, attempts)
+            self._slots, self._requests = SlotDataset(self.reader, *shape, attempts), _Requests()
             self._pool = Workers(
                 self._slots,
                 self.workers,
@@ -266,6 +300,7 @@ class HostLoader:
                 nice=_NICE if self._settings.dist.device.type == "cuda" else 0,
                 batch_sampler=self._requests,
                 prefetch_factor=self._parts_per_worker if self.workers else None,
+                in_order=False,  # a part goes to the worker that is free
             )
         return self._pool, self._slots
 
@@ -331,13 +366,13 @@ class HostLoader:
             )
 
 
-def _requests(
-    numbers: range, indices: Indices, batch_size: int, parts: int, epoch: int, image_size: int
+def _parts_of(
+    whole: BatchRequest, numbers: range, batch_size: int, parts: int
 ) -> Iterator[BatchRequest]:
-    """Yields `parts` requests for each batch."""
+    """Yields `parts` requests for each batch of the epoch that is `whole`."""
     for number in numbers:
-        share = indices[number * batch_size : (number + 1) * batch_size]
+        share = whole.indices[number * batch_size : (number + 1) * batch_size]
         bounds = [len(share) * part // parts for part in range(parts + 1)]
         for first_row, end_row in itertools.pairwise(bounds):
             rows = share[first_row:end_row]
-            yield BatchRequest(epoch, image_size, number, first_row, rows)
+            yield BatchRequest(*whole[:3], number, first_row, rows)

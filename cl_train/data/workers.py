@@ -29,11 +29,17 @@ _PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
 
 # Of this process, if it is a worker: how many samples it has begun, and the last one.
 _begun: npt.NDArray[np.int64] = np.zeros(2, np.int64)
+_ending: npt.NDArray[np.int64] = np.zeros(1, np.int64)
 
 
 def begin_sample(number: int) -> None:
     """A dataset calls it: if the worker dies or hangs, `number` is the sample that is named."""
     _begun[:] = _begun[0] + 1, number
+
+
+def is_ending() -> bool:
+    """Whether the worker that asks is to finish its item, even if that is of no use any more."""
+    return bool(_ending[0])
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -61,13 +67,14 @@ class Workers:
         self._name_of, self._timeout_s = name_of, timeout_s
         self._poll_s = min(_POLL_S, timeout_s / 2)
         self._begun = shared((max(1, count), 2), torch.int64).numpy()
+        self._ending = shared((1,), torch.int64).numpy()
         self._items: Any = None
         context = _Fork()
         self.processes = context.processes
         # At the end of the program multiprocessing would send SIGTERM, which they ignore, and wait.
         multiprocessing.util.Finalize(self, _kill, (self.processes,), exitpriority=10)
         if count:
-            start = partial(_start_worker, self._begun, handles_signals(), nice)
+            start = partial(_start_worker, self._begun, self._ending, handles_signals(), nice)
             options |= {"multiprocessing_context": context, "worker_init_fn": start}
             options |= {"num_workers": count, "timeout": self._poll_s}
         options["generator"] = torch.Generator()  # the training's own numbers stay as they are
@@ -103,8 +110,7 @@ class Workers:
                 except RuntimeError:  # a worker died, or none sent an item for `_poll_s`
                     if not self.processes:
                         raise
-                if death := self._death():
-                    raise WorkerError(death)
+                self.check()
                 before, begun = begun, int(self._begun[:, 0].sum())
                 quiet_s = quiet_s + self._poll_s if begun == before else 0.0
             last = "; ".join(map(self._last, range(len(self.processes))))
@@ -117,8 +123,15 @@ class Workers:
             self.close()
             raise
 
+    def check(self) -> None:
+        """Raises WorkerError: one has ended."""
+        if death := self._death():
+            self.close()
+            raise WorkerError(death)
+
     def close(self) -> None:
         """Ends the workers: each finishes its item; torch waits for it, 5 s at most."""
+        self._ending[0] = 1
         self._items = None
         _kill(self.processes)
         self.processes.clear()
@@ -154,10 +167,16 @@ class _Fork(ForkContext):
         return self.processes[-1]
 
 
-def _start_worker(begun: npt.NDArray[np.int64], by_kernel: bool, nice: int, worker: int) -> None:
+def _start_worker(
+    begun: npt.NDArray[np.int64],
+    ending: npt.NDArray[np.int64],
+    by_kernel: bool,
+    nice: int,
+    worker: int,
+) -> None:
     """`by_kernel`: its signal follows the end of the thread that forked."""
-    global _begun
-    _begun = begun[worker]
+    global _begun, _ending
+    _begun, _ending = begun[worker], ending
     gc.freeze()  # freeing the parent's garbage may wait for its threads
     for signum in _PARENTS_SIGNALS:  # Ctrl-C and a scheduler's SIGTERM reach the whole group
         signal.signal(signum, signal.SIG_IGN)

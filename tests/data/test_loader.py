@@ -15,6 +15,7 @@ from cl_train.config.schema import AugmentConfig
 from cl_train.config.validation import checked_config
 from cl_train.data.loader_report import bottleneck_advice
 from cl_train.data.transforms import ImageReader, WorkerTimes
+from cl_train.data.workers import shared
 from cl_train.errors import ConfigError
 from tests.data.image_folders import (
     CPU,
@@ -62,6 +63,26 @@ def test_batches_do_not_depend_on_workers_abandoned_epochs_and_the_first_batch(r
         same(seen, whole)
         kept = [(batch, batch.images.clone()) for batch in data.train(0, FLOAT_CHANNELS_LAST)]
     assert all(torch.equal(batch.images, pixels) for batch, pixels in kept)
+
+
+def test_a_slow_worker_gets_fewer_images_and_its_slots_are_not_overwritten(root, monkeypatch):
+    expected = train_batches(folder_data(root))
+    plain, times = ImageReader.read, shared((2,), torch.int64)
+
+    def read(self, row, index, epoch, random_index):
+        worker = get_worker_info().id
+        times[worker] += 1
+        if worker == 0 and times[0] == 1:  # until the other one has filled all slots that are free
+            while times[1] < free_rows:
+                time.sleep(0.001)
+            time.sleep(0.1)  # for a worker that does not wait to overwrite
+        return plain(self, row, index, epoch, random_index)
+
+    monkeypatch.setattr(ImageReader, "read", read)
+    with closing(folder_data(root, workers=2, worker_timeout_s=10)) as data:
+        loader = data.train_loader  # 7 slots; batches 0, 2, 4 wait for the slow worker
+        free_rows = (loader._slot_count - loader._parts_per_worker) * loader.batch_size
+        same(train_batches(data), expected)
 
 
 def test_an_abandoned_epoch_writes_nothing_into_the_next_one(root, monkeypatch):

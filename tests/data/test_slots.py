@@ -33,8 +33,10 @@ class InstantWorkers:
 
     is_running = True
 
-    def close(self):
+    def check(self):
         pass
+
+    close = check
 
     def __init__(self, slots, count, name_of, timeout_s, *, batch_sampler, prefetch_factor, **_):
         self.sent = iter(batch_sampler)
@@ -42,15 +44,15 @@ class InstantWorkers:
 
     def next(self):
         self.items.append(next(self.sent))
-        self.items.popleft()
-        return Filled([], [])
+        request = self.items.popleft()
+        return Filled(request.number, request.first_row, [], [])
 
 
 class SlotsWithoutData:
     """Tensors without data cannot be read or written."""
 
     def __init__(self, reader, slots, rows, *arguments):
-        self.memory = []
+        self.memory, self.running = [], np.zeros(2)
         for _ in range(slots):
             images = torch.zeros(rows, SIZE, SIZE, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
             self.memory.append((images, torch.zeros(rows).long()))
@@ -72,15 +74,15 @@ def errors_of_an_epoch(monkeypatch, copies_under_way, **settings):
     monkeypatch.setattr(loader_module, "Workers", InstantWorkers)
     monkeypatch.setattr(loader_module, "SlotDataset", SlotsWithoutData)
     monkeypatch.setattr(loader_module, "COPIES_UNDER_WAY", copies_under_way)
-    requests = loader_module._requests
+    parts_of = loader_module._parts_of
 
     def written(*arguments):
-        for request in requests(*arguments):
+        for request in parts_of(*arguments):
             for memory in loader.start()[1].batch(request.number, SIZE):
                 device.write_on_host(memory)
             yield request
 
-    monkeypatch.setattr(loader_module, "_requests", written)
+    monkeypatch.setattr(loader_module, "_parts_of", written)
     loader = loader_of(**settings)
     with fake_cuda() as device:
         normalise = Normalise([0.5] * 3, [0.25] * 3, FORMAT)

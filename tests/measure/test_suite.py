@@ -263,7 +263,8 @@ def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(
     monkeypatch.setattr(suite, "benchmark_in_time", measured)
     out, before = tmp_path / "new" / "benchmark.json", signal.getsignal(signal.SIGTERM)
     words = ["batch_size=2", "data.image_size=32", "device=cpu", "precision=fp32", "parity=false"]
-    of_caller = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none
+    # A background job has no handler of Ctrl-C.
+    of_caller = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(stop):
         benchmark.main([f"model={SMALL},{DROPOUT}", *words, f"out={out}"])
     signal.signal(signal.SIGINT, of_caller)
