@@ -4,9 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks import time_to_accuracy
-from benchmarks.time_to_accuracy import LINES, Settings, measure, run_to_end, summarize
-from cl_train.measure.alternate import Block
+from benchmarks.time_to_accuracy import LINES, run_to_end, summarize
 
 OURS, TIMM = LINES
 
@@ -46,28 +44,3 @@ def test_medians_and_ratios_count_runs_that_miss_the_target():
     assert [found[name]["epoch_s"] for name in LINES] == [[2.5] * 3, [5.0] * 3]
     assert [found[name]["share_of_floor"] for name in LINES] == [[0.8] * 3, [0.4] * 3]
     assert found[TIMM]["theirs_over_ours"] == {"target": [2.75, 2.0, 3.5], "epoch": [2.0] * 3}
-
-
-def test_programs_take_turns_with_every_placeholder_filled(tmp_path, monkeypatch):
-    commands = []
-
-    def run(line, command, log):
-        commands.append(command)
-        return {"exit_code": 0, "points": [[8.0, 95.0]], "total_s": 9.0}
-
-    monkeypatch.setattr(time_to_accuracy, "run_to_end", run)
-    monkeypatch.setattr(time_to_accuracy, "ensure_sample", lambda folder: None)
-    monkeypatch.setattr(time_to_accuracy, "bare_steps", lambda settings, device: Block(0.25))
-    (tmp_path / "digits/train/3").mkdir(parents=True)
-    for number in range(70):
-        (tmp_path / f"digits/train/3/{number}.png").touch()
-    (tmp_path / "train.py").touch()
-    paths = {"timm_train": str(tmp_path / "train.py"), "work": str(tmp_path)}
-    first, last = measure(Settings(data=["digits"], seeds=2, **paths))
-    programs = [(run["seed"], run["program"]) for run in last["runs"]]
-    assert programs == [(0, OURS), (0, TIMM), (1, TIMM), (1, OURS)]
-    assert [run["floor_s"] for run in last["runs"]] == [0.5] * 4
-    assert [one["summary"]["digits"][TIMM]["runs"] for one in (first, last)] == [1, 2]
-    assert last["git"]["commit"]
-    assert not any("{" in word for command in commands for word in command)
-    assert [paths["timm_train"] in command for command in commands] == [False, True, True, False]

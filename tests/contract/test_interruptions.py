@@ -4,10 +4,6 @@ anything.
 
 import errno
 import json
-import threading
-import time
-from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -17,19 +13,11 @@ from cl_train.errors import ConfigError
 from cl_train.system import checkpoints, files
 from cl_train.system.checkpoints import CheckpointError
 from cl_train.system.files import AppendFile
-from cl_train.training import loop, records
+from cl_train.training import loop
 from tests.conftest import Run
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 TERMINATED = "model=tests.networks:terminated_in_evaluation"
-REFUSED = [
-    (file, until) for file in ("metrics.jsonl", "checkpoints") for until in ("middle", "end")
-]
-REFUSED += [("train.log", "middle"), ("summary.json", "end")]
-
-
-def best_step(run):
-    return max(run.records("val"), key=lambda record: (record["top1"], -record["step"]))["step"]
 
 
 def test_a_signal_in_the_evaluation_ends_it_and_the_resumed_run_repeats_it(train, tmp_path):
@@ -64,40 +52,27 @@ def test_a_finished_run_that_is_continued_elsewhere_leaves_a_checkpoint_there(tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "until"), REFUSED)
-def test_a_full_disk_ends_no_run_and_loses_no_record(train, monkeypatch, file, until):
-    """The disk refuses one file, from its third write on: for some writes, or until the run waits
-    at its end.
-    """
-    calls, has_room = [0], threading.Event()
+def test_a_full_disk_ends_no_run_and_loses_no_record(train, monkeypatch):
+    """The disk refuses records and checkpoints for some writes in the middle."""
+    calls = [0]
 
-    def refuse(path):
-        if file in str(path):
+    def refusing(write):
+        def refuse(*data, **named):
             calls[0] += 1
-            if until == "middle" and calls[0] >= 12:
-                has_room.set()
-            if calls[0] >= (1 if file == "summary.json" else 3) and not has_room.is_set():
+            if 10 <= calls[0] < 30:
                 raise FULL
+            return write(*data, **named)
 
-    def refusing(write, path_of):
-        return lambda *data, **named: [refuse(path_of(data[0])), write(*data, **named)]
+        return refuse
 
-    for owner, name, path_of in (
-        (AppendFile, "_write", lambda file: file.path),
-        (checkpoints, "write", Path),
-        (records, "write_json", Path),
-    ):
-        monkeypatch.setattr(owner, name, refusing(getattr(owner, name), path_of))
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: has_room.set())
-    monkeypatch.setattr(files, "time", clock)
+    monkeypatch.setattr(AppendFile, "_write", refusing(AppendFile._write))
+    monkeypatch.setattr(checkpoints, "write", refusing(checkpoints.write))
     done = train("epochs=8", "log_to=[tensorboard]", "checkpoint.every_steps=1")
-    assert done.exit_code == 0 and done.summary["status"] == "completed" and calls[0] >= 2
+    assert done.exit_code == 0 and done.summary["status"] == "completed" and calls[0] > 30
     assert done.steps == list(range(1, 25))
     events = EventAccumulator(str(done.folder)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 25))
-    assert done.saved_step() == 24
-    assert done.saved_step("best.pt") == best_step(done)
-    assert done.log.count("Epoch:") == 24
+    assert done.saved_step() == 24 and done.log.count("Epoch:") == 24
 
 
 def test_a_full_disk_at_the_last_save_is_named(train, monkeypatch, tmp_path):

@@ -6,10 +6,8 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
-import yaml
 
 from cl_train.config.command_line import check_command_line, group_choices
-from cl_train.config.schema import Config
 from cl_train.config.validation import flatten
 from cl_train.errors import ConfigError
 from cl_train.sweeps.report import compare_folders
@@ -153,15 +151,6 @@ def test_crafted_pair(number, tmp_path, tables_only, capsys):
             # The same by folder and by name.
             assert (found.verdict, found.notes) == (pair.verdict, pair.notes)
         capsys.readouterr()
-
-
-def test_a_run_folder_is_read_back(tmp_path):
-    folder = folder_of(100.0)
-    folder.config = yaml.safe_dump(asdict(Config()), sort_keys=False)  # the program's own
-    run = read_run(folder.write(tmp_path / "run"))
-    assert len(run.windows) == 12, "the warm-up window is left out"
-    assert min(run.window_speeds) > 99 and run.losses[10] == 3.0 and len(run.losses) == 13
-    assert run.times == (1.7e9, 1.7e9 + 720) and run.problems == []
 
 
 SGD, ADAMW = {"optim__name": "sgd", "optim__lr": 0.1}, {"optim__name": "adamw", "optim__lr": 1e-3}
