@@ -5,7 +5,7 @@ this plan, not how a job ended: see `job.outcome_of`.
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, count
 from pathlib import Path
@@ -47,7 +47,7 @@ class Job:
     group: int = 0
     on_cpu: bool = False  # device=cpu
     has_loader: bool = True  # images are loaded: not data=synthetic
-    code: dict[str, str] = field(default_factory=dict)  # settings that name the user's code
+    code: dict[str, str] = field(default_factory=dict)  # what `resume_sweep=` must be told again
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Sweep:
 
     def resume_command(self, *words: str, device_name: str = "") -> str:
         """The command that continues the sweep; code that its jobs name must be repeated in it."""
-        code = _words_of(item for job in self.jobs for item in _code_of(job.code, job.environment))
+        code = _words_of(item for job in self.jobs for item in job.code.items())
         words = (f"resume_sweep={self.folder}", *words, *code)
         return with_threads(f"{train_program()} -m {shlex.join(words)}", device_name)
 
@@ -115,9 +115,10 @@ class Sweep:
         return replace(self, jobs=jobs)
 
 
-def _code_of(code: Mapping[str, str], environment: str) -> list[tuple[str, str]]:
-    other = [] if environment == HERE else [("environment", quoted(environment))]
-    return [*code.items(), *other]
+def _code_of(cfg: Config, environment: str) -> dict[str, str]:
+    """The settings that name code, and another environment, as they are typed."""
+    other = {} if environment == HERE else {"environment": quoted(environment)}
+    return code_named(asdict(cfg)) | other
 
 
 def _words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
@@ -230,13 +231,11 @@ def _why_no_verdict(varied: set[str], by: str) -> str | None:
 
 def _refuse_code_that_is_not_typed(sweep: Sweep, typed: Sequence[Config]) -> None:
     """Raises ConfigError: a sweep that somebody left is data, and its jobs name code."""
-    repeated = {
-        item for cfg in typed for item in _code_of(code_named(asdict(cfg)), cfg.environment)
-    }
-    named = set()
+    repeated = {item for cfg in typed for item in _code_of(cfg, cfg.environment).items()}
+    named: set[tuple[str, str]] = set()
     for words, environment in {(tuple(job.overrides), job.environment) for job in sweep.jobs}:
         for cfg in check_command_line(words):
-            named |= {*_code_of(code_named(asdict(cfg)), environment)}
+            named |= _code_of(cfg, environment).items()
     refuse_code(sweep.folder, _words_of(sorted(named - repeated)))
 
 
@@ -287,7 +286,7 @@ def _first_jobs(
                 group=group,
                 on_cpu=cfg.device == "cpu",
                 has_loader=cfg.data.name != "synthetic",
-                code=code_named(asdict(cfg)),
+                code=_code_of(cfg, cfg.environment),
             )
             jobs.append(job)
     return jobs

@@ -13,7 +13,6 @@ from cl_train.sweeps import places as places_module
 from cl_train.sweeps.launch import run_sweep
 from cl_train.sweeps.places import plan_places
 from cl_train.sweeps.plan import Job, plan_sweep, read_sweep
-from cl_train.system.processes import usable_cores
 
 BOTH = "channels_last=true,false"
 
@@ -118,18 +117,11 @@ def test_what_is_refused(words, named, folder, monkeypatch):
     assert not (folder / "new").exists()
 
 
-@pytest.mark.parametrize(
-    "words", ["device='cpu' data='synthetic'", "config=old", "experiment=mine"]
-)
+@pytest.mark.parametrize("words", ["device='cpu' data='synthetic'", "config=old"])
 def test_a_job_knows_what_its_settings_say_however_they_are_typed(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = "defaults: [{override /data: synthetic}]\ndevice: cpu\n"
-    for name, text in (
-        ("old/config.yaml", "data: synthetic\ndevice: cpu\n"),
-        ("conf/experiment/mine.yaml", f"# @package _global_\n{recipe}"),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/config.yaml").write_text("data: synthetic\ndevice: cpu\n")
     planned = plan_sweep(runs_of(BOTH, *words.split(), "loss=my:loss"))
     planned.folder.mkdir(parents=True)
     planned.save()
@@ -147,18 +139,14 @@ def job(nproc=1, **facts):
     [
         ("all", "0,1,2,3", 16, job(), [(gpu, 4) for gpu in "0123"]),
         ("all", "0,1,2", 16, job(nproc=2), [("01", 16)]),
-        ("5", "2,5", 16, job(), [("5", 16)]),
         ("all", "0,1", 2, job(has_loader=False), [("0", 1), ("1", 1)]),  # no loader
         ("all", "0,1,2,3", 7, job(), "cores"),  # one core per job: none for its loader
-        ("all", "0,1,2,3", 7, job(nproc=2), "cores"),
         ("all", "0", 16, job(nproc=2), "nproc"),
         ("all", "0,1", 16, job(on_cpu=True), "device=cpu"),
         ("0", "2,5", 16, job(), "2,5"),
-        ("2,2", "2,5", 16, job(), "each once"),
     ],
 )
 def test_gpus_and_cores(asked, visible, cores, settings, expected, monkeypatch):
-    assert len(set(usable_cores())) == len(usable_cores()) > 0
     monkeypatch.setattr(places_module, "usable_cores", lambda: list(range(cores)))
     plan = partial(plan_places, asked.split(","), visible.split(","))
     if isinstance(expected, str):
