@@ -126,8 +126,7 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
     kinds = times.rows(lambda call: call.kind)
     kinds.sort(key=lambda row: -max(row.contiguous_ms, row.channels_last_ms))
     bottom = [0.0, 0.0]
-    # Without the text of a line of code, which would take half of the figure.
-    named = [(row.name.partition(" `")[0], [row]) for row in kinds[:7]]
+    named = [(row.name, [row]) for row in kinds[:7]]
     for name, rows in [*named, ("other", kinds[7:])]:
         ms = [sum(row.contiguous_ms for row in rows), sum(row.channels_last_ms for row in rows)]
         stacked.bar(("contiguous", "channels_last"), ms, bottom=bottom, label=name, width=0.6)

@@ -120,7 +120,9 @@ class OperatorTimes:
         """
         for call in self.calls:
             if cause := creators.get((call.direction, call.module, call.operator)):
-                call.cause, call.kind = cause, f"contiguous gradient of {cause}"
+                # Without the text of the line, which would take half of a table or chart.
+                place = cause.partition(" `")[0]
+                call.cause, call.kind = cause, f"contiguous gradient of {place}"
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
         """Calls grouped by a key: differences beyond noise first, the largest on top."""

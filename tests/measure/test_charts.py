@@ -35,7 +35,7 @@ def test_times_show_bars_and_labels_beside_an_interval_of_a_disturbed_row(tmp_pa
         [[10.0, 8.0], [10.0, 2000.0], [3000.0, 9.0], [10.0, 8.0], [10.0, 8.5], [9.0, 8.0]]
     )
     lost = np.array([[1.0, 4.0]] * 6)
-    line = "my_net.py:67 `return self.head(features)`"
+    line = "my_net.py:67"
     calls = [
         TimedCall("aten.convolution.default", "forward", "conv", "convolution", ms=rounds),
         TimedCall("aten.div.Tensor", "backward", "head", f"contiguous gradient of {line}", ms=lost),

@@ -238,7 +238,7 @@ def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small
     assert "gets a contiguous image" in fed.remedy() and "its kernel" in pays.remedy()
     times.charge({("forward", "pays", "aten.relu.default"): "net.py:9 `x.mean()`"})
     assert "net.py:9" in pays.remedy()
-    assert "contiguous gradient of net.py:9 `x.mean()`" in {
+    assert "contiguous gradient of net.py:9" in {
         row.name.rsplit(" ", 1)[0] for row in times.tables["kinds"]
     }
 
