@@ -4,14 +4,11 @@ them.
 
 import re
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import torch
 
 import cl_train
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-MODEL = (DOCS / "my_net.py").read_text(encoding="utf-8")
+from benchmarks.terminal import DOCS, mended
 
 
 def audited(text, path):
@@ -26,14 +23,19 @@ def audited(text, path):
 
 
 def test_the_audit_names_the_lines_that_the_four_edits_mend(tmp_path):
-    page = (DOCS / "channels_last.md").read_text(encoding="utf-8")
-    diff = page.partition("```diff\n")[2].partition("```")[0]
-    mended, changed = MODEL, set()
-    for old, new in re.findall(r"^-(.*)\n\+(.*)", diff, flags=re.MULTILINE):
-        assert MODEL.count(old) == 1
-        mended = mended.replace(old, new)
-        changed.add(MODEL.partition(old)[0].count("\n") + 1)
-    before, after = audited(MODEL, tmp_path / "my_net.py"), audited(mended, tmp_path / "mended.py")
+    model = (DOCS / "my_net.py").read_text(encoding="utf-8")
+    edited = mended(model)
+    changed = {
+        number
+        for number, lines in enumerate(
+            zip(model.splitlines(), edited.splitlines(), strict=True), start=1
+        )
+        if lines[0] != lines[1]
+    }
+    before, after = (
+        audited(text, tmp_path / name)
+        for text, name in ((model, "my_net.py"), (edited, "mended.py"))
+    )
     named = " ".join([*(str(row["line"]) for row in before.losses()), *before.notes()])
     assert {int(line) for line in re.findall(r"my_net\.py:(\d+)", named)} == changed
     assert len(changed) == 4
@@ -46,7 +48,7 @@ def test_the_audit_names_the_lines_that_the_four_edits_mend(tmp_path):
 
 def test_the_terminal_shows_the_lines_of_the_model():
     picture = (DOCS / "terminal.svg").read_text(encoding="utf-8")
+    model = (DOCS / "my_net.py").read_text(encoding="utf-8").splitlines()
     shown = re.findall(r"my_net\.py:(\d+) `(.*?)[`…]", picture)
-    lines = MODEL.splitlines()
     assert len(shown) >= 2
-    assert all(lines[int(number) - 1].strip().startswith(line) for number, line in shown)
+    assert all(model[int(number) - 1].strip().startswith(line) for number, line in shown)
