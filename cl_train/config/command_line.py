@@ -159,7 +159,8 @@ def _expanded(word: str, line: CommandLine) -> list[str]:
         raise ConfigError(f"{word}: {problem}")
     is_sweep = override.is_sweep_override()
     values = _values_of_sweep(override, line.folders) if is_sweep else [str(override.value())]
-    if problems := _problems_of(override.key_or_group, values, line.folders):
+    found = (_key_problem(override.key_or_group, value, line.folders) for value in values)
+    if problems := list(filter(None, found)):
         raise ConfigError(problems)
     return [f"{override.get_key_element()}={each}" for each in values] if is_sweep else [word]
 
@@ -199,13 +200,8 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
     return [typed.get(each, each) for each in plain]
 
 
-def _problems_of(key: str, values: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Where there is no such setting, or no such choice of a group."""
-    problems = (_key_problem(key, value, folders) for value in values)
-    return [problem for problem in problems if problem]
-
-
 def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:
+    """Where there is no such setting, or no such choice of a group."""
     if removed := removal_of(key):
         return removed
     if key in GROUPS:
@@ -285,9 +281,9 @@ def _composed(
     typed = {_parsed(word).key_or_group: _parsed(word).value() for word in words}
     start = StartFile.of(typed)
     from_file = {} if start is None else start.settings(typed)
-    wrong = [_problems_of(key, [str(value)], line.folders) for key, value in from_file.items()]
-    if start is not None and any(wrong):
-        raise ConfigError([f"{start.path}: {problem}" for problem in itertools.chain(*wrong)])
+    found = (_key_problem(key, str(value), line.folders) for key, value in from_file.items())
+    if start is not None and (wrong := list(filter(None, found))):
+        raise ConfigError([f"{start.path}: {problem}" for problem in wrong])
     chosen = [f"{key}={value}" for key, value in from_file.items() if key in GROUPS]
     # The images of an own folder are of any size, unlike the sample's.
     if start is None and "data.root" in typed and not typed.keys() & {"data", "experiment"}:
