@@ -73,8 +73,8 @@ def _not_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run, each with the steps since the last log line: a resumed run logs
-    the same numbers. Every method is called by all ranks; only rank 0 reads and writes files.
+    """Those of one run, each with the steps since the last log line: a resumed run logs the same
+    numbers. Every method is called by all ranks; only rank 0 reads and writes files.
     """
 
     store: CheckpointStore
@@ -199,8 +199,8 @@ def restore_rank(ranks: list[dict[str, Any]], progress: Progress, dist: Dist) ->
 
 
 def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool = True) -> None:
-    """Copy a loaded checkpoint, without `training` only its weights, into a run's objects, which
-    keep layout, dtype, device and hyperparameters. Raises CheckpointError: it does not fit.
+    """Into a run's objects, which keep layout, dtype, device and hyperparameters; without
+    `training` only the weights. Raises CheckpointError: it does not fit.
     """
     load_weights(state.model, checkpoint["model"])
     state.parts.weights.load(checkpoint["model"])

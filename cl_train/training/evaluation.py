@@ -62,8 +62,7 @@ def evaluate_model(
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Loss and accuracies (percent) over all validation images, and the `rows_of` the images of
     this rank. `balanced_accuracy`: the mean of those of the classes that have images. `metrics` are
-    called on rank 0 with the logits, float32 [N, classes], and the targets of all images, on the
-    CPU.
+    called on rank 0 with logits and targets of all images, on the CPU.
 
     Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
     """
@@ -108,9 +107,7 @@ def evaluate_model(
 
 
 def _totals(rows: torch.Tensor, skipped: int, classes: int, dist: Dist) -> list[float]:
-    """Of all ranks: loss, hits in the best five, skipped images; the images of each class, and
-    those predicted right.
-    """
+    """Of all ranks: loss, hits in the best five, skipped images; images and hits of each class."""
     label, predicted, _, _, losses, in_top5 = rows.T
     hits = label[label == predicted]
     counts = [torch.bincount(labels.long(), minlength=classes) for labels in (label, hits)]
@@ -119,10 +116,7 @@ def _totals(rows: torch.Tensor, skipped: int, classes: int, dist: Dist) -> list[
 
 
 def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) -> float:
-    """What makes an evaluation the best: the higher, the better; -inf if it is unknown.
-
-    evaluated: `val` and perhaps `val_average`.
-    """
+    """The higher, the better; -inf: unknown. evaluated: `val` and perhaps `val_average`."""
     kind = "val_average" if (best_by or "").startswith("average.") else "val"
     result = evaluated.get(kind, {})
     name = (best_by or "top1").removeprefix("average.")
@@ -140,9 +134,8 @@ def check_evaluation(loss: float | None) -> None:
 
 
 def check_metrics(wanted: EvaluationSettings, data: Data, dist: Dist) -> None:
-    """Rank 0 calls `metrics` with noise of an evaluation's size, before hours of training.
-
-    Raises ConfigError: it does not return numbers, or there is no number `best_by`.
+    """Rank 0 calls `metrics` with noise of an evaluation's size, before hours of training. Raises
+    ConfigError: it does not return numbers, or there is no number `best_by`.
     """
     images, classes = data.val_images or 2 * data.num_classes, data.num_classes
     names = ["top1", "top5", "loss", "balanced_accuracy"]

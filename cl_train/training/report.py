@@ -32,8 +32,8 @@ Counts = npt.NDArray[np.int64]  # of images [true class, predicted class]
 def write_report(
     predicted: torch.Tensor, data: Data, dist: Dist, run_folder: Path, facts: RunFacts, split: str
 ) -> None:
-    """Rank 0 writes `per_class.csv`, `confusions.csv` and `index.html` into `report/` of the run;
-    if it cannot, it warns. split: the images, such as val of a folder.
+    """Into `report/` of the run, by rank 0, which warns if it cannot. split: the images, such as
+    val of a folder.
     """
     indices = data.validation_indices()
     if len(indices) != len(predicted):  # of an IterableDataset, or a file became unreadable

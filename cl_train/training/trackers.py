@@ -39,9 +39,7 @@ def start_record(folder: Path, config: dict[str, Any], step: int, classes: int) 
 
 
 class Trackers:
-    """Sends records to the trackers of `log_to`. One that raises gets no further records, and the
-    run goes on.
-    """
+    """Those of `log_to`. One that raises gets no further records, and the run goes on."""
 
     def __init__(self, log_to: Sequence[str]) -> None:
         self._trackers = {f"log_to={name}": find_tracker(name) for name in log_to}
@@ -82,23 +80,13 @@ def find_tracker(name: str) -> Tracker:
     return function
 
 
-def metrics_of(record: Record, start: Record) -> dict[str, float]:
-    """The numbers of a record as `train/loss`, `val/top1` and so on, without those that settings
-    make constant; of the last one, what runs are compared by.
+def metrics_of(record: Record) -> dict[str, float]:
+    """The numbers of a record as `train/loss`, `val/top1` and so on; of the last one, what runs are
+    compared by.
     """
-    config = start["config"]
-    is_constant = {
-        "top5": start["classes"] <= 5,
-        "image_size": not config["data.size_schedule"],
-        "skipped_images": config["data.on_bad_image"] == "error",
-        "skipped_steps": record.get("loss_scale") is None and config["on_nonfinite"] == "stop",
-    }
-    values = {
-        f"{record['kind']}/{name}": value
-        for name, value in record.items()
-        if name not in _NO_RESULTS and not is_constant.get(name)
-    }
-    if record["kind"] == "end":
+    kind = record["kind"]
+    values = {f"{kind}/{name}": record[name] for name in record if name not in _NO_RESULTS}
+    if kind == "end":
         summary = record["summary"]
         values = {
             "whole_run/top1": (summary["val"] or {}).get("top1"),
@@ -121,7 +109,7 @@ class TensorBoard:
         if record["kind"] == "images":
             self._add_contact_sheet(record["images"])
             return
-        values, step = metrics_of(record, self._start), record["step"]
+        values, step = metrics_of(record), record["step"]
         for tag, value in values.items():
             is_vital = tag.startswith("train/") and tag not in _FIRST
             shown_tag = tag.replace("train/", "vitals/") if is_vital else tag
@@ -177,10 +165,9 @@ class Wandb:
 
     def __call__(self, record: Record) -> None:
         if record["kind"] == "start":
-            self._start = record
             self._run = self._begin(record)
             return
-        values = metrics_of(record, self._start)
+        values = metrics_of(record)
         if record["kind"] != "end":
             self._run.log({**values, "step": record["step"]})
             return
