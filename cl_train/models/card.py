@@ -43,7 +43,6 @@ class Preprocessing:
         return cls(resize, crop, data.val_interpolation, mean, std, data.exif)
 
     def settings(self) -> dict[str, Any]:
-        """The settings of `data` with which an evaluation has this preprocessing."""
         card = self.to_dict()
         names = [name for name in _PREPROCESSING if name in card]
         return {_SETTINGS.get(name, name): card[name] for name in names}
@@ -118,7 +117,6 @@ class ModelCard:
 
 
 def _parsed(value: object) -> Any:
-    """A list or number, its JSON, or a text."""
     value = value.decode(errors="replace") if isinstance(value, bytes) else value
     try:
         return json.loads(value) if isinstance(value, str) else value

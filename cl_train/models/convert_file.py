@@ -72,7 +72,6 @@ def convert_file(
 def _convert(
     saved: SavedModel, file: Path, memory_format: torch.memory_format, shape: Sequence[int]
 ) -> tuple[str, bool]:
-    """What is equal, and whether all is."""
     shape = shape or _usual_shape(saved)
     original = runnable(saved, shape[-1])
     if original is not None:

@@ -36,8 +36,6 @@ ENTRIES = (
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The content of a file."""
-
     kind: Kind
     # Parameters, buffers and extra state by name, with the versions of the modules if known
     state: dict[str, Any]
@@ -53,7 +51,6 @@ class SavedModel:
         return {name: value for name, value in state if isinstance(value, torch.Tensor)}
 
     def names_of_other_shape(self, model: nn.Module) -> list[str]:
-        """The tensors that `model` has in another shape."""
         own = model.state_dict()
         tensors = self.tensors.items()
         return [name for name, value in tensors if own.get(name, value).shape != value.shape]

@@ -33,7 +33,6 @@ _TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), (
 
 
 def model_names() -> list[str]:
-    """All classification models of torchvision."""
     return torchvision.models.list_models(module=torchvision.models)
 
 
@@ -159,7 +158,6 @@ def _timm_facts(name: str) -> dict[str, Any]:
 
 
 def _size_options(name: str, image_size: int | None) -> dict[str, int]:
-    """For networks that are built for one image size."""
     if image_size is None:
         return {}
     if not name.startswith("timm/"):
@@ -185,7 +183,6 @@ def torchvision_weights(name: str, weights: str) -> Any:
 
 
 def replace_classifier(model: nn.Module, num_classes: int) -> None:
-    """Give every classifier of a zoo's model `num_classes` outputs, unless it has them."""
     for path, layer in _classifiers(model).items():
         if len(layer.weight) == num_classes:
             continue
@@ -250,7 +247,6 @@ def load_weights_file(
 def _take_rows(
     model: nn.Module, weights: SavedModel, head: Collection[str], places: Sequence[int]
 ) -> None:
-    """Copy the rows of a file's classifier to classes whose `places` there are not negative."""
     own, count = model.state_dict(), len(weights.card.classes)
     rows = [row for row, place in enumerate(places) if place >= 0]
     for name in head:

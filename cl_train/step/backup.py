@@ -55,7 +55,6 @@ class BufferBackup:
 
     @torch.no_grad()
     def mend(self) -> None:
-        """Give elements that are not finite their good values."""
         for name, buffer in self._models.named_buffers():
             good = self.good.get(name, buffer)
             if _kind(buffer) == _kind(good) and _can_change(buffer):
@@ -63,7 +62,6 @@ class BufferBackup:
 
     @torch.no_grad()
     def set_good(self, values: Mapping[str, torch.Tensor]) -> None:
-        """`values`, `good` of a checkpoint, become the good ones."""
         for name, value in values.items():
             if name in self.good and self.good[name].shape == value.shape:
                 self.good[name].copy_(value)

@@ -22,7 +22,6 @@ _NOT_SUPPORTED = {"kron", "kronc", "kronw", "adahessian"}
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raises ConfigError: timm is missing, or cannot build the optimizer here."""
     if cfg.library == "torch":
         return
     names = set(optional_module("timm.optim", "optim=timm").list_optimizers()) - _NOT_SUPPORTED
@@ -152,7 +151,6 @@ def in_memory_order(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @functools.cache
 def _memory_order(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions from the largest to the smallest stride, and the inverse permutation."""
     order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return tuple(order), tuple(inverse)

@@ -39,7 +39,6 @@ class Precision:
 
     @property
     def for_fp32_weights(self) -> "Precision":
-        """The precision that evaluates an fp32 copy of the weights (EMA)."""
         return Precision("fp16", autocast_dtype=torch.float16) if self.master_weights else self
 
 
@@ -54,7 +53,7 @@ BY_NAME = {precision.name: precision for precision in _ALL}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
-    """The precision of that name; `auto`: the fastest one. Raises ConfigError: an unknown name."""
+    """`auto`: the fastest one. Raises ConfigError: an unknown name."""
     if name not in PRECISIONS:
         near = suggest(name, PRECISIONS)
         raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{near}")
@@ -151,7 +150,6 @@ def _tf32_switches(allowed: bool) -> Iterator[None]:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context of forward and loss, in training and in evaluation."""
     dtype = precision.autocast_dtype
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
@@ -179,7 +177,6 @@ class Fp32Weights:
         self._half: list[torch.Tensor] = list(half.values())
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by name."""
         named = {**dict(self._model.named_parameters()), **self._full}
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
@@ -213,7 +210,6 @@ class Fp32Weights:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Set the fp32 copies, and with them the model."""
         for name, full in self._full.items():
             full.copy_(state[name])
         self.copy_weights_to_model()

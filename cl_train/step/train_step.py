@@ -240,7 +240,6 @@ def _without_reduction(model: nn.Module, *, unless: bool) -> AbstractContextMana
 
 
 def update_weights(parts: StepParts) -> torch.Tensor:
-    """Returns `StepResult.skipped`."""
     optimizer = parts.optimizer
     parts.weights.copy_gradients_from_model()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

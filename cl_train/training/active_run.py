@@ -41,8 +41,6 @@ BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradi
 
 @dataclass(frozen=True)
 class PendingWindow:
-    """The steps of a log line whose sums are on the way to the host."""
-
     timing: Timing
     rows: torch.Tensor  # of this rank, on the device: see `rows_of`
     totals: torch.Tensor  # of all steps and ranks, on the host after the mark `copied`
@@ -85,11 +83,11 @@ class ActiveRun:
         self.progress.good_buffers = {}
 
     def save(self) -> None:
-        """Save the state between two steps, once; the host waits for the device.
+        """The state between two steps, once; the host waits for the device.
 
         In the middle of a window the buffers are mended before, and the checkpoint also has those
         of the last log line, to which a resumed run falls back too. Raises TrainingFault: a step of
-        the window ends the run, as it would end every run that resumes this checkpoint.
+        the window ends the run.
         """
         progress = self.progress
         if self.checkpoints.saved_step == progress.step:
@@ -120,7 +118,7 @@ class ActiveRun:
 
     def log_steps(self, lr: float) -> None:
         """Submit the steps since the last log line for reading, and log those submitted before: a
-        GPU goes on meanwhile. One reduction over the ranks. lr: of the last step.
+        GPU goes on meanwhile. lr: of the last step.
         """
         steps, scaler = self.progress.pending_steps, self.state.parts.scaler
         rows = rows_of(steps)

@@ -48,11 +48,7 @@ from cl_train.step.train_step import (
 from cl_train.step.utilisation import utilisation
 from cl_train.system.distributed import Dist, check_ranks_agree
 from cl_train.system.failures import explain_failure, failure_explained
-from cl_train.system.machine import (
-    describe_out_of_memory,
-    is_out_of_memory,
-    reset_peak_memory,
-)
+from cl_train.system.machine import describe_out_of_memory, is_out_of_memory, reset_peak_memory
 from cl_train.system.run_folder import Speed
 from cl_train.training.console import is_importable
 from cl_train.training.parts import ModelSettings
@@ -107,9 +103,7 @@ def train_state(
     num_classes: int,
     dist: Dist,
 ) -> TrainState:
-    """The step that trains `model`, which has been tried. Raises ConfigError or TrainingFault: the
-    model cannot train.
-    """
+    """The step that trains `model`. Raises ConfigError or TrainingFault: the model cannot train."""
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs, the steps run eagerly")
@@ -165,18 +159,14 @@ def model_of(wanted: ModelSettings, num_classes: int, classes: Sequence[str] = (
         entry=wanted.entry,
     )
     refuse_lazy(model)
-    for name, tensor in named_tensors(model).items():
-        if tensor.is_meta or tensor.is_sparse or tensor.is_inference():
-            what = "is on the meta device, sparse, or made in inference mode"
-            raise ConfigError(f"{name} {what}: build a dense model on the CPU, outside it")
+    if any(tensor.is_meta for tensor in named_tensors(model).values()):
+        raise ConfigError(f"model={wanted.name} is on the meta device: build it on the CPU")
     return model
 
 
 def facts_by_size(wanted: ModelSettings, model: nn.Module) -> dict[int, ModelFacts]:
-    """What `model` is at each size of images in training; it is run on that of evaluation, too.
-
-    Raises ConfigError: the model cannot take images of a size, unless it is the user's: the trial
-    step tells more of that.
+    """What `model` is at each size of images in training. Raises ConfigError: it cannot take images
+    of such a size, or of evaluation; the trial step tells more of the user's own.
     """
     is_users, trained = ":" in wanted.name, wanted.trained_sizes
     facts = {}
@@ -198,8 +188,8 @@ def try_run(
     batch_format: DeviceFormat,
     num_classes: int,
 ) -> None:
-    """Try a step of the largest images, and tell whether the model loses channels_last in it; then
-    an evaluation of the model and of its average.
+    """A step of the largest images, and whether the model loses channels_last in it; then an
+    evaluation of the model and of its average.
 
     On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and before a
     compilation: the compiled step takes less memory.
@@ -227,7 +217,6 @@ def try_run(
 
 
 def audit_command(wanted: ModelSettings, precision: Precision) -> str:
-    """What tells more of the layouts in the step of this run."""
     if not is_importable(wanted.name):
         return "cl_train.audit(model, images)"
     layout = wanted.channels_last_layout
@@ -247,8 +236,7 @@ def try_model(
     shape: Sequence[int],
     num_classes: int,
 ) -> StepParts | None:
-    """Train a copy of `model` for one step on noise [N, 3, H, W]; the generators are restored.
-    Returns the copy with its average; None: there can be no copy.
+    """Train a copy of `model` for one step on noise [N, 3, H, W]; None: there can be no copy.
 
     Raises TrainingFault: memory ran out. ConfigError: the model cannot take the images.
     """

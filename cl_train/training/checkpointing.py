@@ -152,9 +152,8 @@ def resume(
     checkpoints: Checkpoints, source: str | None, *, training: bool = True
 ) -> Progress | None:
     """Restore the checkpoint that `resume=` names, without `training` only its weights; None: it
-    names none, or `auto` finds none. Rank 0 reads for all: nodes need no shared folder.
-
-    Raises ConfigError: there is none, or it is of another run.
+    names none, or `auto` finds none. Rank 0 reads for all: nodes need no shared folder. Raises
+    ConfigError: it is of another run.
     """
     store = checkpoints.store
     newest = source and on_main(lambda: load_for_resume(source, store), checkpoints.dist)
@@ -245,7 +244,6 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
 def load_buffers(
     model: nn.Module, buffers: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Those that a state dict leaves out."""
     for name, value in buffers.items():
         set_buffer(model, name, value.to(device))
 
@@ -277,9 +275,8 @@ def differences(
 def check_compatible(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True
 ) -> dict[str, str]:
-    """Returns the `differences` that a resume may have.
-
-    Raises ConfigError: this is another run or, to evaluate, another model.
+    """The `differences` that a resume may have. Raises ConfigError: this is another run or, to
+    evaluate, another model.
     """
     of_training = ("global_batch_size",) if training else ()
     problems = [*differences(saved, current, ("model", "num_classes", *of_training)).values()]

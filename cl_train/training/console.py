@@ -46,7 +46,6 @@ def describe_failure(error: BaseException | None) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds as 0:52, 14:05 or 1:14:05."""
     return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
@@ -95,7 +94,6 @@ def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan
 
 
 def mean(windows: Sequence[Window], name: str) -> float:
-    """The mean of a field over the images of the windows."""
     images = sum(window.images for window in windows)
     # Not fmean: it raises an exception for losses like 1e308.
     return sum(getattr(window, name) * window.images for window in windows) / images

@@ -107,7 +107,6 @@ def evaluate_model(
 
 
 def _totals(rows: torch.Tensor, skipped: int, classes: int, dist: Dist) -> list[float]:
-    """Of all ranks: loss, hits in the best five, skipped images; images and hits of each class."""
     label, predicted, _, _, losses, in_top5 = rows.T
     hits = label[label == predicted]
     counts = [torch.bincount(labels.long(), minlength=classes) for labels in (label, hits)]

@@ -29,10 +29,10 @@ def layout_for(
     dist: Dist,
 ) -> tuple[Layout, str | None]:
     """The layout in which `model` trains, or is evaluated, and the parity as in summary.json (None:
-    contiguous). The model stays as it is. `facts`: of each size of images in training.
+    contiguous). facts: of each size of images in training.
 
-    Raises ConfigError: channels_last=true, and torch is known to crash on the model, or to compute
-    something else.
+    Raises ConfigError: channels_last=true, and torch crashes on the model, or computes something
+    else.
     """
     if wanted.channels_last == "false":
         return CONTIGUOUS, None

@@ -116,8 +116,8 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
 
 @contextmanager
 def step_observers(run: ActiveRun, *, profiled: bool) -> Iterator[Callable[[], bool]]:
-    """Yields what is called after each step: it moves the progress bar and the profiler of rank 0,
-    and returns whether a profile was written, whose time is no step's.
+    """What moves progress bar and profiler of rank 0 after each step; whether it has written a
+    profile, whose time is no step's.
     """
     is_main, progress = run.dist.is_main, run.progress
     with ExitStack() as stack:
@@ -169,10 +169,7 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
 
 
 def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
-    """The results of the model as `val`, and of its EMA, if there is one, as `val_average`.
-
-    A signal sets `run.stop_signal`.
-    """
+    """As `val` and `val_average`. A signal sets `run.stop_signal`."""
     state = run.state
     models = {"val": (state.model, state.parts.precision)}
     average = state.parts.average
@@ -233,7 +230,6 @@ def finish(run: ActiveRun) -> RunResult:
 
 
 def closed(run: ActiveRun, summary: dict[str, Any]) -> RunResult:
-    """Say what came out."""
     _, bad_images = run.note_bad_images()
     for line in closing_lines(summary, run.folder, run.records.config, bad_images):
         log.info("%s", line)

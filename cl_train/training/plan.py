@@ -77,7 +77,6 @@ class Plan:
         return len(self.image_sizes)
 
     def lr_at(self, progress: Progress) -> float:
-        """The learning rate of the next step."""
         return lr_at(
             progress.epoch * self.steps_per_epoch + progress.step_in_epoch,
             self.schedule,
@@ -102,7 +101,6 @@ class Plan:
         return self._is_epoch_due(self.evaluate_every, progress)
 
     def is_save_due(self, progress: Progress) -> bool:
-        """At the end of an epoch, before `close_epoch`."""
         return self._is_epoch_due(self.checkpoint.every_epochs, progress)
 
     def _is_epoch_due(self, every_epochs: int, progress: Progress) -> bool:
@@ -110,7 +108,6 @@ class Plan:
         return at_end or (every_epochs > 0 and (progress.epoch + 1) % every_epochs == 0)
 
     def is_step_save_due(self, progress: Progress) -> bool:
-        """Between two steps of an epoch."""
         every_steps = self.checkpoint.every_steps
         return every_steps > 0 and progress.step % every_steps == 0
 

@@ -15,13 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from cl_train.system.files import (
-    AppendFile,
-    read_json,
-    retry,
-    write_json,
-    write_text,
-)
+from cl_train.system.files import AppendFile, read_json, retry, write_json, write_text
 from cl_train.system.machine import peak_memory_gib
 from cl_train.system.run_folder import (
     BAD_IMAGES,
@@ -69,9 +63,8 @@ class RunResult:
 
 
 class Records:
-    """Writes a run's records, and sends them to its trackers; without a `folder` (other ranks than
-    0) it keeps them. A resumed run drops those of lost work, and of an evaluation that will be
-    repeated.
+    """Of a run; without a `folder` (other ranks than 0) they are kept, not written. A resumed run
+    drops those of lost work, and of an evaluation that will be repeated.
     """
 
     def __init__(
@@ -104,7 +97,6 @@ class Records:
         write_text(folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
 
     def append(self, record: Record) -> None:
-        """Append a line to `metrics.jsonl`, and send it to the trackers."""
         self._new.append(record)
         if self._folder is not None:
             self._metrics.append((json.dumps(record) + "\n").encode())
@@ -116,14 +108,11 @@ class Records:
             self._trackers.send({"kind": "images", "step": 0, "images": images[:SHOWN].cpu()})
 
     def write_evaluation(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append the evaluation of this step, `val` or `val_average`."""
         place = {"kind": kind, "step": self._progress.step, "epoch": self._progress.epoch}
         self.append(finite_or_null({**place, **values, "time": time.time()}))
 
     def write_bad_images(self, reasons: Mapping[str, str]) -> int:
-        """Name each bad image once in `bad_images.csv`, with those that earlier processes found.
-        Returns how many there are.
-        """
+        """In `bad_images.csv`, with those that earlier processes found; how many there are."""
         if self._folder is None:
             return 0
         path, earlier = self._folder / BAD_IMAGES, dict[str, str]()
@@ -139,7 +128,6 @@ class Records:
         return len(rows)
 
     def seconds(self) -> float:
-        """Since this process began its work."""
         started = datetime.fromisoformat(self.facts.started)
         return (datetime.now().astimezone() - started).total_seconds()
 
@@ -171,11 +159,10 @@ class Records:
         first_step_s: float | None = None,
         gpu: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Write `summary.json`, and return its content. It describes this process, unless that had
-        nothing left to train. lost_pct: by the threads of the run, and by its workers, whose losses
-        count as far as the step waited for its batch.
+        """Write and return `summary.json`: of this process, unless that had nothing left to train.
 
-        Raises OSError: the disk is full, and stays so (see `retry`).
+        lost_pct: by the threads of the run, and by its workers, whose losses count as far as the
+        step waited for its batch. Raises OSError: the disk stays full (see `retry`).
         """
         everything = self._earlier + self._new
         records = self._new if status == "failed" or self.of_kind("train") else everything
@@ -229,9 +216,7 @@ class Records:
         )
 
     def _best(self) -> dict[str, Any] | None:
-        """Top-1 and epoch of the best evaluation, and what it is the best by: of the whole run, in
-        another folder too.
-        """
+        """Of the whole run, in another folder too, with what it is the best by."""
         best, by = self._progress.best, self.config["best_by"]
         if best is None:
             return None
@@ -252,7 +237,6 @@ class Records:
 
 
 def last_evaluation(records: Sequence[Record], kind: str) -> dict[str, Any] | None:
-    """The results of the last evaluation of this kind."""
     for record in reversed(records):
         if record["kind"] == kind:
             place = ("kind", "step", "epoch", "time")

@@ -80,7 +80,6 @@ def per_class(rows: Rows, counts: Counts, names: Sequence[str]) -> list[dict[str
 
 
 def confusions(counts: Counts, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The pairs of true and predicted class that differ, the frequent ones first."""
     wrong = counts - np.diag(np.diag(counts))
     table = [
         {"true": names[i], "predicted": names[j], "images": int(wrong[i, j])}

@@ -119,10 +119,7 @@ def opened_run(cfg: Config, folder: Path, command: str | None) -> Iterator[Activ
 def set_up(
     cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str
 ) -> ActiveRun:
-    """Build the objects of a run, and restore the checkpoint of `resume=`.
-
-    Resources are registered on `stack`.
-    """
+    """The objects of a run, at the checkpoint of `resume=`; its resources are on `stack`."""
     # 1. The process.
     machine_load = MachineLoad()  # it measures from here on
     cfg, precision = prepare_process(cfg, dist, stack)
@@ -206,7 +203,6 @@ def check_data(cfg: Config, data: Data, dist: Dist) -> None:
 
 
 def title_of(cfg: DataConfig) -> str:
-    """Which images are evaluated, for the title of the report."""
     return f"{cfg.val_split or 'val'} of {cfg.root or cfg.dataset or cfg.name}"
 
 
@@ -248,10 +244,7 @@ def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, 
 
 
 def micro_steps_of(cfg: Config, world_size: int) -> int:
-    """The `accumulate_steps` that `global_batch_size` requires.
-
-    Raises ConfigError: it cannot be split evenly.
-    """
+    """For `global_batch_size`. Raises ConfigError: it cannot be split evenly."""
     if cfg.global_batch_size is None or cfg.evaluate_only:
         return cfg.accumulate_steps
     micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * world_size)
