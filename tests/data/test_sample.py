@@ -1,7 +1,5 @@
 """The generated sample: always the same, of ImageNet's proportions."""
 
-import multiprocessing
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,6 @@ from cl_train.data.sample import (
 )
 from cl_train.errors import ConfigError
 from tests.conftest import contents
-from tests.processes import LIMIT_S
 
 SMALL = SampleSpec(train_per_class=12, val_per_class=4, scale=0.25)
 
@@ -27,20 +24,6 @@ def test_the_same_files_for_any_number_of_processes(tmp_path):
     files = contents(tmp_path / "one")
     images = {content for name, content in files.items() if name.endswith(".JPEG")}
     assert len(images) == 10 * (12 + 4) and files == contents(tmp_path / "three")
-
-
-@pytest.mark.slow
-def test_two_runs_at_once_make_one_sample(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    sample = tmp_path / "sample", SMALL
-    runs = [context.Process(target=ensure_sample, args=sample) for _ in range(2)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(LIMIT_S)
-        assert run.exitcode == 0
-    assert len(list((tmp_path / "sample").rglob("*.JPEG"))) == 160
-    assert {path.name for path in tmp_path.iterdir()} == {"sample", ".sample.lock"}
 
 
 def test_an_unfinished_or_older_sample_is_made_again_but_no_folder_of_somebody_else(tmp_path):

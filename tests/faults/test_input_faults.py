@@ -1,24 +1,19 @@
-"""What a run reads: fuzzed images, hostile archives, damaged shards; a preparation is killed."""
+"""What a run reads: fuzzed images, hostile archives, damaged shards."""
 
 import shutil
-import signal
 import struct
 import time
-from functools import partial
 
 import numpy as np
 import pytest
 
 from cl_train.data.decode import BadImage, EncodedImage
 from cl_train.data.prepare.archives import unpack
-from cl_train.data.prepare.resize import resize_folder
 from cl_train.errors import ConfigError
-from tests.conftest import contents, write_images
+from tests.conftest import contents
 from tests.data.image_folders import encoded, noise
 from tests.data.tar_shards import DAMAGE, damage_one, silent_losses
-from tests.faults.bench import wait_for
 from tests.imagenet_archives import HOSTILE
-from tests.processes import wait_until
 
 MAX_SECONDS_PER_IMAGE = 2.0
 PNG_MODES = ("RGB", "L", "LA", "RGBA", "P", "1")
@@ -118,25 +113,3 @@ def test_damaged_shards(bench):
             losses = list(silent_losses(root))
             assert not losses, f"{kind}: {losses}"
         shutil.rmtree(root)
-
-
-@pytest.mark.slow
-def test_kill_while_resizing_images(bench):
-    """`prepare_imagenet resize` is killed on its way: no worker stays, the next command finishes
-    the same folder.
-    """
-    folder = bench.new_folder()
-    write_images(folder / "images", {"train": 30, "val": 5})
-    resize = partial(resize_folder, folder / "images", max_side=24, workers=2)
-    assert bench.fork(partial(resize, folder / "whole")).wait() == 0
-    for number in range(bench.count(1, 30)):
-        out = folder / f"out-{number}"
-        with bench.attempt():
-            run = bench.fork(partial(resize, out))
-            wait_for(out, content="train")
-            run.send((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)[number % 3])
-            run.wait()
-            wait_until(lambda run=run: not run.session())
-            again = bench.fork(partial(resize, out))
-            assert again.wait() == 0, again.output()[-400:]
-            assert contents(out) == contents(folder / "whole"), "another folder than without kills"

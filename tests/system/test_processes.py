@@ -94,6 +94,25 @@ def test_a_second_ctrl_c_in_a_program_that_goes_on_is_an_exception():
     assert signal.getsignal(signal.SIGINT) == before
 
 
+MAP = """
+import os, time
+from cl_train.system.processes import map_in_processes
+def work(item):
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(10_000)
+list(map_in_processes(work, [1, 2], 2, description="", unit=""))
+"""
+
+
+def test_the_workers_of_a_killed_preparation_end():
+    parent = subprocess.Popen([sys.executable, "-c", MAP], stdout=subprocess.PIPE)
+    workers = [Process(int(parent.stdout.readline())) for _ in "ab"]
+    assert all(worker.is_running() for worker in workers)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(worker.is_running() for worker in workers))
+
+
 def test_exit_without_teardown_runs_exit_functions_and_flushes():
     script = """
 import atexit
