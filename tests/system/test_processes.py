@@ -105,11 +105,10 @@ list(map_in_processes(work, [1, 2], 2, description="", unit=""))
 
 
 def test_the_workers_of_a_killed_preparation_end():
-    parent = subprocess.Popen([sys.executable, "-c", MAP], stdout=subprocess.PIPE)
-    workers = [Process(int(parent.stdout.readline())) for _ in "ab"]
-    assert all(worker.is_running() for worker in workers)
-    parent.kill()
-    parent.wait()
+    with subprocess.Popen([sys.executable, "-c", MAP], stdout=subprocess.PIPE) as parent:
+        workers = [Process(int(parent.stdout.readline())) for _ in "ab"]
+        assert all(worker.is_running() for worker in workers)
+        parent.kill()
     wait_until(lambda: not any(worker.is_running() for worker in workers))
 
 
