@@ -59,13 +59,24 @@ def faster_text(done: Comparison) -> str:
     return "; ".join(parts)
 
 
-def because_text(audited: Sequence[LayoutReport]) -> str:
-    """What each model loses of channels_last, and at which line most of it."""
+def because_text(
+    audited: Sequence[LayoutReport], done: Comparison, words: Mapping[str, Any]
+) -> str:
+    """What each model loses of channels_last, and at which line most of it; if that does not
+    explain why it is slower, the command that does. `words`: as in `do_text`.
+    """
     parts = []
     for report in audited:
         losses = report.losses()
         most = f"; most in {losses[0]['operator']} at {_place(losses[0])}" if losses else ""
         parts.append(report.headline() + most)
+    is_unexplained = done.speeds[-1].verdict == "slower" and not any(
+        report.losses() for report in audited
+    )
+    if is_unexplained and words.get("compare_by") != "model":
+        names = ("config", "model", "precision", "batch_size", "data.image_size", "device")
+        typed = [f"{name}={show(words[name])}" for name in names if words.get(name)]
+        parts.append(f"what takes longer: cl-train audit {shlex.join([*typed, 'time=true'])}")
     return "; ".join(parts)
 
 

@@ -122,7 +122,7 @@ class Combination:
 
         try:
             audited = self._audited(variants, self._images_to_audit(done))
-            because = because_text(audited)
+            because = because_text(audited, done, self._words())
         except Exception as error:  # the speeds stay
             audited, because = [], f"the audit failed: {explain_failure(error)}"
         to_decide = self._to_decide(done)

@@ -54,7 +54,7 @@ def layout_for(
     choice = on_main(choose, dist)
     log.info("channels_last=auto: %s", choice.reason)
     if choice.verdict == "slower":
-        log.info("why it is slower: %s", audit_command(wanted, settings.precision))
+        log.info("why channels_last is slower: %s", audit_command(wanted, settings.precision))
     return choice.layout, choice.parity
 
 

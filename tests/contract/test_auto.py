@@ -108,7 +108,9 @@ def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkey
     summary = train(*words, "compile=true", "conversion=conv").summary
     assert timed == [("infer", (3, 48, 48), False, Layout(torch.channels_last, "conv"))]
     assert summary["memory_format"] == "channels_last"
-    audited = re.findall("why it is slower: (cl-train audit model=.*)", capsys.readouterr().out)
+    audited = re.findall(
+        "why channels_last is slower: (cl-train audit model=.*)", capsys.readouterr().out
+    )
     assert len(audited) == 1 and "batch_size=" in audited[0] and "conversion=conv" in audited[0]
 
 

@@ -168,6 +168,11 @@ def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
     assert "; to gain more, mend tests/networks.py:" in answer["do"]
     assert result["audit"][COPYING]["lost_forward"] == {"clone": 1}
 
+    monkeypatch.setattr(suite, "benchmark_in_time", lambda *a, **k: planted_comparison([0.5] * 4))
+    [result] = run_suite(settings())["results"]
+    command = f"what takes longer: cl-train audit model={SMALL} precision=fp32 batch_size=2"
+    assert command in result["answer"]["because"] and result["answer"]["because"].endswith("true")
+
     wrong = Parity(False, "convolution in features.0")
     monkeypatch.setattr(suite, "parity_before_use", lambda *args: wrong)
     [result] = run_suite(settings(parity="auto"))["results"]
