@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import torch
-
-from cl_train.config.combinations import graph_conflict
 from cl_train.config.schema import Config, DataConfig
 from cl_train.data.build import Data, ImageData, build_data, size_schedule
 from cl_train.data.loader import DataSettings
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import CHANNELS_LAST, Layout
 from cl_train.models.sources import classes_of
-from cl_train.step.precision import Precision
-from cl_train.step.train_step import Loss, StepSettings
-from cl_train.system.distributed import Dist, on_main
+from cl_train.system.distributed import on_main
 from cl_train.training.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -92,48 +87,6 @@ class ModelSettings:
     def largest_size(self) -> int:
         """Of an image in training, pixels."""
         return size_schedule(self.data).largest
-
-
-def model_settings(cfg: Config) -> ModelSettings:
-    """A run that only evaluates takes the weights of the checkpoint `resume`, if it is given."""
-    return ModelSettings(
-        cfg.model,
-        None if cfg.evaluate_only and cfg.resume else cfg.weights,
-        cfg.entry,
-        cfg.drop_path,
-        cfg.freeze,
-        cfg.sync_batchnorm,
-        cfg.channels_last,
-        Layout(torch.channels_last, cfg.conversion, tuple(cfg.select)),
-        cfg.parity,
-        cfg.batch_size,
-        cfg.data,
-        is_trained=not cfg.evaluate_only,
-        is_evaluated=cfg.evaluate_every >= 0,
-        graph_may_fail=cfg.cuda_graph == "auto",
-    )
-
-
-def step_settings(cfg: Config, precision: Precision, data: Data, dist: Dist) -> StepSettings:
-    """Those of training, or the eager ones of a run that only evaluates."""
-    is_trained = not cfg.evaluate_only
-    is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
-    can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
-    is_recorded = cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record)
-    weights = class_weights(cfg.class_weight, data) if is_trained else ()
-    return StepSettings(
-        precision,
-        cfg.optim,
-        Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold, weights),
-        accumulate_steps=cfg.accumulate_steps if is_trained else 1,
-        ema_decay=cfg.ema_decay,
-        ema_every=cfg.ema_every,
-        mixup=cfg.augment.mixup,
-        cutmix=cfg.augment.cutmix,
-        compile=cfg.compile and is_trained,
-        image_sizes=len(size_schedule(cfg.data).image_sizes),
-        cuda_graph=is_recorded and is_trained,
-    )
 
 
 def class_weights(wanted: str | None, data: Data) -> tuple[float, ...]:

@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from cl_train.config.combinations import graph_conflict
 from cl_train.config.schema import Config, DataConfig
 from cl_train.config.validation import flatten, user_function
-from cl_train.data.build import Data
+from cl_train.data.build import Data, size_schedule
 from cl_train.data.device import DeviceFormat
 from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import image_augment
 from cl_train.errors import ConfigError
-from cl_train.memory_format.convert import convert
+from cl_train.memory_format.convert import Layout, convert
 from cl_train.memory_format.layout import model_memory_format
 from cl_train.models.card import ModelCard, Preprocessing
 from cl_train.models.sources import check_model
@@ -35,7 +36,7 @@ from cl_train.step.backup import random_state_restored
 from cl_train.step.cuda_graph import GraphedStep
 from cl_train.step.optim import check_optimizer
 from cl_train.step.precision import Precision, kernel_selection, resolve_precision
-from cl_train.step.train_step import Loss
+from cl_train.step.train_step import Loss, StepSettings
 from cl_train.system.checkpoints import CheckpointStore
 from cl_train.system.distributed import (
     Dist,
@@ -61,7 +62,7 @@ from cl_train.training.checkpointing import Checkpoints, resume, starting_point
 from cl_train.training.console import RunLog
 from cl_train.training.evaluation import EvaluationSettings, check_metrics
 from cl_train.training.layout_choice import layout_for
-from cl_train.training.parts import model_settings, open_data, plan_of, step_settings
+from cl_train.training.parts import ModelSettings, class_weights, open_data, plan_of
 from cl_train.training.plan import Plan, Progress
 from cl_train.training.records import Records
 from cl_train.training.trackers import Trackers, find_tracker, start_record
@@ -178,8 +179,43 @@ def set_up(
 
 
 def build_state(cfg: Config, precision: Precision, dist: Dist, data: Data) -> TrainState:
-    """The model, converted to its memory format, and its step."""
-    wanted, settings = model_settings(cfg), step_settings(cfg, precision, data, dist)
+    """The model, converted to its memory format, and its step. A run that only evaluates takes the
+    weights of the checkpoint `resume`, if it is given, and an eager step.
+    """
+    is_trained = not cfg.evaluate_only
+    wanted = ModelSettings(
+        cfg.model,
+        cfg.weights if is_trained or not cfg.resume else None,
+        cfg.entry,
+        cfg.drop_path,
+        cfg.freeze,
+        cfg.sync_batchnorm,
+        cfg.channels_last,
+        Layout(torch.channels_last, cfg.conversion, tuple(cfg.select)),
+        cfg.parity,
+        cfg.batch_size,
+        cfg.data,
+        is_trained=is_trained,
+        is_evaluated=cfg.evaluate_every >= 0,
+        graph_may_fail=cfg.cuda_graph == "auto",
+    )
+    is_alone_on_gpu = dist.device.type == "cuda" and dist.world_size == 1
+    can_record = is_alone_on_gpu and graph_conflict(cfg.optim) is None
+    is_recorded = cfg.cuda_graph == "true" or (cfg.cuda_graph == "auto" and can_record)
+    weights = class_weights(cfg.class_weight, data) if is_trained else ()
+    settings = StepSettings(
+        precision,
+        cfg.optim,
+        Loss(cfg.loss, cfg.label_smoothing, cfg.bce_threshold, weights),
+        accumulate_steps=cfg.accumulate_steps if is_trained else 1,
+        ema_decay=cfg.ema_decay,
+        ema_every=cfg.ema_every,
+        mixup=cfg.augment.mixup,
+        cutmix=cfg.augment.cutmix,
+        compile=cfg.compile and is_trained,
+        image_sizes=len(size_schedule(cfg.data).image_sizes),
+        cuda_graph=is_recorded and is_trained,
+    )
     model, facts = build_model(wanted, precision, data, dist)
     layout, parity = layout_for(wanted, model, settings, facts, dist)
     report = convert(model, layout)
