@@ -62,22 +62,3 @@ def test_ratios_have_arrows_where_an_interval_goes_on(tmp_path, axes):
     [panel] = axes()
     low, high = panel.get_xlim()
     assert arrows(panel) == [("<", low), (">", high)] and high < 4
-    assert panel.get_title() == "fp32", "above the rows, of which there may be many"
-
-
-def test_labels_and_words_are_clear_of_arrows_and_the_line_at_one(tmp_path, axes):
-    reason = "not comparable: " + "batch_size differs between the sides " * 8
-    bars = [
-        Bar("mended2:build", Interval(1.02, 0.0, math.inf, 2), "inconclusive", "1.02x"),
-        Bar("long", None, "not_comparable", reason),
-    ]
-    write_chart({"": bars}, "Speed", ("contiguous", "channels_last"), tmp_path / "speed.png")
-    [panel] = axes()
-    points = 72 / panel.figure.dpi
-    arrow_end = panel.get_window_extent().x0 * points - 6
-    label = panel.get_yticklabels()[0].get_window_extent()
-    assert label.x1 * points < arrow_end
-    words = panel.texts[2:]  # behind the two of the sides
-    line = panel.lines[0]
-    assert all(each.get_bbox_patch() and each.zorder > line.zorder for each in words)
-    assert words[-1].get_text().endswith(" …") and "[...]" not in words[-1].get_text()

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.measure.kernels import KernelCheck, compared, limit_by_shaken
 from cl_train.measure.parity import check_parity
-from tests.conftest import CPU_PRECISIONS
-from tests.measure.conftest import unchanged
 
 
 class Planted(TorchDispatchMode):
@@ -46,10 +44,6 @@ def computed_in_fp32(function, args):
     return tuple(None if one is None else one.bfloat16() for one in returned)
 
 
-def without_last_column(tensor):
-    return torch.cat([tensor[..., :-1], torch.zeros_like(tensor[..., -1:])], -1)
-
-
 class Branch(nn.Module):
     """A residual branch behind a scale of zero, as timm initialises it."""
 
@@ -72,7 +66,7 @@ def network():
 FAULTS = {
     "flipped": lambda tensor: tensor.flip(-1),
     "shifted": lambda tensor: tensor.roll(1, -1),
-    "last column": without_last_column,
+    "last column": lambda tensor: F.pad(tensor[..., :-1], (0, 1)),
     "1.02": lambda tensor: 1.02 * tensor,
     "1.6": lambda tensor: 1.6 * tensor,
 }
@@ -132,20 +126,12 @@ def test_statistics_that_an_operator_writes_unasked_count():
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             returned = function(*args, **(kwargs or {}))
             if "native_batch_norm.default" in str(function) and not args[0].is_contiguous():
-                count = args[0].numel() / args[0].shape[1]
-                args[4].mul_((count - 1) / count)
+                args[4].mul_(0.999)  # the running variance
             return returned
 
     with Biased():
         report = check_parity(network(), image_size=16)
     assert report.passed is False and "native_batch_norm (forward)" in report.first_divergence
-
-
-@pytest.mark.parametrize("precision", CPU_PRECISIONS)
-def test_sound_kernels_agree(precision):
-    model = network()
-    with unchanged(model):
-        assert check_parity(model, image_size=32, precision=precision).passed
 
 
 def test_a_single_number_may_be_exact_by_chance():
@@ -174,15 +160,11 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_calls_of_any_form_are_replayed_and_leave_no_trace(name):
-    torch.manual_seed(0)
     images = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
-    expected = OPERATORS[name](images.clone())
-    state, check = torch.get_rng_state(), KernelCheck()
+    torch.manual_seed(1)
+    expected, check = OPERATORS[name](images.clone()), KernelCheck()
     torch.manual_seed(1)
     with check.watching():
         found = OPERATORS[name](images.clone())
     assert not check.wrong and not check.unchecked and check.calls
-    if "random" not in name:
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
-    torch.set_rng_state(state)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

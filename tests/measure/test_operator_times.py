@@ -3,7 +3,6 @@
 import inspect
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train import classify, convert
 from cl_train.commands.audit import main
-from cl_train.config.schema import PRECISIONS
 from cl_train.errors import ConfigError
 from cl_train.measure import audit as audit_module
 from cl_train.measure import operator_times, time_recorder
@@ -26,7 +24,6 @@ from cl_train.step.precision import cast_model, resolve_precision
 from cl_train.system.machine import DeviceClock
 from tests.memory_format.test_audit import Call, with_gradient
 
-CPU = torch.device("cpu")
 SLEEP_MS = 20.0
 clock = SimpleNamespace(now_s=0.0)  # replaces the processor's
 
@@ -53,16 +50,13 @@ def model_with(*planted):
     return model
 
 
-def times_of(model, **options):
-    images = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
-    return times_on(model, images, **options)
-
-
-def times_on(model, batch, **options):
+def times_of(model, batch=None, **options):
     def timer(*arguments):
         with PlantedTimes():
             return time_operators(*arguments)
 
+    if batch is None:
+        batch = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
     with (
         patch.object(operator_times.ThreadClock, "mark", lambda self: clock.now_s),
         patch.object(audit_module, "time_operators", timer),
@@ -70,12 +64,6 @@ def times_on(model, batch, **options):
         times = audit_module.audit(model, batch, time=True, time_limit_s=0.2, **options).times
     assert isinstance(times, OperatorTimes)
     return times
-
-
-class SlowConvolution(nn.Conv2d):
-    def forward(self, x):
-        sleep_if(x, "channels_last")
-        return super().forward(x)
 
 
 @pytest.mark.slow
@@ -86,23 +74,22 @@ def test_planted_sleeps_are_the_first_rows_with_their_time():
     )
     in_backward = with_gradient(lambda gradient: sleep_if(gradient, "channels_last") or gradient)
     model.append(nn.Sequential(nn.Identity(), Call(in_backward)))
-    model.append(SlowConvolution(8, 8, 3).to(memory_format=torch.channels_last))
     times = times_of(model)
     for rows in (times.tables["modules"], times.tables["operators"]):
-        planted = {row.calls[0].module: row for row in rows[:4]}
-        for module, sign in (("3", 1), ("4", -1), ("6.1", 1), ("7", 1)):
+        planted = {row.calls[0].module: row for row in rows[:3]}
+        for module, sign in (("3", 1), ("4", -1), ("6.1", 1)):
             row = planted[module]
             assert sign * row.difference_ms == pytest.approx(SLEEP_MS)
             assert row.sign == sign
-    calls = {row.calls[0].module: row.calls[0] for row in times.tables["operators"][:4]}
+    calls = {row.calls[0].module: row.calls[0] for row in times.tables["operators"][:3]}
     assert {call.operator for call in calls.values()} == {"python"}
-    directions = [calls[module].direction for module in ("3", "4", "6.1", "7")]
-    assert directions == ["forward", "forward", "backward", "forward"]
-    # the first line names all four, each with the line that sleeps; so does the advice
+    directions = [calls[module].direction for module in ("3", "4", "6.1")]
+    assert directions == ["forward", "forward", "backward"]
+    # the first line names all three, each with the line that sleeps; so does the advice
     sleep_line = f"test_operator_times.py:{inspect.getsourcelines(sleep_if)[1] + 2}"
     saved, lost = times.conclusions()[0].split(". It loses ")
-    assert (saved.count(sleep_line), lost.count(sleep_line)) == (1, 3)
-    assert sum(sleep_line in line for line in times.advice()) == 4
+    assert (saved.count(sleep_line), lost.count(sleep_line)) == (1, 2)
+    assert sum(sleep_line in line for line in times.advice()) == 3
 
 
 def small(rank=2):
@@ -160,27 +147,19 @@ def test_on_a_gpu_the_time_of_an_operator_is_the_devices(monkeypatch):
     assert relus_s == pytest.approx([1e-6] * 5)
 
 
-IMAGES = torch.randn(2, 3, 8, 8)
-BATCHES = {
-    "video": (partial(small, 3), torch.randn(2, 3, 6, 8, 8)),
-    "frozen": (lambda: small().requires_grad_(False), IMAGES),
-    "no backward": (small, IMAGES),
-    "fp16_o2": (small, IMAGES.half()),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", ["video", "frozen", "no backward", "fp16_o2"])
 def test_batches_are_timed_and_the_model_is_unchanged(name):
-    build, batch = BATCHES[name]
-    precision = resolve_precision(name if name in PRECISIONS else "fp32", CPU)
-    model = cast_model(build(), precision)
+    precision = resolve_precision("fp16_o2" if name == "fp16_o2" else "fp32", torch.device("cpu"))
+    trains = name not in ("frozen", "no backward")
+    model = small(3 if name == "video" else 2).requires_grad_(name != "frozen")
+    model = cast_model(model, precision)
     convert(model)
     state = {key: (value.clone(), value.stride()) for key, value in model.state_dict().items()}
     modes = set()
     model[0].register_forward_hook(lambda *_: modes.add(torch.is_inference_mode_enabled()))
-    times = times_on(model, batch, precision=precision, backward=name != "no backward")
-    trains = name not in ("frozen", "no backward")
+    batch = torch.randn(2, 3, *([6] if name == "video" else []), 8, 8).to(precision.input_dtype)
+    times = times_of(model, batch, precision=precision, backward=name != "no backward")
     directions = {"forward", "backward", "update"} if trains else {"forward"}
     assert {call.direction for call in times.calls} == directions
     assert modes == {False}  # there, composite operators would arrive whole
@@ -223,9 +202,8 @@ def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small
     relu = call_of([], "aten.relu.default")
     many = [shifted(relu, 0.5, module=f"m{index}", kind="element-wise") for index in range(4)]
     copy = shifted(relu, 0.02, module="copy", kind=COPY_KIND, source="net.py:7")
-    python = shifted(
-        relu, -0.9, operator="python", module="pause", kind="Python", source="net.py:3"
-    )
+    pause = {"operator": "python", "module": "pause", "kind": "Python", "source": "net.py:3"}
+    python = shifted(relu, -0.9, **pause)
     fed = shifted(relu, 0.3, module="fed", kind="pooling", gets_contiguous=True)
     pays = shifted(relu, 0.2, module="pays", kind="pooling")
     times = times_with(*many, copy, python, fed, pays)
@@ -275,12 +253,8 @@ def test_the_command_tells_all_and_writes_its_files(tmp_path, capsys, monkeypatc
     assert report["times"]["modules"] and report["exceeded"] is True
     assert report["totals"]["lost"] == 32 and report["moved_pct"] > 0
     assert Path("times.png").read_bytes().startswith(b"\x89PNG")
-    for wrong, message in (
-        ("chart=times.png", "^chart=.*exists"),
-        ("modl=a", "did you mean model"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            main([*words, "time=true", wrong])
+    with pytest.raises(ConfigError, match="exists"):
+        main([*words, "time=true", "chart=times.png"])
     with pytest.raises(ConfigError, match="needs time=true"):
         main([*words, "chart=a.png"])
     assert main([*words, "max_lost=40"]) == 0

@@ -6,7 +6,6 @@ Unusual models: tests/training/test_odd_models.py.
 import json
 import random
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from cl_train.errors import ConfigError
 from cl_train.measure.parity import check_parity
 from tests.conftest import CPU_PRECISIONS
 from tests.measure.conftest import unchanged
+from tests.measure.test_kernels import Branch
 from tests.networks import video
 
 
@@ -96,12 +96,10 @@ RAW_VIEW = nn.Sequential(nn.ReLU(), Made(lambda _, x: as_if_contiguous(x)))
 
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
 def test_a_sound_model_agrees_and_stays_as_it_is(precision):
-    model = network(nn.Identity())
+    model = network(nn.Sequential(nn.AvgPool2d(3, 1, 1), Branch()))
     with unchanged(model):
         report = check_parity(model, image_size=12, precision=precision)
-    assert report.passed, str(report)
-    assert report.first_divergence is None and report.worst is not None
-    assert json.loads(json.dumps(report.to_dict()))["passed"] is True
+    assert report.passed and report.worst is not None, str(report)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +127,10 @@ def test_a_bug_is_found_behind_code_that_converts_in_both_layouts(planted):
     norm = Made(
         lambda m, x: m.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.LayerNorm(8)
     )
-    report = check_parity(
-        network(nn.Sequential(norm, nn.Conv2d(8, 8, 3), wrong(planted))), image_size=12
-    )
+    layers = norm, nn.Conv2d(8, 8, 3)
+    report = check_parity(network(nn.Sequential(*layers, wrong(planted))), image_size=12)
     assert report.passed is False and "of 1.2 (Made)" in report.first_divergence
-    assert check_parity(network(nn.Sequential(norm, nn.Conv2d(8, 8, 3))), image_size=12).passed
+    assert check_parity(network(nn.Sequential(*layers)), image_size=12).passed
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -191,7 +188,6 @@ ONE_SIZE = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.Flatten(), nn.Linear(4 * 32 *
     ("model", "given", "batch"),
     [
         (ONE_SIZE, {"image_size": 128}, "[4, 3, 128, 128]"),
-        (nn.Conv2d(3, 4, 3, 8), {}, "[4, 3, 224, 224]"),
         (nn.Conv2d(3, 4, 3), {"image_size": 32, "batch_size": 3}, "[3, 3, 32, 32]"),
     ],
 )
@@ -221,11 +217,6 @@ def test_a_check_that_could_not_fail_has_not_passed(model, given, reason):
 
 def viewing():
     return with_head(lambda head, x: head(x.view(len(x), -1)), nn.Linear(8 * 16 * 16, 4))
-
-
-def test_a_compiled_model_is_compared_eager():
-    backend = Mock(side_effect=AssertionError)
-    assert check_parity(torch.compile(features(), backend=backend), image_size=12).passed
 
 
 def test_the_line_of_a_view_is_named():
@@ -259,10 +250,7 @@ class WrongOnceCompiled(nn.Module):
 def test_a_compiled_model_is_compared_as_it_runs(is_wrong, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = network(WrongOnceCompiled() if is_wrong else nn.Identity())
-    assert check_parity(model, image_size=12).passed
+    assert check_parity(torch.compile(model), image_size=12).passed, "is compared eager"
     report = check_parity(model, image_size=12, compile=True)
-    assert report.passed is not is_wrong
-    assert (
-        not is_wrong
-        or report.first_divergence == "compiled code (forward) of the model (Sequential)"
-    )
+    where = "compiled code (forward) of the model (Sequential)" if is_wrong else None
+    assert (report.passed, report.first_divergence) == (not is_wrong, where)

@@ -1,19 +1,13 @@
-"""Converting models: strides, identity of parameters, sharing, reversal; and the layouts of state
-that follows them.
-"""
+"""Converting models: strides, identity of parameters, sharing, reversal, gradients."""
 
 import copy
-import json
 import warnings
-from functools import partial
 
 import pytest
 import torch
 import torchvision
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import convert_conv2d_weight_memory_format
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.testing._internal.two_tensor import TwoTensor
@@ -23,16 +17,13 @@ from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import convert, layout_of
 from cl_train.memory_format.layout import classify, model_memory_format, to_memory_format
-from cl_train.step.optim import set_lr
 from cl_train.step.precision import resolve_precision
-from cl_train.step.train_step import loss_of
-from cl_train.system.distributed import processes
-from tests.faults.forkserver import Forked
+from cl_train.system.distributed import Dist
 from tests.networks import state_of
-from tests.ranks import group_of_one, run_two_ranks
+from tests.ranks import group_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit and of process groups
-CHANNELS_LAST = torch.channels_last
+CHANNELS_LAST, CPU = torch.channels_last, torch.device("cpu")
 
 
 def convolutions():
@@ -189,8 +180,11 @@ def with_weight(change):
     return model
 
 
-def mesh():
-    return init_device_mesh("cpu", (1,))
+def around(kind):
+    """A module of this type, which is not initialised: it would need a process group."""
+    module = object.__new__(kind)
+    nn.Module.__init__(module)
+    return nn.Sequential(module)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +198,8 @@ def mesh():
         (exported, {"mode": "conv"}, "an exported program has no modules; use full"),
         (dict, {}, "dict"),
         (lambda: with_weight(lambda weight: TwoTensor(weight, weight.clone())), {}, "TwoTensor"),
+        (lambda: around(nn.parallel.DistributedDataParallel), {}, "DistributedDataParallel"),
+        (lambda: around(type("FSDPConv2d", (FSDPModule, nn.Conv2d), {})), {}, "FSDPConv2d"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_and_unchanged(build, arguments, message):
@@ -212,25 +208,6 @@ def test_what_cannot_be_converted_is_refused_and_unchanged(build, arguments, mes
     with pytest.raises(ConfigError, match=message):
         convert(model, **arguments)
     assert before == [tensor.stride() for tensor in getattr(model, "parameters", tuple)()]
-
-
-def refuse_modules_of_torch_distributed(folder):
-    refused = test_what_cannot_be_converted_is_refused_and_unchanged
-    with group_of_one(folder):
-        for build, message in (
-            (lambda: nn.parallel.DistributedDataParallel(convolutions()), "DDP|Dist"),
-            (lambda: fully_shard(convolutions(), mesh=mesh()), "FSDP"),
-            (lambda: with_weight(lambda weight: distribute_tensor(weight, mesh())), "DTensor"),
-        ):
-            refused(lambda build=build: nn.Sequential(build()), {}, message)
-
-
-def test_modules_of_torch_distributed_are_refused_and_unchanged(tmp_path):
-    """In a process of its own: DTensor caches its process group for each thread, and a process that
-    another thread forks later, as a sweep forks its jobs, would end the group, and crash.
-    """
-    process = Forked(partial(refuse_modules_of_torch_distributed, tmp_path), tmp_path / "log")
-    assert process.wait() == 0, process.output()
 
 
 def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_are_known():
@@ -244,50 +221,20 @@ def test_images_have_strides_that_tell_their_format_and_scripted_convolutions_ar
     assert convert(compiled).changed == ["0.weight"], "without the wrapper's part"
 
 
-# --- two processes on gloo: gradients share memory and strides with DDP's buckets, graphed or not -
-
-CASES = ({}, {"cuda_graph": True})
-
-
-@pytest.mark.slow
-def test_gradients_have_the_strides_of_weights_and_buckets(tmp_path):
-    ranks = run_two_ranks(tmp_path, main)
-    assert not any("Grad strides do not match" in rank.output() for rank in ranks)
-    losses = json.loads(ranks[0].output().splitlines()[-1])
-    assert losses == pytest.approx(losses[:1] * len(CASES), rel=1e-5)
-
-
-def loss_after_looking(words, dist):
-    """Six steps, then one more backward pass whose gradients are looked at before they are
-    dropped.
-    """
-    with warnings.catch_warnings(record=True) as caught:
+def test_gradients_have_the_strides_of_weights_and_are_views_of_ddps_bucket(tmp_path):
+    settings = {"model": "tests.networks:small", "precision": "fp32", "channels_last": True}
+    cfg = checked_config({**settings, "device": "cpu", "data": {"name": "synthetic"}})
+    with group_of_one(tmp_path), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.manual_seed(0)
-        settings = {"model": "tests.networks:small", "precision": "fp32", "channels_last": True}
-        cfg = checked_config({**settings, "device": "cpu", "data": {"name": "synthetic"}, **words})
-        precision = resolve_precision("fp32", dist.device)
-        state = state_of(cfg, precision, dist)
-        set_lr(state.parts.optimizer, 0.1)
-        for number in range(6):
-            generator = torch.Generator().manual_seed(10 * number + dist.rank)
-            images = torch.randn(4, 3, 32, 32, generator=generator)
-            batch = Batch(images.to(memory_format=torch.channels_last), torch.arange(4) % 3)
-            loss = state.train_step([batch]).loss
-        loss_of(state.parts.wrapped_model(batch.images), batch.targets).backward()
+        state = state_of(cfg, resolve_precision("fp32", CPU), Dist(0, 2, CPU))
+        images = torch.randn(4, 3, 32, 32).to(memory_format=CHANNELS_LAST)
+        for _ in range(3):
+            state.train_step([Batch(images, torch.arange(4) % 3)])
+        state.parts.wrapped_model(images).sum().backward()
     assert not [item for item in caught if "strides" in str(item.message)]
-    gradients = [(parameter.grad, parameter) for parameter in state.model.parameters()]
-    buckets = {gradient.untyped_storage().data_ptr() for gradient, _ in gradients}
-    assert len(buckets) == 1, "views of the one bucket"
-    assert all(gradient.stride() == parameter.stride() for gradient, parameter in gradients)
-    formats = [classify(gradient) for gradient, _ in gradients if gradient.dim() == 4]
+    parameters = list(state.model.parameters())
+    storages = {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}
+    assert len(storages) == 1
+    assert all(parameter.grad.stride() == parameter.stride() for parameter in parameters)
+    formats = [classify(parameter.grad) for parameter in parameters if parameter.dim() == 4]
     assert formats == ["channels_last"] * 2
-    torch.distributed.all_reduce(loss)
-    return loss.item() / 2
-
-
-def main():
-    with processes("cpu") as dist:
-        losses = [loss_after_looking(words, dist) for words in CASES]
-        if dist.is_main:
-            print(json.dumps(losses))
