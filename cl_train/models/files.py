@@ -79,9 +79,6 @@ def _kind_of(path: Path) -> Kind:
     """From suffix and members; "state dict" also of a checkpoint. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder{suggest_path(path)}")
-    if path.suffix == ".onnx":
-        advice = "give the run, or a .pth or .safetensors file"
-        raise ConfigError(f"{path}: an ONNX file runs with onnxruntime; {advice}")
     if path.suffix == ".safetensors":
         return "safetensors"
     members = []

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -176,8 +175,8 @@ class RunLog(logging.Handler):
         self._console = logging.StreamHandler(sys.stdout if _has_output() else None)
         self._console.setFormatter(_Printable())
         self._file: AppendFile | None = None
-        self._before = log.propagate, threading.excepthook, log.level
-        log.propagate, threading.excepthook = False, self._on_thread_error
+        self._before = log.propagate, log.level
+        log.propagate = False
         log.setLevel(logging.INFO)
         log.addHandler(self)
         return self
@@ -194,19 +193,13 @@ class RunLog(logging.Handler):
             line = _Printable("%(asctime)s %(message)s").format(record)
             self._file.append(f"{line}\n".encode(errors="surrogateescape"))
 
-    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        # Its next call raises the error again.
-        is_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
-        if not (is_tensorboard and isinstance(args.exc_value, OSError)):
-            self._before[1](args)
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if (message := describe_failure(error)) is not None:
             log.error("the run failed: %s", message)
         if self._file is not None:
             with suppress(OSError):  # the console has every line
                 self._file.flush()
-        log.propagate, threading.excepthook, level = self._before
+        log.propagate, level = self._before
         log.setLevel(level)
         log.removeHandler(self)
 

@@ -151,8 +151,7 @@ def check_metrics(wanted: EvaluationSettings, data: Data, dist: Dist) -> None:
             raise ConfigError(f"{error} (called with {images} images of noise)") from error
     name = (wanted.best_by or "top1").removeprefix("average.")
     if name not in names:
-        near = f"{suggest(name, names)} (there are {', '.join(names)})"
-        raise ConfigError(f"best_by={wanted.best_by}: no such number{near}")
+        raise ConfigError(f"best_by={wanted.best_by}: no such number{suggest(name, names)}")
 
 
 def _numbers(metrics: Metrics, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:

@@ -71,10 +71,6 @@ def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
     assert average.module[3].weight.stride() == full.stride()
 
 
-def set_newer(owner, precision):
-    return lambda: setattr(owner, "fp32_precision", precision)
-
-
 @pytest.fixture
 def default_switches():
     yield
@@ -89,31 +85,28 @@ def default_switches():
     [
         lambda: None,
         lambda: torch.set_float32_matmul_precision("medium"),
-        set_newer(backends, "tf32"),
-        set_newer(backends.cudnn.conv, "ieee"),
+        lambda: setattr(backends, "fp32_precision", "tf32"),
+        lambda: setattr(backends.cudnn.conv, "fp32_precision", "ieee"),
     ],
 )
 def test_kernel_selection_is_restored_whichever_switches_a_program_uses(program):
     """Older and newer ones; in the block both can be read, for example by a user's model."""
+    reads = [
+        *(lambda part=part: part.fp32_precision for part in NEWER),
+        lambda: backends.cuda.matmul.allow_tf32,
+        torch.get_float32_matmul_precision,
+        lambda: backends.cudnn.allow_tf32,
+        lambda: backends.cudnn.benchmark,
+    ]
 
-    def switches():
-        reads = [
-            *(lambda part=part: part.fp32_precision for part in NEWER),
-            lambda: backends.cuda.matmul.allow_tf32,
-            torch.get_float32_matmul_precision,
-            lambda: backends.cudnn.allow_tf32,
-            lambda: backends.cudnn.benchmark,
-        ]
-        states = []
-        for read in reads:
-            try:
-                states.append(read())
-            except RuntimeError:  # torch's: older and newer ones differ
-                states.append("differ")
-        return states
+    def state(read):
+        try:
+            return read()
+        except RuntimeError:  # torch's: older and newer ones differ
+            return "differ"
 
     program()
-    before = switches()
+    before = list(map(state, reads))
     for tf32 in (True, False):
         with pytest.raises(KeyError), kernel_selection(tf32=tf32, autotune=True):
             assert [part.fp32_precision == "tf32" for part in NEWER] == [tf32] * 3
@@ -122,5 +115,5 @@ def test_kernel_selection_is_restored_whichever_switches_a_program_uses(program)
                 assert not backends.cudnn.benchmark and backends.cudnn.allow_tf32 is tf32
             assert backends.cudnn.benchmark
             raise KeyError
-        for restored, earlier in zip(switches(), before, strict=True):
+        for restored, earlier in zip(map(state, reads), before, strict=True):
             assert earlier in (restored, "differ")

@@ -78,17 +78,12 @@ def test_uneven_classes_are_said_weighted_and_scored(train, image_folder, tmp_pa
     (*_, record) = plain.records("val")
     assert record["balanced_accuracy"] == pytest.approx(100 * sum(shares) / 3)
     assert record["balanced_accuracy"] != pytest.approx(record["top1"])
-    assert f" balanced_accuracy {record['balanced_accuracy']:.4g}" in plain.log
     best = max(record["balanced_accuracy"] for record in plain.records("val"))
     assert plain.summary["best"]["balanced_accuracy"] == best
-    page = (plain.folder / "report/index.html").read_text()
-    assert f'"balanced_accuracy": {record["balanced_accuracy"]}' in page
     balanced = train(*words, "class_weight=balanced")
     by_hand = train(*words, f"loss={__name__}:weighted").losses
     assert balanced.losses == pytest.approx(by_hand) != pytest.approx(plain.losses)
     assert "classes from" not in balanced.log
-    with pytest.raises(ConfigError, match=r"class_weight=balanced has no effect"):
-        train(*words, "class_weight=balanced", f"loss={__name__}:weighted")
 
 
 def test_the_labels_of_a_dataset_are_its_targets(train):

@@ -6,7 +6,6 @@
 import os
 import shutil
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from cl_train.config.validation import checked_config
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import processes
-from cl_train.training import build, checkpointing
+from cl_train.training import build
 from cl_train.training.loop import train
 from tests.conftest import Run, write_images
 from tests.networks import small
@@ -35,18 +34,6 @@ def run(folder, name, **changes):
     return train(settings(folder, **changes), folder / name).exit_code
 
 
-def resume_reads_on_rank_0_alone(folder):
-    """Rank 1 has no access to the run folder, as on another node without a shared disk.
-
-    The images grow.
-    """
-    growing = {"size_schedule": [[0, 16], [1, 32]], "val_size": 24}
-    assert run(folder, "resumed", max_steps=3, data=growing) == 0
-    if os.environ["RANK"] == "1":
-        checkpointing.load_for_resume = Mock(side_effect=AssertionError("rank 1 must not read"))
-    assert run(folder, "resumed", resume="auto", data=growing) == 0
-
-
 def other_settings_and_layouts_are_refused(folder):
     with pytest.raises(ConfigError, match=r"optim\.lr is 0\.1 on rank 0 and 1\.1 on rank 1"):
         run(folder, "other", optim={"lr": 0.1 + int(os.environ["RANK"])})
@@ -61,7 +48,6 @@ def other_settings_and_layouts_are_refused(folder):
 def main(folder):
     saving = {"checkpoint": {"every_epochs": 0, "keep": 9}, "evaluate_every": -1}
     assert run(folder, "dropout", max_steps=1, report=True) == 0
-    resume_reads_on_rank_0_alone(folder)
     other_settings_and_layouts_are_refused(folder)
     assert run(folder, "one-image", max_steps=1, data={"root": str(folder / "lone")}) == 0
     with pytest.raises(ConfigError, match=r"takes 66 images .* 48 training images: batch_size=24"):
@@ -100,10 +86,7 @@ def test_fewer_validation_images_and_classes_than_ranks(folder):
     assert "no validation images of 2 of 3 classes: blue, green" in done.log
 
 
-def test_a_run_is_resumed_and_one_with_other_settings_leaves_no_record(folder):
-    resumed = Run(folder / "resumed", 0).records("train")
-    assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5, 6]
-    assert [record["image_size"] for record in resumed] == [16, 16, 16, 32, 32, 32]
+def test_a_run_with_other_settings_leaves_no_record(folder):
     assert not (folder / "other" / "metrics.jsonl").exists()
 
 
