@@ -38,7 +38,6 @@ TABLE = [
     ("run", "compare RUN RUN", ""),
     ("sweep", "train -m resume_sweep=SWEEP", ALL.removesuffix(" data.dataset=evil:f")),
     ("sweep", "train -m resume_sweep=SWEEP model=other:f", "model=evil:f"),
-    ("sweep recipe", "train -m resume_sweep=SWEEP", "loss=evil:f"),
     ("checkpoint", f"train resume=RUN/checkpoints/best.pt {TINY} hydra.run.dir=new", ""),
     ("checkpoint", f"train weights=RUN {TINY} model=squeezenet1_1 hydra.run.dir=new", ""),
     ("checkpoint", "predict weights=RUN data.root=images out=x.csv", "model=evil:f"),
@@ -48,10 +47,7 @@ TABLE = [
     (".pth", "convert FILE out=x.pt2 input=1,3,32,32", "model=evil:f"),
     (".safetensors", "convert FILE out=x.pth", "model=evil:f"),
 ]
-JOBS = {
-    "sweep": ["model=evil:f", "loss='evil:f'", "metrics=evil:f", "log_to=[evil:f]"],
-    "sweep recipe": ["experiment=evil"],
-}
+OF_JOB = ["experiment=evil", "model=evil:f", "metrics=evil:f", "log_to=[evil:f]"]  # and loss
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +64,13 @@ def plant(kind, trained, folder):
     (folder / "evil.py").write_text("open('imported', 'w'); raise SystemExit('imported')\n")
     (folder / "other.py").write_text("f = dict\n")
     (folder / "images/a").mkdir(parents=True)
-    if kind.startswith("sweep"):
+    if kind == "sweep":
         (folder / "sweep").mkdir()
-        job = vars(Job(0, "job", JOBS[kind]))
+        job = vars(Job(0, "job", OF_JOB))
         document = {"schema_version": 2, "compare_by": "channels_last", "jobs": [job]}
         (folder / "sweep/sweep.json").write_text(json.dumps(document))
         return
-    for path in (*trained.glob("*.*"), *trained.glob("checkpoints/*")):
-        (folder / "run/checkpoints").mkdir(parents=True, exist_ok=True)
-        (folder / "run" / path.relative_to(trained)).write_bytes(path.read_bytes())
+    shutil.copytree(trained, folder / "run")
     if kind == "run":
         config = yaml.safe_load((trained / "config.yaml").read_text())
         config = config | NAMES | {"data": config["data"] | {"dataset": "evil:f"}}
@@ -180,12 +174,11 @@ ALIASES = "a0: &a0 [1]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("content", [ALIASES, "[" * 100_000, "a: ["])
-def test_a_config_that_would_fill_the_memory_is_refused(content, trained, tmp_path, monkeypatch):
+def test_a_config_that_would_fill_the_memory_is_refused(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "run2"):
         shutil.copytree(trained, name)
-    Path("run/config.yaml").write_text(content)
+    Path("run/config.yaml").write_text(ALIASES)
     for command in ("train config=run", "compare run run2"):
         code, output = run_command(command.split())
         assert code == 2 and "run/config.yaml cannot be read" in output, output
