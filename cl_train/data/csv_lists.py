@@ -8,7 +8,7 @@ import csv
 import os
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from cl_train.data.images import (
     stored,
     unreadable,
 )
+from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
 
 _IMAGE_COLUMNS = ("path", "image", "file", "filename", "id")
@@ -62,59 +63,55 @@ def list_csv_images(root: Path, cfg: DataConfig, classes: Sequence[str]) -> Imag
     return ImageSource(tuple(classes), None, split, "")
 
 
-def _index(root: Path, tables: Sequence[str], cfg: DataConfig) -> tuple[ImageSource, list[str]]:
+def _index(
+    root: Path, tables: Sequence[str], cfg: DataConfig
+) -> tuple[ImageSource, Sequence[str | bytes]]:
     """The source, and the files and folders that it was made from if it is worth to be stored."""
     images = _Images(root, cfg.extensions)
     train, *of_val = (_rows(table, images) for table in tables)
     val = of_val[0] if of_val else train
     classes = _sorted({row.label for row in train})
-    number_of = {name: number for number, name in enumerate(classes)}
-    untrained = [row for row in val if row.label not in number_of]
+    known = set(classes)
+    untrained = [row for row in val if row.label not in known]
     what = "no training image has the label"
     _refuse(tables[-1], [f"line {row.line}: {what} '{row.label}'" for row in untrained], images)
-    files = [[list[bytes]() for _ in classes] for _ in range(2)]
-    for of_split, of_classes in zip((train, val), files, strict=True):
-        for row in of_split:
-            of_classes[number_of[row.label]].append(os.fsencode(row.image))
-        for names in of_classes:
-            names.sort()
+    files = _by_class(train, classes), _by_class(val, classes)
     if cfg.val_fraction is not None:
-        files = list(divided(files[0], cfg.val_fraction))
+        files = divided(files[0], cfg.val_fraction)
     splits = split_of(files[0], root), split_of(files[1], root)
     fingerprint = digest(classes, splits, ("names", "starts", "labels"))
-    made_from = [*tables, *images.folders] if len(train) + len(val) >= CACHED_FROM else []
-    return ImageSource(tuple(classes), *splits, fingerprint), made_from
+    source = ImageSource(tuple(classes), *splits, fingerprint)
+    return source, [*tables, *images.folders] if len(train) + len(val) >= CACHED_FROM else []
+
+
+def _by_class(rows: Sequence[_Row], classes: Sequence[str]) -> list[list[bytes]]:
+    names: dict[str, list[bytes]] = {name: [] for name in classes}
+    for row in rows:
+        names[row.label].append(os.fsencode(row.image))
+    return list(map(sorted, names.values()))
 
 
 class _Images:
-    """The images below `root`, which is listed folder by folder as rows name them."""
+    """The images below `root`, by their paths with and without suffix."""
 
     def __init__(self, root: Path, extensions: Sequence[str]) -> None:
-        self.folders: list[str] = []
-        self._root, self._names = root, cache(self._names_in)
-        self._suffixes = tuple(dict.fromkeys((*extensions, *map(str.upper, extensions))))
-        self._readable = tuple(extension.lower() for extension in extensions)
-
-    def __str__(self) -> str:
-        return f"{', '.join(self._readable)} below '{self._root}'"
-
-    def find(self, named: str) -> str | None:
-        """The path of an image below `root` that a row names with or without its suffix."""
-        folder, name = os.path.split(os.path.normpath(named))
-        suffixes = ("",) if name.lower().endswith(self._readable) else self._suffixes
-        found = (name + suffix for suffix in suffixes if name + suffix in self._names(folder))
-        return next((os.path.join(folder, each) for each in found), None)
-
-    def _names_in(self, folder: str) -> set[str]:
-        path = os.path.join(self._root, folder)
         try:
-            names = set(os.listdir(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return set()
+            found = files_below(os.fsencode(root), b"", extensions)
         except OSError as error:
             unreadable(error)
-        self.folders.append(path)
-        return names
+        self.folders = found.folders
+        self._root, self._what = root, f"{', '.join(extensions)} below '{root}'"
+        names = list(map(os.fsdecode, found.images))
+        self._named = {os.path.splitext(name)[0]: name for name in reversed(names)}
+        self._named |= {name: name for name in names}
+
+    def __str__(self) -> str:
+        return self._what
+
+    def find(self, named: str) -> str | None:
+        """The path below `root` of the image that a row names."""
+        path = os.path.relpath(named, self._root) if os.path.isabs(named) else named
+        return self._named.get(os.path.normpath(path))
 
 
 def _rows(table: str, images: _Images, *, needs_label: bool = True) -> list[_Row]:
