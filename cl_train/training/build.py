@@ -6,7 +6,6 @@ strides over (pytorch/pytorch#47163).
 """
 
 import logging
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cl_train.config.validation import show
 from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.errors import ConfigError, TrainingFault
@@ -50,8 +48,7 @@ from cl_train.system.distributed import Dist, check_ranks_agree
 from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.machine import describe_out_of_memory, is_out_of_memory, reset_peak_memory
 from cl_train.system.run_folder import Speed
-from cl_train.training.console import is_importable
-from cl_train.training.parts import ModelSettings
+from cl_train.training.parts import ModelSettings, audit_command
 
 log = logging.getLogger(__name__)
 
@@ -214,19 +211,6 @@ def try_run(
     if batch_format.memory_format == torch.channels_last and report.of("lost"):
         where = audit_command(wanted, settings.precision)
         log.info("%s; where and why: %s", report.headline(), where)
-
-
-def audit_command(wanted: ModelSettings, precision: Precision) -> str:
-    if not is_importable(wanted.name):
-        return "cl_train.audit(model, images)"
-    layout = wanted.channels_last_layout
-    used: dict[str, Any] = {"model": wanted.name, "data.image_size": wanted.largest_size}
-    used |= {"batch_size": wanted.batch_size, "precision": precision.name}
-    if layout.conversion != "full":
-        used["conversion"] = layout.conversion
-    if layout.select:
-        used["select"] = [*layout.select]
-    return f"cl-train audit {shlex.join(f'{key}={show(value)}' for key, value in used.items())}"
 
 
 def try_model(

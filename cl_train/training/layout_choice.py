@@ -14,9 +14,8 @@ from cl_train.memory_format.convert import CONTIGUOUS, Layout
 from cl_train.models.facts import ModelFacts
 from cl_train.step.train_step import StepSettings
 from cl_train.system.distributed import Dist, on_main
-from cl_train.training.build import audit_command
 from cl_train.training.console import is_importable
-from cl_train.training.parts import ModelSettings
+from cl_train.training.parts import ModelSettings, audit_command
 
 log = logging.getLogger(__name__)
 

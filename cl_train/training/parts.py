@@ -3,17 +3,22 @@ the values that it needs.
 """
 
 import logging
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from cl_train.config.schema import Config, DataConfig
+from cl_train.config.validation import show
 from cl_train.data.build import Data, ImageData, build_data, size_schedule
 from cl_train.data.loader import DataSettings
 from cl_train.errors import ConfigError
 from cl_train.memory_format.convert import CHANNELS_LAST, Layout
 from cl_train.models.sources import classes_of
+from cl_train.step.precision import Precision
 from cl_train.system.distributed import on_main
+from cl_train.training.console import is_importable
 from cl_train.training.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -87,6 +92,19 @@ class ModelSettings:
     def largest_size(self) -> int:
         """Of an image in training, pixels."""
         return size_schedule(self.data).largest
+
+
+def audit_command(wanted: ModelSettings, precision: Precision) -> str:
+    if not is_importable(wanted.name):
+        return "cl_train.audit(model, images)"
+    layout = wanted.channels_last_layout
+    used: dict[str, Any] = {"model": wanted.name, "data.image_size": wanted.largest_size}
+    used |= {"batch_size": wanted.batch_size, "precision": precision.name}
+    if layout.conversion != "full":
+        used["conversion"] = layout.conversion
+    if layout.select:
+        used["select"] = [*layout.select]
+    return f"cl-train audit {shlex.join(f'{key}={show(value)}' for key, value in used.items())}"
 
 
 def class_weights(wanted: str | None, data: Data) -> tuple[float, ...]:
