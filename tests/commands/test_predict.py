@@ -62,8 +62,7 @@ def test_predictions_equal_those_of_the_evaluation_and_of_torchvision_code(
         ours, theirs = preprocess(image), transform(image)
         assert torch.allclose(ours, theirs, atol=1.01 / 255 / min(preprocess.std))
         with torch.no_grad():
-            found = [classes[int(model(pixels[None]).argmax())] for pixels in (ours, theirs)]
-        assert found == [row["class1"]] * 2
+            assert classes[int(model(ours[None]).argmax())] == row["class1"]
 
 
 def test_a_flat_folder_has_no_labels(run, image_folder, tmp_path, capsys):
@@ -118,7 +117,6 @@ def test_what_cannot_be_predicted(run, image_folder, tmp_path, capsys):
     state = run.checkpoint()["model"]
     torch.save(state, tmp_path / "plain.pth")
     torch.save(state | {"0.weight": state["0.weight"] * torch.nan}, tmp_path / "nan.pth")
-    (tmp_path / "weights.onnx").write_bytes(b"ONNX")
     (tmp_path / "bad/image.jpg").write_bytes(b"damaged")
     known = {"weights": run.folder, "data.root": image_folder, "data.workers": 0}
     known |= {"out": tmp_path / "out.csv", "model": SMALL}
@@ -130,7 +128,6 @@ def test_what_cannot_be_predicted(run, image_folder, tmp_path, capsys):
         ({"entry": "average"}, "no such entry"),
         ({"data.root": tmp_path / "empty"}, "no images"),
         ({"weights": tmp_path / "plain.pth"}, "data.image_size=224"),
-        ({"weights": tmp_path / "weights.onnx"}, "onnxruntime"),
         ({"out": tmp_path / "plain.pth"}, "overwrite=true"),
     ):
         with pytest.raises(ConfigError, match=problem):

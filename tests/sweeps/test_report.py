@@ -119,7 +119,7 @@ def test_pairs_that_hold_different_things_equal_without_matplotlib(tmp_path, mon
 
 
 def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
-    folder, layouts = tmp_path / "tensorboard", []
+    folder, tensors = tmp_path / "tensorboard", {}
     for _ in range(2):  # the second report replaces the first
         write_dashboard(replace(report, folder=tmp_path))
     assert {path.name for path in folder.iterdir()} == {"contiguous", "channels_last"}
@@ -137,12 +137,11 @@ def test_tensorboard_has_one_run_per_side_with_both_losses(report, tmp_path):
         validation = events.Scalars("loss/resnet18/validation")
         assert [(point.step, point.value) for point in validation] == [(70, 2.0), (130, 1.0)]
         assert len(events.Scalars("loss/resnet18/training")) == 13
-        if "custom_scalars__config__" in events.Tags()["tensors"]:
-            layouts += [events.Tensors(tag)[0].tensor_proto for tag in events.Tags()["tensors"]]
-    texts = [proto.string_val[0] for proto in layouts]  # TensorBoard would merge those of two runs
-    text, layout = texts if texts[0].startswith(b"# Comparison") else texts[::-1]
-    assert text.decode() == as_markdown(report)
-    speed, training, validation = Layout.FromString(layout).category
+        for tag in events.Tags()["tensors"]:
+            assert tag not in tensors, "TensorBoard would merge those of two runs"
+            [tensors[tag]] = events.Tensors(tag)[0].tensor_proto.string_val
+    assert tensors.pop("comparison/text_summary").decode() == as_markdown(report)
+    speed, training, validation = Layout.FromString(*tensors.values()).category
     [series] = speed.chart[-1].margin.series  # the last is shown first
     assert (series.lower, series.value, series.upper) == tags
     assert training.chart[0].title == "resnet18, loss in training: < 0.0001 between the sides"
