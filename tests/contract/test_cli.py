@@ -1,7 +1,6 @@
 """`cl-train`: the same grammar, help, completion and console behaviour for every command."""
 
 import importlib
-import os
 import runpy
 import subprocess
 import sys
@@ -130,28 +129,14 @@ def test_completion(line, expected):
     assert set(expected) <= set(found) and (expected or not found)
 
 
-@pytest.mark.slow
-def test_completion_in_a_terminal(tmp_path):
-    """As a user meets it: a bash in a terminal, the line of the documentation, and the Tab key."""
-    import pexpect
-
-    (tmp_path / "cl-train").write_text(f'#!/bin/sh\nexec {sys.executable} -m cl_train "$@"\n')
-    (tmp_path / "cl-train").chmod(0o755)
-    terminal = {"PS1": "$ ", "TERM": "dumb", "INPUTRC": "/dev/null", "PYTHONPATH": str(ROOT)}
-    environment = os.environ | terminal | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    start = partial(pexpect.spawn, timeout=LIMIT_S, encoding="utf-8", cwd=tmp_path)
-    bash = start("bash --norc --noprofile -i", env=environment)
-    bash.sendline('eval "$(cl-train completion)"; echo rea""dy')
-    bash.expect_exact("ready\r\n")
-    for typed, added in (("tr", "ain "), ("train data.r", "oot="), ("train data=fo", "lder")):
-        bash.send(f"cl-train {typed}\t")
-        bash.expect_exact(f"cl-train {typed}{added}")
-        bash.sendcontrol("u")
-    bash.close(force=True)
-
-
-def test_completion_explains_itself_and_an_unknown_command_is_refused(capsys):
+def test_bash_completes_with_the_line_of_the_documentation(capsys):
+    query = "COMP_LINE='cl-train train data.r' COMP_POINT=21 PYTHON -m cl_train completion query"
+    done = shell(f'eval "$(PYTHON -m cl_train completion)"; complete -p cl-train; {query}')
+    assert "-C 'cl-train completion query' cl-train\ndata.root=\n" in done.stdout
     assert main(["completion", "--help"]) == 0 and "cl-train completion" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused(capsys):
     assert main(["adit"]) == 2 and "did you mean audit" in capsys.readouterr().err
 
 
