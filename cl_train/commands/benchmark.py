@@ -6,6 +6,7 @@ memory.
     cl-train benchmark model=resnet18,resnet50 precision=fp32,bf16 time_limit_s=300
     cl-train benchmark compile=false,true out=results/train-fp16.json
     cl-train benchmark model=r3d_18 frames=16 batch_size=4
+    cl-train benchmark config=outputs/RUN                 of a run: its model, sizes and precision
     cl-train benchmark model=net:old,net:new compare_by=model    two models in turns, channels_last
 
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at

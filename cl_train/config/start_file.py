@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cl_train.config.removed import was_default
-from cl_train.config.schema import CHOSEN_BY_GROUP, FIELDS, GROUPS, SETTINGS_OF_CODE
+from cl_train.config.schema import (
+    CHOSEN_BY_GROUP,
+    FIELDS,
+    GROUPS,
+    LAYOUT_NAMES,
+    SETTINGS_OF_CODE,
+)
 from cl_train.config.validation import flatten, read_yaml, show
 from cl_train.errors import ConfigError
 
@@ -63,12 +69,23 @@ class StartFile:
                 continue
             if (key in GROUPS and value is None) or (key == "weights" and evaluates):
                 continue
+            if key == "channels_last" and value == "auto" and evaluates:
+                value = self._trained_in()
             is_timms = key == "optim.name" and settings.get("optim") == "timm"
             if is_timms or key not in (*CHOSEN_BY_GROUP, "optim.name"):
                 settings[key] = value
             elif value != "torch":
                 settings[group] = value
         return settings
+
+    def _trained_in(self) -> str:
+        """The choice of a run with channels_last=auto; auto if it left none."""
+        try:
+            memory_format = read_yaml(self.path.with_name("summary.json"))["memory_format"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return "auto"
+        names = {name: word for word, name in LAYOUT_NAMES.items()}
+        return names.get(memory_format, "auto")
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -142,6 +142,8 @@ def closing_lines(
     if is_trained and is_alone and not is_interrupted and "tensorboard" in config["log_to"]:
         # It names a run by its path below logdir.
         leaves.append(f"curves: tensorboard --logdir {shlex.quote(str(folder.parent))}")
+    if config["evaluate_only"] and not config["report"]:
+        leaves.append("accuracy by class as a page: report=true")
     if leaves:
         yield "; ".join(leaves)
 

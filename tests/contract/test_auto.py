@@ -108,10 +108,14 @@ def test_an_evaluation_alone_is_timed_as_one_and_in_its_conversion(train, monkey
     summary = train(*words, "compile=true", "conversion=conv").summary
     assert timed == [("infer", (3, 48, 48), False, Layout(torch.channels_last, "conv"))]
     assert summary["memory_format"] == "channels_last"
+    tuned = train(WORDS[0], "max_steps=1", "channels_last=auto")
+    assert len(timed) == 2
+    again = train(WORDS[0], "evaluate_only=true", f"resume={tuned.folder}").summary
+    assert again["memory_format"] == "channels_last" and len(timed) == 2, "that of its training"
     audited = re.findall(
         "why channels_last is slower: (cl-train audit model=.*)", capsys.readouterr().out
     )
-    assert len(audited) == 1 and "batch_size=" in audited[0] and "conversion=conv" in audited[0]
+    assert len(audited) == 2 and "batch_size=" in audited[0] and "conversion=conv" in audited[0]
 
 
 class Wrong(nn.Module):
