@@ -25,7 +25,6 @@ from cl_train.data.images import (
     packed,
     split_of,
     stored,
-    unreadable,
 )
 from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
@@ -95,10 +94,7 @@ class _Images:
     """The images below `root`, by their paths with and without suffix."""
 
     def __init__(self, root: Path, extensions: Sequence[str]) -> None:
-        try:
-            found = files_below(os.fsencode(root), b"", extensions)
-        except OSError as error:
-            unreadable(error)
+        found = files_below(root, extensions)
         self.folders = found.folders
         self._root, self._what = root, f"{', '.join(extensions)} below '{root}'"
         names = list(map(os.fsdecode, found.images))

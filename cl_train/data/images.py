@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cl_train.config.fields import suggest_path
 from cl_train.config.schema import IMAGE_FORMATS, DataConfig
 from cl_train.data.decode import read_file
-from cl_train.data.walk import files_below, is_hidden
+from cl_train.data.walk import files_below, is_hidden, unreadable
 from cl_train.errors import ConfigError
 from cl_train.system.files import cache_folder, replacing
 from cl_train.system.tables import counted
@@ -126,10 +126,7 @@ def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
     ConfigError.
     """
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
-    try:
-        found = files_below(os.fsencode(folder), b"", extensions)
-    except OSError as error:
-        unreadable(error)
+    found = files_below(folder, extensions)
     note = ignored_files(folder, found.others, extensions, found.hidden)
     if not found.images:
         what = f"data.root '{root}' has no images ({', '.join(extensions)}) in it or below it"
@@ -138,11 +135,6 @@ def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
     labels = [label_of.get(name.partition(b"/")[0], -100) for name in found.images]
     split = FolderSplit(*packed(found.images), np.array(labels, np.int64), folder)
     return ImageSource(tuple(classes), None, split, "", (note,) if note else ())
-
-
-def unreadable(error: OSError) -> NoReturn:
-    """A folder left out would be images left out."""
-    raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 
 def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
@@ -232,7 +224,7 @@ def _list(
     """Each class's images, relative to `folder`, the folders that were read, and a note. Raises
     ConfigError: a class without images; unless it `needs_all`, one with other files only.
     """
-    found = files_below(os.fsencode(folder), b"", extensions)
+    found = files_below(folder, extensions)
     images: dict[bytes, list[bytes]] = {os.fsencode(name): [] for name in classes}
     for name in found.images:
         class_name, is_below, _ = name.partition(b"/")

@@ -4,6 +4,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
+
+from cl_train.errors import ConfigError
 
 _DROPPINGS = (b"@eaDir", b"__MACOSX", b"Thumbs.db")  # of network storage, archives, Windows
 
@@ -23,22 +26,21 @@ class Files:
     hidden: list[str] = field(default_factory=list)
 
 
-def files_below(top: bytes, folder: bytes, extensions: Sequence[str]) -> Files:
-    """The files below `top/folder`, relative to `top`. Links to folders are followed, as in
-    torchvision and timm, but for those that lead back to a folder above. Raises OSError.
+def files_below(folder: Path, extensions: Sequence[str]) -> Files:
+    """Links to folders are followed, as in torchvision and timm, but for those that lead back to a
+    folder above. Raises ConfigError.
     """
     suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
-    found = Files()
+    found, top = Files(), os.path.join(os.fsencode(folder), b"")
 
     def read(below: bytes, above: set[tuple[int, int]]) -> None:
         here = _identity(below)
         if here in above:
             return
         found.folders.append(below)
-        prefix = os.path.join(below, b"")[len(top) + 1 :]
         with os.scandir(below) as entries:
             for entry in entries:
-                name = prefix + entry.name
+                name = entry.path.removeprefix(top)
                 if is_hidden(entry.name):
                     found.hidden.append(os.fsdecode(name))
                 # `is_dir` of a link that leads to itself raises
@@ -49,12 +51,18 @@ def files_below(top: bytes, folder: bytes, extensions: Sequence[str]) -> Files:
                 else:
                     found.others.append(os.fsdecode(name))
 
-    start = os.path.join(top, folder)
-    above = {_identity(parent) for parent in Path(os.path.realpath(os.fsdecode(start))).parents}
-    read(start, above | ({_identity(top)} if folder else set()))
+    try:
+        read(os.fsencode(folder), {_identity(parent) for parent in folder.resolve().parents})
+    except OSError as error:
+        unreadable(error)
     found.images.sort()
     found.others.sort()
     return found
+
+
+def unreadable(error: OSError) -> NoReturn:
+    """Raises ConfigError: a folder left out would be images left out."""
+    raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 
 def _identity(folder: bytes | Path) -> tuple[int, int]:

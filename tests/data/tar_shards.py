@@ -65,11 +65,6 @@ def _flipped_header(members: Members, rng: random.Random) -> bytes:
     return bytes(content)
 
 
-def _without_one(members: Members, rng: random.Random) -> bytes:
-    lost = rng.randrange(len(members))
-    return tar_of(members[:lost] + members[lost + 1 :])
-
-
 def _cut_image(members: Members, rng: random.Random) -> bytes:
     place = 2 * rng.randrange(len(members) // 2)
     name, content = members[place]
@@ -83,8 +78,6 @@ DAMAGE: dict[str, Callable[[Members, random.Random], bytes]] = {
         : rng.randrange(len(tar_of(members)) - 10_240)
     ],
     "flipped bit in a header": _flipped_header,
-    "missing member": _without_one,
-    "repeated member": lambda members, rng: tar_of([*members, rng.choice(members)]),
     "cut or replaced image": _cut_image,
 }
 

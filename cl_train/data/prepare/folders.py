@@ -10,7 +10,7 @@ from typing import Any
 from cl_train.config.fields import suggest_path
 from cl_train.config.schema import IMAGE_FORMATS
 from cl_train.data.decode import JPEG_MAGIC, PNG_MAGIC, BadImage, EncodedImage, read_file
-from cl_train.data.images import EXTENSIONS, VAL_NAMES, class_names, listed, unreadable
+from cl_train.data.images import EXTENSIONS, VAL_NAMES, class_names, listed
 from cl_train.data.walk import files_below
 from cl_train.errors import ConfigError
 from cl_train.system.files import claim_output, lock_file, read_json, replacing, write_json
@@ -111,15 +111,12 @@ def _split_folders(root: Path, expect: str) -> dict[str, Path]:
 def _check_class(
     folder: Path, deep: bool, extensions: Sequence[str], name: str
 ) -> tuple[int, list[str]]:
-    try:
-        found = files_below(os.fsencode(folder), os.fsencode(name), extensions)
-    except OSError as error:
-        unreadable(error)
+    found = files_below(folder / name, extensions)
     reason = f"its name does not end in {', '.join(extensions)}"
-    images, bad = 0, [f"{folder / other}: {reason}" for other in found.others]
+    images, bad = 0, [f"{folder / name / other}: {reason}" for other in found.others]
     formats = tuple(dict.fromkeys(IMAGE_FORMATS[extension.lower()] for extension in extensions))
     for image in found.images:
-        path = folder / os.fsdecode(image)
+        path = folder / name / os.fsdecode(image)
         try:
             if deep:
                 EncodedImage(read_file(path), formats=formats).decode()

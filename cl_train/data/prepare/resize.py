@@ -14,7 +14,7 @@ import simplejpeg
 
 from cl_train.config.fields import suggest_path
 from cl_train.data.decode import JPEG_MAGIC, BadImage, EncodedImage, read_file
-from cl_train.data.images import EXTENSIONS, unreadable
+from cl_train.data.images import EXTENSIONS
 from cl_train.data.prepare.folders import SHOWN, resumable_folder, write_image
 from cl_train.data.transforms import resized
 from cl_train.data.walk import files_below
@@ -47,11 +47,7 @@ def resize_folder(
         max_side = max_side or 400
     sizes = {"max_side": max_side, "short_side": short_side, "quality": quality}
     with resumable_folder(out, {"task": "resize", **sizes}, overwrite=overwrite, outside=[root]):
-        try:
-            images = files_below(os.fsencode(root), b"", EXTENSIONS).images
-        except OSError as error:
-            unreadable(error)
-        names = list(map(os.fsdecode, images))
+        names = list(map(os.fsdecode, files_below(root, EXTENSIONS).images))
         copy = partial(_copy, root, out, max_side, short_side, quality)
         results = list(map_in_processes(copy, names, workers, description="resize", unit="img"))
     written = [result for result in results if isinstance(result, tuple)]
