@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from cl_train.cli import main
-from cl_train.commands import COMMANDS, train
+from cl_train.commands import COMMANDS, completion, train
 from cl_train.commands.audit import AuditSettings
 from cl_train.commands.completion import candidates
 from cl_train.config.arguments import command_help, is_setting, settings_from_arguments
 from cl_train.config.fields import Range, setting_fields
 from cl_train.config.schema import BenchmarkSettings, Config, setting
 from cl_train.errors import ConfigError
+from cl_train.models.sources import model_names, timm_model_names
 from tests.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,11 +123,20 @@ def test_the_same_key_has_the_same_type_in_every_command():
         ("cl-train train schedule.na", []),
         ("cl-train train -m precision=fp32,b", ["fp32,bf16"]),
         ("cl-train convert channels_last=f", ["false"]),
+        ("cl-train train model=timm/resnet1", ["timm/resnet18"]),
     ],
 )
 def test_completion(line, expected):
     found = candidates(line)
     assert set(expected) <= set(found) and (expected or not found)
+
+
+def test_models_are_completed_without_importing_them():
+    for package, known in (("torchvision", model_names()), ("timm", timm_model_names())):
+        assert completion.model_names(package) == sorted(known)
+    script = "import sys; from cl_train.commands.completion import candidates as of; "
+    script += "assert of('x train model=resnet1') and not {'torch', 'torchvision'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 def test_bash_completes_with_the_line_of_the_documentation(capsys):
