@@ -30,13 +30,15 @@ class DataConfig:
         None, "folder of train/<class>/* and val/<class>/*, or what the data set expects"
     )
     csv: str | None = setting(
-        None, "data=csv: file with the columns path and label; null = root/labels.csv"
+        None, "data=csv: file with the columns path, label, perhaps split; null = root/labels.csv"
     )
     val_csv: str | None = setting(None, "data=csv: the same, of the validation images")
     dataset: str | None = setting(
         None, "data=dataset: package.module:function, called with (split, size)"
     )
-    val_split: str | None = setting(None, "folder of the validation images; null = val, valid, ...")
+    val_split: str | None = setting(
+        None, "folder, or split of a csv file, of the validation images; null = val, valid, ..."
+    )
     val_fraction: float | None = setting(
         None, "share of the training images used for validation", Range(above=0, most=0.9)
     )

@@ -1,7 +1,7 @@
 """Images that a CSV file names: `data=csv data.root=IMAGES data.csv=labels.csv`. Imports no torch.
 
 A header names the columns: the image (path, image, file, filename or id), a path below `data.root`,
-perhaps without its suffix; and `label`. All bad rows are reported with their lines.
+perhaps without its suffix; `label`; perhaps `split`. All bad rows are reported with their lines.
 """
 
 import csv
@@ -17,6 +17,7 @@ import numpy as np
 from cl_train.config.schema import DataConfig
 from cl_train.data.images import (
     CACHED_FROM,
+    VAL_NAMES,
     FolderSplit,
     ImageSource,
     digest,
@@ -36,6 +37,7 @@ class _Row(NamedTuple):
     line: int
     image: str  # relative to data.root
     label: str
+    split: str  # train without that column
 
 
 def list_csv(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
@@ -44,31 +46,39 @@ def list_csv(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
     """
     named = [cfg.csv or str(root / "labels.csv"), *([cfg.val_csv] if cfg.val_csv else [])]
     tables = [os.path.abspath(os.path.expanduser(name)) for name in named]
-    if training and (cfg.val_csv is None) == (cfg.val_fraction is None):
-        what = "give the validation images once: data.val_csv=FILE or data.val_fraction=0.1"
-        raise ConfigError(f"{tables[0]}: {what}")
+    layout = (tables, cfg.val_split, cfg.val_fraction, cfg.extensions, training)
     split = partial(FolderSplit, folder=root)
-    layout = (tables, cfg.val_fraction, cfg.extensions, training)
-    make = partial(_index, root, tables, cfg)
+    make = partial(_index, root, tables, cfg, training=training)
     return stored(f"csv {root.resolve()}{layout}", (split, split), make)
 
 
 def list_csv_images(root: Path, cfg: DataConfig, classes: Sequence[str]) -> ImageSource:
     """The images of `data.csv` in its order, as `val`; a label that is no class is -100."""
-    rows = _rows(str(cfg.csv), _Images(root, cfg.extensions), needs_label=False)
+    rows, notes = _rows(str(cfg.csv), _Images(root, cfg.extensions), needs_label=False)
     label_of = {name: label for label, name in enumerate(classes)}
     labels = np.array([label_of.get(row.label, -100) for row in rows], np.int64)
     split = FolderSplit(*packed([os.fsencode(row.image) for row in rows]), labels, root)
-    return ImageSource(tuple(classes), None, split, "")
+    return ImageSource(tuple(classes), None, split, "", notes)
 
 
 def _index(
-    root: Path, tables: Sequence[str], cfg: DataConfig
+    root: Path, tables: Sequence[str], cfg: DataConfig, *, training: bool
 ) -> tuple[ImageSource, Sequence[str | bytes]]:
     """The source, and the files and folders that it was made from if it is worth to be stored."""
     images = _Images(root, cfg.extensions)
-    train, *of_val = (_rows(table, images) for table in tables)
-    val = of_val[0] if of_val else train
+    (rows, notes), *of_val = (_rows(table, images) for table in tables)
+    val_name = cfg.val_split or next((n for n in VAL_NAMES if any(n == r.split for r in rows)), "")
+    train = [row for row in rows if row.split == "train"]
+    val = of_val[0][0] if of_val else [row for row in rows if row.split == val_name]
+    if others := len(rows) - len(train) - (0 if of_val else len(val)):
+        notes += (f"{others} rows of other splits in '{tables[0]}' are left out",)
+    if cfg.val_fraction is None and not training:
+        train = val = val or train
+    if bool(val) == (cfg.val_fraction is not None):
+        raise ConfigError(
+            f"{tables[0]}: give the validation images once: data.val_csv=FILE, a column split with"
+            " train and val, or data.val_fraction=0.1"
+        )
     classes = _sorted({row.label for row in train})
     known = set(classes)
     untrained = [row for row in val if row.label not in known]
@@ -79,8 +89,9 @@ def _index(
         files = divided(files[0], cfg.val_fraction)
     splits = split_of(files[0], root), split_of(files[1], root)
     fingerprint = digest(classes, splits, ("names", "starts", "labels"))
-    source = ImageSource(tuple(classes), *splits, fingerprint)
-    return source, [*tables, *images.folders] if len(train) + len(val) >= CACHED_FROM else []
+    notes += of_val[0][1] if of_val else ()
+    source = ImageSource(tuple(classes), *splits, fingerprint, notes)
+    return source, [*tables, *images.folders] if len(rows) >= CACHED_FROM else []
 
 
 def _by_class(rows: Sequence[_Row], classes: Sequence[str]) -> list[list[bytes]]:
@@ -110,28 +121,34 @@ class _Images:
         return self._named.get(os.path.normpath(path))
 
 
-def _rows(table: str, images: _Images, *, needs_label: bool = True) -> list[_Row]:
-    """Each image once. Raises ConfigError."""
-    first, problems = dict[str, _Row](), list[str]()
-    for line, named, label in _cells(table, needs_label=needs_label):
+def _rows(
+    table: str, images: _Images, *, needs_label: bool = True
+) -> tuple[list[_Row], tuple[str, ...]]:
+    """Each image once, and a note on repetitions. Raises ConfigError."""
+    first, problems, repeated = dict[str, _Row](), list[str](), 0
+    for line, named, label, split in _cells(table, needs_label=needs_label):
         image = images.find(named) if named else None
-        row = _Row(line, image or "", label)
+        row = _Row(line, image or "", label, split)
         if image is None:
-            what = f"no image '{named}'" if named else "no name"
-            problems.append(f"line {line}: {what}")
-        elif needs_label and not label:
-            problems.append(f"line {line}: no label")
-        elif (other := first.setdefault(image, row)).label != label:
-            was = f"'{other.label}' in line {other.line}"
-            problems.append(f"line {line}: '{named}' is '{label}', and {was}")
+            problems.append(
+                f"line {line}: no image '{named}'" if named else f"line {line}: no name"
+            )
+        elif not split or (needs_label and not label):
+            problems.append(f"line {line}: no {'label' if split else 'split'}")
+        elif (other := first.setdefault(image, row)) is not row:
+            repeated += 1
+            if other[2:] != row[2:]:
+                was = f"{other.split} '{other.label}' in line {other.line}"
+                problems.append(f"line {line}: '{named}' is {split} '{label}', and {was}")
     _refuse(table, problems, images)
     if not first:
         raise ConfigError(f"{table}: no rows below the header")
-    return list(first.values())
+    notes = (f"{repeated} rows of '{table}' repeat others",) if repeated else ()
+    return list(first.values()), notes
 
 
-def _cells(table: str, *, needs_label: bool) -> Iterator[tuple[int, str, str]]:
-    """Line, image and label of each row. Raises ConfigError."""
+def _cells(table: str, *, needs_label: bool) -> Iterator[tuple[int, str, str, str]]:
+    """Line, image, label and split of each row. Raises ConfigError."""
     try:
         with open(
             os.path.expanduser(table), newline="", encoding="utf-8-sig", errors="surrogateescape"
@@ -144,15 +161,13 @@ def _cells(table: str, *, needs_label: bool) -> Iterator[tuple[int, str, str]]:
             if image is None or ("label" not in names and needs_label):
                 raise ConfigError(
                     f"{table}: the first line must name the columns, {'|'.join(_IMAGE_COLUMNS)} and"
-                    f" label; it is {header.strip()[:80]!r}"
+                    f" label, perhaps split; it is {header.strip()[:80]!r}"
                 )
-            if "split" in names and needs_label:
-                what = "a column split is not read: make a file of each split, see data.val_csv"
-                raise ConfigError(f"{table}: {what}")
             for row in reader:
                 cells = dict(zip(names, map(str.strip, row), strict=False))
                 if any(cells.values()):
-                    yield reader.line_num, cells.get(image, ""), cells.get("label", "")
+                    split = cells.get("split", "").lower() if "split" in names else "train"
+                    yield reader.line_num, cells.get(image, ""), cells.get("label", ""), split
     except csv.Error as error:
         raise ConfigError(f"{table}: line {reader.line_num}: {error}") from None
     except OSError as error:

@@ -103,9 +103,10 @@ def test_the_extensions_of_the_run_and_the_entry_of_the_average(
 def test_a_csv_file_is_predicted_in_its_order(train, image_folder, tmp_path):
     csv, unlabelled = tmp_path / "labels.csv", tmp_path / "test.csv"
     paths = sorted(path.relative_to(image_folder) for path in image_folder.glob("*/*/*"))
-    csv.write_text("\n".join(["path,label", *(f"{path},{path.parent.name}" for path in paths)]))
+    rows = [f"{path},{path.parent.name},{path.parts[0]}" for path in paths]
+    csv.write_text("\n".join(["path,label,split", *rows]))
     unlabelled.write_text("\n".join(["id", *(str(path.with_suffix("")) for path in paths[:-9:-3])]))
-    run = train("data=csv", f"data.csv={csv}", "data.val_fraction=0.2", "epochs=1")
+    run = train("data=csv", f"data.csv={csv}", "epochs=1")
     rows = predicted(run.folder, image_folder, tmp_path / "a.csv", f"data.csv={unlabelled}")
     assert [Path(row["file"]).stem for row in rows] == [path.stem for path in paths[:-9:-3]]
     assert {row["label"] for row in rows} == {""}

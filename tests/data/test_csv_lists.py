@@ -68,8 +68,21 @@ def test_the_images_their_order_and_their_batches_are_those_of_a_folder(root, he
     same(train_batches(data), train_batches(folder_data(root)))
 
 
-def test_a_fraction_is_for_validation_and_an_evaluation_needs_none(root):
-    csv = table(root, rows_of(root, "train") + "train/class_0/0000.jpg,class_0\n")  # twice
+def test_a_split_column_or_a_fraction(root):
+    both = rows_of(root, "train", "{path},{label},{split}", "path,label,split")
+    both += rows_of(root, "val", "{path},{label},Valid", "").lstrip()
+    csv = table(root, both + "train/class_0/0000.jpg,class_0,train\n")
+    source = listed(root, csv=csv)
+    assert (len(source.train), len(source.val)) == (10, 4)
+    assert source.notes == (f"1 rows of '{csv}' repeat others",)
+    assert len(listed(root, csv=csv, training=False).train) == 4
+    csv = table(root, both.replace("class_1,Valid", "class_1,test"))
+    source = listed(root, csv=csv)
+    assert len(source.val) == 2 and "2 rows of other splits" in source.notes[0]
+    assert source.val.labels.tolist() == [0, 0]
+    assert names(listed(root, csv=csv, val_split="test").val)[0].endswith("class_1/0001.jpg")
+
+    csv = table(root, rows_of(root, "train"))
     source = listed(root, csv=csv, val_fraction=0.3)
     assert len(source.train) == 6 and source.val.labels.tolist() == [0, 0, 1, 1]
     assert len(listed(root, csv=csv, training=False).val) == 10
@@ -88,10 +101,13 @@ BAD = {
     f"path,label\n{A},cat\nmissing.jpg,cat\n": ["line 3: no image 'missing.jpg'", ".png below '"],
     f'path,label\n"{A}",cat\n\n{B},""\n,cat\n': ["line 4: no label", "line 5: no name", "2 rows"],
     f"path,label\n{A},cat\n{B},dog\n./{A},dog\n": [
-        f"line 4: './{A}' is 'dog', and 'cat' in line 2"
+        f"line 4: './{A}' is train 'dog', and train 'cat' in line 2"
     ],
-    f"path,label\n{B},dog\n": ["val.csv", "line 2: no training image has the label 'cat'"],
-    f"path,label,split\n{A},cat,train\n": ["a column split", "data.val_csv"],
+    f"path,label,split\n{A},cat,train\n{B},cat,\n": ["line 3: no split"],
+    f"path,label,split\n{A},cat,train\n{B},dog,val\n": [
+        "line 3: no training image has the label 'dog'"
+    ],
+    f"path,label\n{A},cat\n": ["data.val_csv", "a column split", "data.val_fraction"],
     f"{A},cat\n": ["the first line must name the columns", A],
     "path;label\n": ["no rows"],
 }
@@ -99,19 +115,16 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD)
 def test_bad_rows_are_named_with_their_lines(root, text):
-    val_csv = table(root, f"path,label\n{A},cat\n", "val.csv")
     with pytest.raises(ConfigError) as refused:
-        listed(root, csv=table(root, text), val_csv=val_csv)
+        listed(root, csv=table(root, text))
     (message,) = refused.value.problems
-    assert all(word in message for word in [str(root), *BAD[text]]), message
+    assert all(word in message for word in [str(root / "labels.csv"), *BAD[text]]), message
 
 
 def test_no_file_and_settings_that_need_another(root):
     with pytest.raises(ConfigError, match=r"none\.csv: No such file"):
-        listed(root, csv=str(root / "none.csv"), val_fraction=0.1)
+        listed(root, csv=str(root / "none.csv"))
     csv = table(root, rows_of(root, "train"))
-    with pytest.raises(ConfigError, match="validation images once"):
-        listed(root, csv=csv)
     assert len(listed(root, val_csv=csv).train) == 10, "labels.csv in data.root"
     with pytest.raises(ConfigError, match="root=FOLDER"):
         checked_config({"data": {"name": "csv", "csv": "x"}})
