@@ -8,7 +8,6 @@ the recorder's own. Calls of the two layouts are paired by module, operator and 
 
 import gc
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,7 +18,7 @@ from torch import nn
 from cl_train.measure.alternate import Block, Stop, alternate
 from cl_train.measure.time_recorder import Key, ThreadClock, TimeRecorder
 from cl_train.measure.timed_step import TimedStep, Workload, measurement_state
-from cl_train.measure.times_report import LAYOUTS, PYTHON, OperatorTimes, TimedCall, Times
+from cl_train.measure.times_report import LAYOUTS, OperatorTimes, TimedCall, Times
 from cl_train.memory_format.convert import CHANNELS_LAST, CONTIGUOUS, layout_of
 from cl_train.system.distributed import as_current
 from cl_train.system.machine import wait_for
@@ -28,8 +27,8 @@ _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
 
 
 def time_operators(model: nn.Module, workload: Workload, time_limit_s: float) -> OperatorTimes:
-    """Time the step of copies of `model`: contiguous, and in its own layout, or channels_last if
-    that is contiguous.
+    """Time the step contiguous, and in the model's own layout or, if that is contiguous, in
+    channels_last; the model is unchanged.
     """
     device, own = workload.device, layout_of(model)
     layout = own if own.is_channels_last else CHANNELS_LAST
@@ -54,37 +53,24 @@ def _operator_times(
     runs = [step.step if step.parts else torch.no_grad()(step.forward) for step in steps]
     seconds: list[list[dict[Key, float]]] = [[] for _ in steps]  # of the calls, in each block
 
-    def recorder(index: int) -> TimeRecorder:
-        torch.manual_seed(0)  # the same choices in both layouts
-        return TimeRecorder(LAYOUTS[index], device.type == "cuda", clock, calls)
-
     def block(index: int) -> Block:
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # the same choices in both layouts
         wait_for(device)
         start = clock.mark()
         runs[index]()
         stop = clock.mark()
         clock.wait(stop)
-        with recorder(index).watching() as watching:
+        torch.manual_seed(0)
+        recorder = TimeRecorder(LAYOUTS[index], device.type == "cuda", clock, calls)
+        with recorder.watching():
             runs[index]()
-        seconds[index].append(watching.seconds())
+        seconds[index].append(recorder.seconds())
         return Block(clock.seconds(start, stop))
 
     blocks = [partial(block, index) for index in range(len(steps))]
     for warm_up in blocks:
         warm_up()
     done = alternate(blocks, Stop(math.inf, time_limit_s, _MAX_ROUNDS, _MIN_ROUNDS))
-    if device.type == "cpu":
-        # Name the line of each module's Python whose time differs most between the layouts.
-        difference_s = defaultdict[tuple[str, str, str], float](float)
-        for index, sign in enumerate((-1, 1)):
-            with recorder(index).tracing() as tracing:
-                runs[index]()
-            for place, line_s in tracing.line_s.items():
-                difference_s[place] += sign * line_s
-        for phase, module, line in sorted(difference_s, key=lambda place: abs(difference_s[place])):
-            if call := calls.get((phase, module, PYTHON, 0)):
-                call.source = line
     for key, call in calls.items():
         # A block may lack a call, which other random numbers have chosen.
         call.ms = _ms_of_rounds([[of.get(key, 0.0) for of in side[1:]] for side in seconds])

@@ -1,16 +1,12 @@
-"""Times the operators of a step, what runs between them, and the lines of code of that."""
+"""Times the operators of a step, and what runs between them."""
 
 import os
-import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +16,8 @@ from cl_train.measure.times_report import COPY_KIND, PYTHON, TimedCall
 from cl_train.memory_format.layout import classify
 from cl_train.memory_format.operator_recorder import (
     COPIES,
-    LIBRARIES,
     OriginRecorder,
-    calling_line,
     name_of,
-    package_of,
 )
 from cl_train.system.machine import DeviceClock
 from cl_train.system.processes import ran_and_waited_s
@@ -41,7 +34,7 @@ Key = tuple[str, str, str, int]  # phase, module, operator and which of equal ca
 
 
 class ThreadClock(DeviceClock):
-    """On a CPU without the time in which this thread waited for a core, where Linux tells it."""
+    """On a CPU of Linux without the time in which this thread waited for a core."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -59,42 +52,20 @@ class ThreadClock(DeviceClock):
 
 
 class TimeRecorder(OriginRecorder):
-    """Times the operators of a step, and on a CPU what runs between them, for `calls`."""
+    """Times the operators of a step, and on a CPU what runs between them, into `calls`."""
 
     def __init__(
         self, layout: str, is_gpu: bool, clock: DeviceClock, calls: dict[Key, TimedCall]
     ) -> None:
         super().__init__()
         self._layout, self._is_gpu, self._clock, self._calls = layout, is_gpu, clock, calls
-        self._phase, self._module, self._line = "forward", "", ""  # what runs
+        self._phase, self._module = "forward", ""  # what runs
         self._last = clock.mark()
         self._spans: dict[Key, tuple[Any, Any]] = {}
         self._seen = Counter[tuple[str, str, str]]()
         self._watched: set[Any] = set()  # autograd nodes of the modules' outputs
         # By phase and the event at its end: the module that ran, and seconds since the last event
         self._gaps = defaultdict[tuple[str, str], list[tuple[str, float]]](list)
-        # By phase, module and the line of code that ran
-        self.line_s = defaultdict[tuple[str, str, str], float](float)
-
-    @contextmanager
-    def tracing(self) -> Iterator[Self]:
-        """Record lines, too. That takes time: `line_s` is for comparison only."""
-        tracing_before = sys.gettrace()
-        with self.watching():
-            sys.settrace(self._trace)
-            try:
-                yield self
-            finally:
-                sys.settrace(tracing_before)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Called by Python for each function, and for each line of those of the model's code."""
-        if package_of(frame.f_code.co_filename) in LIBRARIES:
-            return None
-        self._close("line")
-        self._line, _ = calling_line(frame.f_back if event == "return" else frame)
-        self._go_on(self._module)
-        return self._trace
 
     def seconds(self) -> dict[Key, float]:
         """Seconds of each call, less what recording it takes. Waits for the device."""
@@ -130,7 +101,6 @@ class TimeRecorder(OriginRecorder):
         self._go_on(self.running[-1][0])
 
     def _enter_backward(self, module: str, gradient: torch.Tensor) -> None:
-        """The gradient is complete: the module's backward pass begins."""
         self._close("enter")
         self._go_on(module)
 
@@ -146,8 +116,6 @@ class TimeRecorder(OriginRecorder):
         if not self._is_gpu and phase != "update":
             gap_s = self._clock.mark() - self._last
             self._gaps[phase, event].append((self._module, gap_s))
-            if self._line:
-                self.line_s[phase, self._module, self._line] += gap_s
 
     def _go_on(self, module: str) -> None:
         self._module = module

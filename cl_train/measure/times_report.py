@@ -20,7 +20,7 @@ Times = np.ndarray[Any, Any]  # milliseconds, [rounds, layouts]
 
 @dataclass(eq=False)
 class TimedCall:
-    """One operator call in both layouts; where one lacks it, its time is 0, without inputs."""
+    """One operator call; the time of a layout that lacks it is 0."""
 
     operator: str  # such as aten.convolution.default, or `python`
     direction: str  # forward, backward or update
@@ -57,7 +57,7 @@ class TimedCall:
 
 
 class Row:
-    """The calls of a kind, a module or one call; a positive difference is channels_last's cost."""
+    """Some calls; a positive difference is channels_last's cost."""
 
     def __init__(self, name: str, calls: list[TimedCall]) -> None:
         self.name, self.calls = name, calls
@@ -90,7 +90,7 @@ class Row:
 
 @dataclass
 class OperatorTimes:
-    """The calls of a step, and the whole step without the recorder, in the same rounds."""
+    """The calls of a step, and the step without the recorder, in the same rounds."""
 
     calls: list[TimedCall]
     step_ms: Times
@@ -115,9 +115,7 @@ class OperatorTimes:
         }
 
     def charge(self, creators: Mapping[tuple[str, str, str], str]) -> None:
-        """Charge calls, by direction, module and operator, to the line whose contiguous gradient
-        they pay for.
-        """
+        """Charge calls, by direction, module and operator, to the line that makes them pay."""
         for call in self.calls:
             if cause := creators.get((call.direction, call.module, call.operator)):
                 # Without the text of the line, which would take half of a table or chart.
@@ -142,9 +140,7 @@ class OperatorTimes:
         return sorted(main, key=lambda row: -abs(row.difference_ms))
 
     def conclusions(self) -> list[str]:
-        """Where channels_last saves and loses time, the step's time, how much the rows explain,
-        and advice.
-        """
+        """What is saved and lost, the step's time, how much the rows explain, and advice."""
         main = self.main_differences()
         gained, lost = (
             "; ".join([str(row) for row in main if row.sign == sign][:3]) or "nothing"
@@ -202,6 +198,3 @@ class OperatorTimes:
             f"{name}:\n\n{markdown_table([row.to_dict() for row in rows[:_SHOWN]])}"
             for name, rows in self.tables.items()
         )
-
-    def __str__(self) -> str:
-        return "\n".join([*self.conclusions(), "", self.tables_text()])

@@ -1,6 +1,5 @@
 """Planted costs are the first row, with their time; the command."""
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -85,11 +84,10 @@ def test_planted_sleeps_are_the_first_rows_with_their_time():
     assert {call.operator for call in calls.values()} == {"python"}
     directions = [calls[module].direction for module in ("3", "4", "6.1")]
     assert directions == ["forward", "forward", "backward"]
-    # the first line names all three, each with the line that sleeps; so does the advice
-    sleep_line = f"test_operator_times.py:{inspect.getsourcelines(sleep_if)[1] + 2}"
+    # the first line names all three, and so does the advice
     saved, lost = times.conclusions()[0].split(". It loses ")
-    assert (saved.count(sleep_line), lost.count(sleep_line)) == (1, 2)
-    assert sum(sleep_line in line for line in times.advice()) == 3
+    assert (saved.count("python"), lost.count("python")) == (1, 2)
+    assert sum("python" in line for line in times.advice()) == 3
 
 
 def small(rank=2):
@@ -185,7 +183,7 @@ def test_copies_are_a_row_and_calls_have_their_shapes_and_strides():
     }
     forward = [call for call in times.calls if call.direction == "forward"]
     assert [call.module for call in forward if call.gets_contiguous] == ["4"], "after the copy"
-    assert len(str(times).splitlines()[1]) < 130
+    assert len(times.conclusions()[1]) < 130
     assert json.loads(json.dumps(times.to_dict()))["rounds"] >= 4
 
 
@@ -202,17 +200,17 @@ def test_the_first_line_names_calls_or_kinds_and_advice_leaves_out_what_is_small
     relu = call_of([], "aten.relu.default")
     many = [shifted(relu, 0.5, module=f"m{index}", kind="element-wise") for index in range(4)]
     copy = shifted(relu, 0.02, module="copy", kind=COPY_KIND, source="net.py:7")
-    pause = {"operator": "python", "module": "pause", "kind": "Python", "source": "net.py:3"}
+    pause = {"operator": "python", "module": "pause", "kind": "Python"}
     python = shifted(relu, -0.9, **pause)
     fed = shifted(relu, 0.3, module="fed", kind="pooling", gets_contiguous=True)
     pays = shifted(relu, 0.2, module="pays", kind="pooling")
     times = times_with(*many, copy, python, fed, pays)
     first = times.conclusions()[0]
-    assert "0.9 ms in python forward of `pause` (net.py:3)" in first
+    assert "0.9 ms in python forward of `pause`" in first
     assert "ms in element-wise (most in `m" in first and "a total of" in first
     assert "relu forward of `fed`" in first and "`copy`" not in first
     advice = "\n".join(times.advice())
-    assert "`copy`" not in advice and "`pause` (net.py:3) slows the contiguous run" in advice
+    assert "`copy`" not in advice and "`pause` slows the contiguous run" in advice
     assert "gets a contiguous image" in fed.remedy() and "its kernel" in pays.remedy()
     times.charge({("forward", "pays", "aten.relu.default"): "net.py:9 `x.mean()`"})
     assert "net.py:9" in pays.remedy()
