@@ -1,8 +1,7 @@
 """Modules by themselves: each is run again in both layouts, on copies of what it read in a step.
 
-A model may ask for the layout, `if x.is_contiguous()`, in one precision, at one size or for an odd
-batch only. Then its step in channels_last runs other operators, or reads memory by strides, and the
-modules that do so are compared, forward and backward.
+Code that asks for the layout, perhaps at one size or in one precision only, runs other operators,
+or reads memory by strides: the modules that do so are compared.
 """
 
 import math
@@ -40,7 +39,7 @@ FLOAT64_ELEMENT = 1e-3
 
 
 @dataclass
-class Visit:
+class _Visit:
     """What a module read in a step, and the gradients of what it returned."""
 
     is_training: bool
@@ -64,7 +63,7 @@ class _VisitAgain(ParityStep):
         given = [(one, gradient) for one, gradient in pairs if gradient is not None]
         if self.dtype is None:
             return [(one, gradient.to(one.dtype)) for one, gradient in given]
-        # A hook of the module itself may have made the gradient another one: not of these strides.
+        # A hook of the module may have made the gradient one of other strides.
         return [(one, torch.empty_like(one).copy_(gradient)) for one, gradient in given]
 
 
@@ -77,7 +76,7 @@ def modules_of_other_code(plain: KernelCheck, converted: KernelCheck) -> list[st
 def wrong_modules(
     step: ParityStep, names: Iterable[str], *, compile: bool = False
 ) -> list[WrongCall]:
-    """Of the modules of a step in channels_last those whose results differ, innermost ones alone.
+    """Of the modules of a step in channels_last those whose results differ, the innermost.
 
     compile: of the compiled modules, without dropout.
     """
@@ -95,9 +94,8 @@ def wrong_modules(
 def wrong_code(
     module: nn.Module, name: str, what: str, errors: Errors, kind: str = "code"
 ) -> WrongCall:
-    """`what`: the name of the result that differs."""
     direction: Any = "backward" if what.startswith("gradient") else "forward"
-    return WrongCall(kind, Origin(direction, name, type(module).__name__), (), *errors[what])
+    return WrongCall(kind, Origin(direction, name, type(module).__name__), None, *errors[what])
 
 
 def _numbers(output: Any) -> list[torch.Tensor]:
@@ -108,13 +106,13 @@ def _is_inside(name: str, other: str) -> bool:
     return other != name and other.startswith(f"{name}." if name else "")
 
 
-def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[Visit]]:
+def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[_Visit]]:
     """The first visit of each module in each mode."""
-    visits: dict[str, list[Visit]] = {name: [] for name in names}
+    visits: dict[str, list[_Visit]] = {name: [] for name in names}
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if all(visit.is_training != module.training for visit in visits[name]):
-            visits[name].append(Visit(module.training, copied((args, kwargs), same_strides)))
+            visits[name].append(_Visit(module.training, copied((args, kwargs), same_strides)))
 
     def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         visit = visits[name][-1]
@@ -125,7 +123,7 @@ def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[Visit]]:
             if tensor.requires_grad:
                 tensor.register_hook(partial(note, visit, number))
 
-    def note(visit: Visit, number: int, gradient: torch.Tensor) -> None:
+    def note(visit: _Visit, number: int, gradient: torch.Tensor) -> None:
         visit.gradients[number] = same_strides(gradient)
 
     with ExitStack() as hooks:
@@ -138,7 +136,7 @@ def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[Visit]]:
     return visits
 
 
-def _errors(module: nn.Module, visit: Visit, step: ParityStep, compile: bool) -> Errors:
+def _errors(module: nn.Module, visit: _Visit, step: ParityStep, compile: bool) -> Errors:
     converted = copy_model(module)
     for part in converted.modules() if compile else ():
         for name in ("p", "drop_prob"):  # of torch's, torchvision's and timm's
@@ -169,8 +167,8 @@ def _errors(module: nn.Module, visit: Visit, step: ParityStep, compile: bool) ->
 
 def code_errors(found: Results, expected: Results, dtype: torch.dtype) -> Errors:
     """Of code in float64, in which rounding hides nothing, or in fp32."""
-    # Gradients that are zero in theory, of a bias before BatchNorm, are rounding errors: the norm
-    # of a tensor of typical elements is added to that of each gradient.
+    # Gradients that are zero in theory, of a bias before BatchNorm, are rounding errors: to the
+    # norm of each gradient that of typical elements is added.
     gradients = [one for name, one in expected.items() if name.startswith("gradient")]
     squares = sum(norm_of(one) ** 2 for one in gradients if one.is_floating_point())
     element = math.sqrt(squares / max(1, sum(one.numel() for one in gradients)))

@@ -1,11 +1,7 @@
-"""Whether every operator call of a step in channels_last computes what it computes on contiguous
-inputs.
+"""Whether every operator call of a step computes the same on inputs in channels_last.
 
-Each distinct call, forward and backward, is replayed on copies of its inputs: in their own strides
-and contiguous. Both are compared within what rounding explains: in fp32 64 times what a change of
-the inputs by one rounding changes, or 8 times the square root of the length of its sums; in 16 bits
-four times the error of the contiguous call against fp32, and one rounding. Each call is compared by
-itself, so that a wrong kernel cannot hide behind a scale of zero, nor behind rounding elsewhere.
+Each distinct call is replayed by itself on copies of its inputs, in their own strides and
+contiguous, so that a wrong kernel hides behind no scale of zero, nor behind rounding elsewhere.
 """
 
 import math
@@ -30,16 +26,13 @@ from cl_train.system.tensors import map_leaves, map_tensors, tensors_in
 
 # Of the change that one rounding of the inputs makes; 0.4 of it was seen in 51 correct models.
 FP32_ROUNDINGS = 64
-# Winograd kernels of cuDNN are less exact than others; not measured here.
-FP32_ROUNDINGS_CUDA = 1024
+FP32_ROUNDINGS_CUDA = 1024  # Winograd kernels of cuDNN are less exact; not measured here
 # Of the error of contiguous against a more exact run, and roundings of the result on top: in 16
 # bits of each call; in fp32 of modules, whose sums run in other orders (8 was seen in coatnet).
 ERRORS_16_BIT, ROUNDINGS_16_BIT = 4, 1
 ERRORS_FP32 = 16
-# Ties of a maximum may be broken differently.
-INDEX_LIMIT = 0.01
-# Their results depend on strides by definition, or hold no values.
-OF_MEMORY = ("as_strided", "empty")
+INDEX_LIMIT = 0.01  # ties of a maximum may be broken differently
+OF_MEMORY = ("as_strided", "empty")  # results depend on strides by definition, or hold no values
 _FACTORIES = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"}
 _WITHOUT_VALUES = {*COPIES, *UNDECLARED_VIEWS, *_FACTORIES}
 _16_BIT = {torch.float16, torch.bfloat16}
@@ -53,13 +46,12 @@ class WrongCall:
 
     operator: str  # such as "aten.avg_pool2d_backward.default"
     origin: Origin
-    shapes: tuple[tuple[int, ...], ...]  # of its tensors
+    shape: tuple[int, ...] | None  # of its first tensor
     error: float
     relative_error: float  # L2 distance / L2 norm of the contiguous result
 
     @property
     def where(self) -> str:
-        """The operator, its module and the line that called it."""
         name = self.operator.removeprefix("aten.").partition(".")[0]
         module = f"{self.origin.module or 'the model'} ({self.origin.module_type})"
         source = self.origin.source
@@ -68,7 +60,7 @@ class WrongCall:
 
     def __str__(self) -> str:
         deviates = f"channels_last deviates {100 * self.relative_error:.2g} % from contiguous"
-        shape = f" (input {list(self.shapes[0])})" if self.shapes else ""
+        shape = f" (input {list(self.shape)})" if self.shape is not None else ""
         return f"{self.where}: {deviates}, {self.error:.2g} of the limit{shape}"
 
 
@@ -81,9 +73,9 @@ class KernelCheck(OriginRecorder):
         # Calls that compute, or that read an image by strides, by module and direction.
         self.operators: Counter[tuple[str, str, str]] = Counter()
         self.wrong: list[WrongCall] = []
-        self.calls = 0  # distinct ones that were replayed
+        self.calls = 0  # that were replayed
         self.worst: WrongCall | None = None  # by error, also below the limit
-        self.unchecked: dict[str, str] = {}  # operators that could not be replayed, with the reason
+        self.unchecked: set[str] = set()  # operators that could not be replayed
         self._seen: set[Any] = set()
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,16 +100,15 @@ class KernelCheck(OriginRecorder):
 
     def _replay(self, function: Any, args: Any, kwargs: Any, origin: Origin) -> None:
         self.calls += 1
-        device = next(tensor.device for tensor in tensors_in((args, kwargs)))
+        first = tensors_in((args, kwargs))[0]
         try:
-            with random_state_restored(device):
+            with random_state_restored(first.device):
                 errors = _errors(function, (args, kwargs))
-        except Exception as failure:  # an operator may take no copies, or not these dtypes
-            self.unchecked[str(function)] = f"{type(failure).__name__}: {failure}"[:200]
+        except Exception:  # an operator may take no copies, or not these dtypes
+            self.unchecked.add(str(function))
             return
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
         for error, relative in errors.values():
-            call = WrongCall(str(function), origin, shapes, error, relative)
+            call = WrongCall(str(function), origin, tuple(first.shape), error, relative)
             if self.worst is None or not error <= self.worst.error:
                 self.worst = call
             if not error <= 1:
@@ -126,7 +117,7 @@ class KernelCheck(OriginRecorder):
 
 @cache
 def computes(function: Any) -> bool:
-    """Whether its result has values of its own, which do not depend on strides by definition."""
+    """Whether its result has values of its own."""
     return not function.is_view and all(word not in name_of(function) for word in OF_MEMORY)
 
 
@@ -157,14 +148,14 @@ def _key_of(function: Any, args: Any, kwargs: Any) -> Any:
 
 Values = Any  # tensors in nested tuples, lists and dicts: the arguments of a call
 Results = Mapping[Any, torch.Tensor]  # by name
-Run = Callable[[Values], Results]  # the results of a call on these arguments
-# Of a result by its name, contiguous and from a more exact run, or from shaken inputs.
+Run = Callable[[Values], Results]
+# Of a result: its name, its contiguous values, and those of a more exact run or of shaken inputs.
 Limit = Callable[[Any, torch.Tensor, torch.Tensor], float]
 Errors = dict[Any, tuple[float, float]]  # of each result: in multiples of its limit, and relative
 
 
 def compare_results(run: Run, call: Values) -> Errors:
-    """Of `run` on `call` and on contiguous copies."""
+    """Of `run` on `call` and on contiguous copies, within what rounding explains."""
     contiguous = copied(call, torch.Tensor.contiguous)
     found, expected = run(call), run(contiguous)
     tensors = tensors_in((call, expected))
@@ -182,9 +173,8 @@ def _errors(function: Any, call: Values) -> Errors:
     run = partial(_results, function)
     is_random = torch.Tag.nondeterministic_seeded in function.tags
     if is_random and "attention" not in function.name():
-        # The same numbers in another order.
         halves = copied(call, _half)
-        found, expected = (
+        found, expected = (  # the same numbers in another order
             {name: one.flatten().float().sort().values for name, one in run(values).items()}
             for values in (halves, copied(halves, torch.Tensor.contiguous))
         )
@@ -208,7 +198,7 @@ def _results(function: Any, call: Values) -> Results:
 
 
 def compared(found: Results, expected: Results, other: Results, limit: Limit) -> Errors:
-    """Of `found` against `expected`; `other` tells the limit."""
+    """Of `found` against `expected`; `other` is what `limit` takes."""
     errors: Errors = {}
     for name in {**expected, **found}:
         if name not in found or name not in expected:
@@ -225,8 +215,8 @@ def compared(found: Results, expected: Results, other: Results, limit: Limit) ->
 
 
 def limit_by_shaken(_: Any, y: torch.Tensor, shaken: torch.Tensor, longest: int) -> float:
-    """`shaken`: from inputs that differ by one rounding. `longest`: elements of the largest
-    tensor, which tells how many are added at most.
+    """`shaken`: of inputs that differ by one rounding; `longest`: elements of the largest tensor,
+    which are the most that are added.
     """
     least = FP32_ROUNDINGS_CUDA if y.is_cuda else FP32_ROUNDINGS
     roundings = max(least, 8 * math.sqrt(longest / y.numel()))
@@ -243,7 +233,7 @@ def limit_by_exact(_: Any, y: torch.Tensor, exact: torch.Tensor, dtype: torch.dt
 
 
 def _error_of_kind(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float] | None:
-    """The error of results that are not compared by their norms."""
+    """Of results that are not compared by their norms."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return math.inf, math.inf
     if not y.numel():
@@ -310,7 +300,7 @@ def same_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_constants(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Positive noise where all elements are equal, as the gradients behind a scale of zero are."""
+    """Positive noise where all elements are equal, as in gradients behind a scale of zero."""
     is_writable = tensor.is_floating_point() and tensor.numel() > 1 and 0 not in tensor.stride()
     if not is_writable or bool(tensor.amin() != tensor.amax()):
         return tensor
@@ -331,7 +321,6 @@ def _shaken(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _in_fp32(value: Any) -> Any:
-    """A tensor, or the dtype that a call asks for."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _16_BIT else value
     return torch.float32 if isinstance(value, torch.dtype) and value in _16_BIT else value

@@ -34,7 +34,7 @@ from cl_train.system.failures import explain_failure, failure_explained
 from cl_train.system.tensors import tensors_in
 from cl_train.system.torch_state import own_torch_state
 
-SMALL_SIZES = (48, 64, 96)  # pixels; the first that the model takes
+SMALL_SIZES = (48, 64, 96)  # pixels
 SMALL_BATCH = 4  # the fewest whose BatchNorm has gradients
 MODES = {"both": (False, True), "train": (True,), "infer": (False,)}  # values of `training`
 BATCH_SIZE = 4
@@ -54,7 +54,7 @@ class ParityReport:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, of what failed the first ten."""
+        """Plain values; of what failed the first ten."""
         return {**vars(self), "failed": self.failed[:10], "text": str(self)}
 
     def __str__(self) -> str:
@@ -88,13 +88,10 @@ def check_parity(
     seed: int = 0,
 ) -> ParityReport:
     """Compare a step of copies of `model` in both layouts: each operator call by itself, and the
-    code as a whole in float64.
-
-    Random operators draw equal numbers in all runs. A crash in channels_last is a difference.
+    code as a whole in float64. Random operators draw equal numbers; a crash is a difference.
 
     Args:
-        model: fp32, in any layout, on any device; where its parameters are constant, such as a
-            scale of zero, the copies hold other values.
+        model: fp32, in any layout; constant parameters, such as a scale of zero, get other values.
         batch, image_size, device: as in `compare_layouts`.
         batch_size: default: 4.
         loss: scalar of the model's output; default: a sum with fixed random weights.
@@ -122,7 +119,7 @@ def check_parity(
 def parity_of(
     model: nn.Module, workload: Workload, layout: Layout, modes: Sequence[bool], seed: int = 0
 ) -> ParityReport:
-    """Compare both layouts in the step of `workload`, of noise if it has no batch."""
+    """Compare both layouts in the step of `workload`."""
     given = workload.batch
     if given is None:
         given = noise((workload.batch_size, *workload.input_shape), seed)
@@ -184,7 +181,7 @@ def _different(wrong: list[WrongCall], asked: tuple[str, str], note: str = "") -
 
 
 def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one input: of the first of `SMALL_SIZES` that the model takes, if smaller."""
+    """The shape of one input of the first of `SMALL_SIZES` that the model takes, if smaller."""
     for size in SMALL_SIZES:
         small = (*wanted[:-2], *(min(side, size) for side in wanted[-2:]))
         try:

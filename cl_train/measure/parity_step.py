@@ -32,8 +32,8 @@ Roots = list[tuple[torch.Tensor, torch.Tensor | None]]  # where backward begins,
 class ParityStep:
     """A copy of a model in one layout, with its batch; each run draws the same random numbers.
 
-    Parameters that the initialisation makes constant hold seeded values instead: behind a scale of
-    zero every gradient is zero, right or wrong. BatchNorm's statistics are those of the last batch.
+    Constant parameters hold seeded values instead: behind a scale of zero every gradient is zero,
+    right or wrong. BatchNorm's statistics are those of the last batch.
     """
 
     model: nn.Module
@@ -56,7 +56,7 @@ class ParityStep:
         seed: int,
         dtype: torch.dtype | None = None,
     ) -> "ParityStep":
-        """`dtype`: instead of the workload's precision; then the input has a gradient, too."""
+        """`dtype`: instead of the workload's precision, with a gradient of the input, too."""
         precision = workload.precision if dtype is None else Precision("fp32")
         copied = model_in_layout(model, layout, precision, workload.device)
         _give_values(copied, seed)
@@ -91,7 +91,6 @@ class ParityStep:
         return [(total, None)]
 
     def run(self, recorder: OriginRecorder | None = None) -> Results:
-        """All modes, watched by `recorder`."""
         computed: Results = {}
         with nullcontext() if recorder is None else recorder.watching(), self._state():
             for is_training in self.modes:
@@ -160,7 +159,7 @@ def _give_values(model: nn.Module, seed: int) -> None:
 
 
 class ContiguousResults(TorchDispatchMode):
-    """What operators compute is contiguous, unless the code asks for another format: a reference.
+    """What operators compute is contiguous, unless the code asks for another format.
 
     Behind a permuted LayerNorm, as in ConvNeXt, results are channels_last in every layout, and code
     that is wrong for it would be compared with itself.
@@ -183,11 +182,11 @@ class ContiguousResults(TorchDispatchMode):
 
 
 class EqualRandomness(TorchDispatchMode):
-    """Random operators draw the same logical values for every memory format, dtype and device.
+    """Random operators draw the same values for every memory format, dtype and device.
 
-    `torch.rand_like(x)` fills memory in storage order. Here the model receives the results of
-    random operators on contiguous float64 copies of their arguments on the CPU, seeded by the
-    number of the call. Fused attention, whose kernels draw their own numbers, is only seeded.
+    `torch.rand_like(x)` fills memory in storage order: the model receives what contiguous float64
+    copies on the CPU give, seeded by the number of the call. Fused attention, whose kernels draw
+    their own numbers, is only seeded.
     """
 
     def __init__(self, seed: int) -> None:

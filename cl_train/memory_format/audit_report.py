@@ -27,17 +27,13 @@ class Origin:
 
 @dataclass(kw_only=True)
 class Call(Origin):
-    """One operator call of a step; equal calls of one line of code are one entry with their number.
+    """An operator call of a step, or equal calls of one line of code.
 
-    Outcomes:
-        kept: channels_last in and out.
-        lost: channels_last in and contiguous out; in backward also a gradient made contiguous
-            although its activation is channels_last.
-        restored: contiguous in and channels_last out.
-        created: a contiguous gradient, made without reading a channels_last tensor: no bytes move.
-        inherited: a loss only because it reads a created gradient.
-        ambiguous: size-1 dimensions leave both formats possible.
-        contiguous: in and out.
+    Outcomes: kept, channels_last in and out; lost, channels_last in and contiguous out, or the
+    contiguous gradient of a channels_last activation; restored, contiguous in and channels_last
+    out; created, a contiguous gradient that no channels_last tensor was read for: no bytes move;
+    inherited, a loss only because it reads a created gradient; ambiguous, by dimensions of size 1;
+    contiguous, in and out.
     """
 
     operator: str
@@ -46,9 +42,7 @@ class Call(Origin):
     strides: tuple[int, ...]
     dtype: str
     inputs: tuple[str, ...] = ()
-    # "explicit": the call is a copy; "hidden": the kernel permutes its input first, or an
-    # element-wise kernel reads one input with large strides
-    copy: str = ""
+    copy: str = ""  # "explicit": the call is a copy; "hidden": its kernel permutes an input
     moved_bytes: int = 0
     cause: str = ""  # the `place` of the call that made one of its inputs contiguous
     count: int = 1
@@ -88,7 +82,7 @@ class Call(Origin):
 
 @dataclass
 class LayoutReport:
-    """An audited step. Bytes are those read and written by its operators; views are not counted."""
+    """An audited step. Bytes are those that its operators, without views, read and write."""
 
     model: str
     model_memory_format: str
@@ -102,9 +96,10 @@ class LayoutReport:
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
         """The calls with this outcome, sorted by the bytes that they moved."""
-        calls = [call for call in self.calls if call.outcome == outcome]
-        if direction is not None:
-            calls = [call for call in calls if call.direction == direction]
+        directions = ("forward", "backward") if direction is None else (direction,)
+        calls = [
+            one for one in self.calls if one.outcome == outcome and one.direction in directions
+        ]
         return sorted(calls, key=lambda call: -call.moved_bytes * call.count)
 
     @property
@@ -118,7 +113,7 @@ class LayoutReport:
 
     @property
     def moved_pct(self) -> float:
-        """The same as a share of all bytes of the step."""
+        """Of all bytes of the step."""
         return self._pct(self.calls)
 
     @property
@@ -143,9 +138,8 @@ class LayoutReport:
     def losses(self) -> list[dict[str, Any]]:
         """A row for each line of code that loses the format, the most expensive first."""
         rows, paid = [], self.paid
-        for calls in grouped(
-            self.of("lost"), attrgetter("operator", "direction", "source", "copy")
-        ):
+        of_line = attrgetter("operator", "direction", "source", "copy")
+        for calls in grouped(self.of("lost"), of_line):
             first, places = calls[0], {call.place for call in calls}
             row = {
                 "calls": _count(calls),
@@ -161,9 +155,7 @@ class LayoutReport:
         return sorted(rows, key=lambda row: -float(row["% of bytes"]))
 
     def notes(self) -> list[str]:
-        """What is paid for contiguous tensors that no loss made: for each line of code that makes
-        them, the most expensive first.
-        """
+        """What is paid for contiguous tensors that no loss made, by the line that makes them."""
         lost = {call.place for call in self.of("lost")}
         creators = {call.place: call for call in self.of("created")}
         paying = defaultdict[str, list[Call]](list)
@@ -179,7 +171,7 @@ class LayoutReport:
         return lines
 
     def inherited(self) -> dict[tuple[str, str, str], str]:
-        """The lines that create gradients, by direction, module and operator of who pays."""
+        """Lines that create contiguous gradients, by direction, module and operator of who pays."""
         creators = {call.place: call.where for call in self.of("created")}
         return {
             (call.direction, call.module, call.operator): creators[call.cause]
@@ -229,17 +221,15 @@ class LayoutReport:
 def _of_creator(creator: Call | None, paying: Call) -> str:
     if creator is None:
         return f"the batch or a weight is contiguous, first for {paying.where}"
-    what = (
-        f"{creator.where} ({creator.module_type}): its backward pass creates a contiguous gradient"
-    )
+    backward = "its backward pass creates a contiguous gradient"
     if creator.name.startswith("div"):
         keeping = "x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)"
-        what += f" (of a mean; in your own model, {keeping} keeps it)"
-    return what
+        backward += f" (of a mean; in your own model, {keeping} keeps it)"
+    return f"{creator.where} ({creator.module_type}): {backward}"
 
 
 def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    """Items in groups of an equal key, in the order of the first of each."""
+    """Groups of an equal key, in the order of their first items."""
     groups = defaultdict[object, list[T]](list)
     for item in items:
         groups[key(item)].append(item)

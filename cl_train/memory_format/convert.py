@@ -37,10 +37,7 @@ _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
 
 @dataclass(frozen=True)
 class Layout:
-    """The memory format of the input and, with `conversion` and `select`, of the model.
-
-    The last two are the arguments of `convert`; without arguments all is channels_last.
-    """
+    """The memory format of the input and, with the arguments of `convert`, of the model."""
 
     memory_format: torch.memory_format = torch.channels_last
     conversion: str = "full"
@@ -52,7 +49,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """`contiguous`, `channels_last`, or with a conversion, `channels_last_conv`."""
+        """`contiguous`, `channels_last` or `channels_last_conv`."""
         suffix = "" if self.conversion == "full" else f"_{self.conversion}"
         return MEMORY_FORMAT_NAMES[self.memory_format] + suffix
 
@@ -109,9 +106,8 @@ def convert(
 ) -> ConversionReport:
     """Convert the parameters and buffers of `model` in place; their values do not change.
 
-    Each Parameter stays the same object, so optimizers, hooks, tied weights and `requires_grad` are
-    unaffected; gradients are converted too. Convert after building and loading the model, and
-    before DDP, EMA and the first compiled call.
+    Parameters stay the same objects, with hooks, ties and `requires_grad`; gradients are converted,
+    too. Convert after building and loading the model, before DDP, EMA and the first compiled call.
 
     Args:
         model: an `nn.Module` (eager, `torch.fx`, scripted, traced, compiled) or a `torch.export`
@@ -122,8 +118,8 @@ def convert(
             stands for all three arguments.
         select: for mode "select": shell patterns of module names (a pattern includes the module's
             children), or a predicate of (name, module).
-        memory_format: `channels_last` (of tensors of 5 dimensions it is channels_last_3d),
-            `channels_last_3d`, which is the same here, or `contiguous_format`; or its name.
+        memory_format: `channels_last` or `channels_last_3d`, which are the same here, or
+            `contiguous_format`; or its name.
 
     Raises ConfigError: unknown mode; a pattern that matches no module; a lazy module; a model that
     is, contains or is inside DDP or FSDP; sharded parameters.
@@ -159,7 +155,7 @@ def _convert_tensors(
     memory_format: torch.memory_format,
     report: ConversionReport,
 ) -> None:
-    """Convert the selected tensors; those that shared memory still do so afterwards."""
+    """Tensors that shared memory still do so afterwards."""
     names_of = defaultdict[Any, list[str]](list)  # of the tensors with the same elements
     for name, tensor in tensors.items():
         if tensor.layout == torch.strided:
@@ -236,7 +232,7 @@ def _is_convolution(name: str, module: nn.Module) -> bool:
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
-    """Names of the convolutions, or of the modules that `select` takes."""
+    """Names of modules."""
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -1,11 +1,9 @@
 """Convolutions whose kernel is known to write outside its memory: refused before they run.
 
 One is known: oneDNN's weight gradient of a 1x1 convolution with a stride, in channels_last on a
-CPU. Where the stride leaves pixels over at an edge, processes die, at once or later, or train on
-overwritten memory. Measured with torch 2.15 on AVX-512, by a page behind each buffer that cannot be
-written: 96 of 434 random shapes wrote there, all with fewer than 16 input channels, one group, no
-padding, pixels left over, and either more than 1,024 output pixels or several threads; none of 357
-shapes without one of these did.
+CPU. With torch 2.15 on AVX-512, 96 of 434 random shapes wrote there, all with fewer than 16 input
+channels, one group, no padding, pixels left over by the stride, and either more than 1,024 output
+pixels or several threads; none of 357 shapes without one of these did.
 """
 
 import math
@@ -32,8 +30,8 @@ def _is_narrow(weight: torch.Tensor) -> bool:
 
 
 class KnownCrash(TorchDispatchMode):
-    """Within the block, notes the first convolution of `model`'s forward pass whose gradient would
-    crash in channels_last on a CPU; shapes alone ("meta" tensors) suffice, in either layout.
+    """Notes the first convolution of a forward pass, in either layout and of shapes alone ("meta"),
+    whose gradient would crash in channels_last on a CPU.
     """
 
     def __init__(self, model: nn.Module) -> None:

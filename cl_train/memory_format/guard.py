@@ -17,7 +17,7 @@ def layout_guard(
     allow: Sequence[str] = (),
     strict: bool = False,
 ) -> Iterator[None]:
-    """Watch every operator of the block in this thread, in any loop; costs as much as a debugger.
+    """Watch every operator of the block in this thread, at the price of a debugger.
 
     Convert the model and its input first: what never was channels_last cannot be lost. A loss of
     tokens is raised by the operator that reads them.

@@ -44,12 +44,12 @@ NO_IMAGE = Axes((), ())
 
 
 def image_kinds(rank: int) -> Kinds:
-    """Returns the kinds of an image [N,C,H,W], a video [N,C,D,H,W], or a signal [N,C,L]."""
+    """Of an image [N,C,H,W], a video [N,C,D,H,W], or a signal [N,C,L]."""
     return (OTHER, CHANNEL, *[PIXEL] * (rank - 2))
 
 
 def is_shared_by_batch(tensor: torch.Tensor) -> bool:
-    """Whether every image of the batch reads the same values, as from a table of positions."""
+    """As a table of positions is."""
     return tensor.dim() > 0 and len(tensor) > 1 and tensor.stride(0) == 0
 
 
@@ -94,11 +94,8 @@ def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> K
     are the finer pixels of a depth-to-space.
     """
     starts = [max(start, stride) for start in axes.strides[first : last + 1]]
-    ends = [*starts[1:], stride * size]
-    parts = tuple(
-        (end // start, kind)
-        for start, end, kind in zip(starts, ends, axes.kinds[first : last + 1], strict=True)
-    )
+    sizes = [end // start for start, end in zip(starts, [*starts[1:], stride * size], strict=True)]
+    parts = tuple(zip(sizes, axes.kinds[first : last + 1], strict=True))
     elements = {OTHER: 1, CHANNEL: 1, PIXEL: 1}
     for part, kind in parts:
         if kind != OTHER:
@@ -126,8 +123,7 @@ def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
 
 
 def kept_kinds(rank: int, operands: Iterable[Kinds], reduced: Sequence[int] | None) -> Kinds | None:
-    """Returns the output's kinds, from the operand with the most known kinds; None if no operand
-    has as many dimensions.
+    """The output's kinds, from the operand with the most known ones; None if none has its rank.
 
     `reduced`: dimensions that the operator removes.
     """

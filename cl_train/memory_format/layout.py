@@ -30,9 +30,8 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
 def classify(tensor: torch.Tensor) -> StrideOrder:
-    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], by the order of its strides.
+    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], also of a slice, by its strides.
 
-    Unlike `is_contiguous(memory_format=...)` this accepts slices, such as half of the channels.
     "ambiguous": both orders hold (C == 1, H == W == 1, no elements); "other": another number of
     dimensions, another order, expanded (stride 0), no strides (sparse).
     """

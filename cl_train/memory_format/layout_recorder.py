@@ -49,7 +49,7 @@ _SAME_CALL = attrgetter(
 
 
 class Traits(NamedTuple):
-    """What the recorder needs to know of an operator."""
+    """Of an operator."""
 
     name: str
     is_view: bool
@@ -77,7 +77,7 @@ def traits_of(function: Any) -> Traits:
 
 @dataclass(slots=True)
 class Memory:
-    """What is known of memory that an operator of the step has allocated or written."""
+    """Of what an operator of the step has allocated or written."""
 
     axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
     cause: Call | None = None  # the call that made the image there contiguous
@@ -119,7 +119,6 @@ class Executed(NamedTuple):
         return [each.memory for each in self.operands if each.order == "contiguous"]
 
     def call(self, outcome: Outcome, output: Operand, **more: Any) -> Call:
-        """`output`: the first that counts."""
         tensor = output.tensor
         return Call(
             operator=str(self.function),
@@ -135,10 +134,10 @@ class Executed(NamedTuple):
 class LayoutRecorder(OriginRecorder):
     """Gives `on_call` the calls that read or write images, in any number of dimensions.
 
-    A call is judged by the order in which its inputs and outputs store channels and pixels (see
-    `image_axes`). A copy of tokens is judged when it is read: transposed keys, whose product with
-    the queries of an attention is no image, are no loss. A contiguous image that a convolution or
-    a pooling reads, and that no loss explains, is a loss of the operator that wrote it.
+    A call is judged by the order in which it stores channels and pixels (see `image_axes`). A copy
+    of tokens is judged when it is read: transposed keys, whose product with queries is no image,
+    are no loss. A contiguous image that a convolution or a pooling reads, and that no loss
+    explains, is a loss of the operator that wrote it.
     """
 
     def __init__(self, on_call: Callable[[Call], None]) -> None:
@@ -251,7 +250,7 @@ class LayoutRecorder(OriginRecorder):
         return Operand(tensor, kinds, stride_order(tensor, kinds) if kinds else None, memory)
 
     def _note_forward(self, executed: Executed) -> None:
-        """The shapes of channels_last images, and a loss that only its reader shows."""
+        """Shapes of channels_last images, and a loss that only its reader shows."""
         operands = executed.operands
         for each in (*operands, *executed.produced):
             if each.order == "channels_last" and each.is_image:
@@ -264,7 +263,6 @@ class LayoutRecorder(OriginRecorder):
             self._on_call(memory.cause)
 
     def _remember(self, executed: Executed, call: Call | None) -> None:
-        """What the outputs hold from now on."""
         sources = executed.contiguous_inputs
         cause = next((memory.cause for memory in sources if memory is not UNKNOWN), None)
         if call is not None and call.outcome in ("lost", "created"):
@@ -363,7 +361,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 @contextmanager
 def recording(report: LayoutReport) -> Iterator[None]:
-    """Adds the calls of one step, which the block runs, to `report`."""
+    """Add the calls of one step, which the block runs, to `report`."""
     calls: list[Call] = []
     with LayoutRecorder(calls.append).watching() as recorder:
         yield

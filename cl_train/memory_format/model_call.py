@@ -11,9 +11,8 @@ from cl_train.system.tensors import tensors_in
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """`batch`: the model's input, a tuple or list of its inputs, or a dict of its arguments.
-
-    A list of images [C,H,W], of different sizes, is the one input of a detection model.
+    """`batch`: the model's input, a tuple or list of its inputs, a dict of its arguments, or a list
+    of images [C,H,W], which is the one input of a detection model.
     """
     if isinstance(batch, dict):
         return model(**batch)

@@ -25,7 +25,7 @@ UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_spli
 
 _OWN = f"{Path(__file__).parents[1]}/"
 _PYTHON = f"{Path(os.__file__).parent}/"
-LIBRARIES = ("torch", "cl_train", "python")  # whose lines are nobody's model
+_LIBRARIES = ("torch", "cl_train", "python")  # whose lines are nobody's model
 
 
 def name_of(function: Any) -> str:
@@ -99,7 +99,7 @@ class OriginRecorder(TorchDispatchMode):
 
     def origin(self) -> Origin:
         """The origin of the operator that is about to run, or has just run."""
-        source, line = calling_line(_getframe(2))
+        source, line = _calling_line(_getframe(2))
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             parameter = getattr(node, "variable", None)
@@ -118,7 +118,7 @@ class OriginRecorder(TorchDispatchMode):
         return origin
 
 
-def calling_line(frame: FrameType | None) -> tuple[str, str]:
+def _calling_line(frame: FrameType | None) -> tuple[str, str]:
     """file:line and text of the model's code; empty for calls of autograd and of this package.
 
     It is the innermost line in the package of the function that PyTorch called: in a model that
@@ -127,13 +127,13 @@ def calling_line(frame: FrameType | None) -> tuple[str, str]:
     lines: dict[str, tuple[str, int]] = {}  # of each package the innermost
     called = ""
     while frame is not None:
-        package = package_of(frame.f_code.co_filename)
+        package = _package_of(frame.f_code.co_filename)
         is_autograd = frame.f_code.co_name == "_engine_run_backward"
         is_mode = frame.f_code.co_name == "__torch_dispatch__"  # between the code and the operator
         is_end = (package == "cl_train" and not is_mode) or (package == "torch" and lines)
         if is_autograd or is_end:
             break
-        if package not in LIBRARIES:
+        if package not in _LIBRARIES:
             called = package
             lines.setdefault(package, (frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
@@ -144,7 +144,7 @@ def calling_line(frame: FrameType | None) -> tuple[str, str]:
 
 
 @cache
-def package_of(path: str) -> str:
+def _package_of(path: str) -> str:
     """The package of a source file; "python": its library, "": code that is not installed."""
     if path.startswith(TORCH):
         return "torch"
