@@ -1,8 +1,7 @@
-"""Variants of the same work in turns, A B B A, in one process: the one driver of measurements. No
-torch here.
+"""Variants of the same work in turns, A B B A, in one process: the one driver of measurements.
 
-Linear drift of the machine (heat, other users) cancels within a round, so rounds are nearly
-independent. What other processes disturbed is left out.
+Linear drift of the machine (heat, other users) cancels within a round. What other processes
+disturbed is left out. No torch here.
 """
 
 import logging
@@ -82,10 +81,9 @@ class Rounds:
 
 
 def rounds_that_count(taken_shares: Sequence[float]) -> list[int]:
-    """The rounds from which other processes took least; `taken_shares`: of each round's time.
+    """Those from which other processes took at most 2 %, and at least half of all.
 
-    Those that lost at most 2 % count, and at least half of all: small losses are noise, which the
-    interval contains, and few rounds make it wider than the noise would.
+    Small losses are noise, which the interval contains; few rounds make it wider than that would.
     """
     count = len(taken_shares)
     quiet = sum(share <= MOST_TAKEN for share in taken_shares)
@@ -95,9 +93,7 @@ def rounds_that_count(taken_shares: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Stop:
-    """When a measurement ends: every interval is at most `target_ci` wide (high - low), or time
-    runs out.
-    """
+    """Every interval is at most `target_ci` wide (high - low), or time is over."""
 
     target_ci: float = 0.02
     time_limit_s: float = 60.0

@@ -1,7 +1,7 @@
 """The atlas: what each operator of torch that takes an image does in channels_last.
 
-Inputs are the samples of torch's operator database, compared as in `kernels.py`. A child process
-runs them: a crash must not end the atlas, and the database changes flags of torch for good.
+A child process runs the samples of torch's operator database: a crash must not end the atlas, and
+the database changes flags of torch for good.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ Record = dict[str, Any]  # of all of them
 def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> Record:
     """What operators, by patterns of names, keep, lose and compute wrong.
 
-    Raises ConfigError: no operator matches; the operator database needs a package.
+    Raises ConfigError: no operator matches; a package is missing.
     """
     if importlib.util.find_spec("expecttest") is None:
         what = "torch's operator database needs expecttest"
@@ -66,7 +66,7 @@ def _shown_by(text: str, what: str) -> str:
 def _rows(
     device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int = 0
 ) -> Iterator[Row]:
-    """Of a child; where an operator crashes, of another one from the next operator on."""
+    """From a child; behind an operator that crashes from another one."""
     # A fork knows what the caller replaced in torch; CUDA does not survive it.
     context: Any = multiprocessing.get_context("spawn" if device.type == "cuda" else "fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -157,7 +157,7 @@ def program(facts: Record, row: Row) -> str:
 def _examine_all(
     rows: Connection, device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int
 ) -> None:
-    """Send a row for each operator, and before each draw which one it is."""
+    """Send a row of each operator, and before each draw which one it is."""
     end_with_parent()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the threads of the parent are not forked
@@ -176,7 +176,7 @@ def _examine_all(
         has_gradients = op.supports_autograd and dtype in op.supported_backward_dtypes(kind)
         facts = {"operator": op.full_name, "number": number, "has_gradients": has_gradients}
         set_rng_seed(0)
-        # All samples first: the draws use random numbers, too.
+        # All samples first: operators draw random numbers, too.
         samples = list(op.sample_inputs(str(device), dtype, requires_grad=has_gradients))
         layouts: dict[str, Counter[str]] = {"output": Counter(), "gradient": Counter()}
         draws, faults = 0, []

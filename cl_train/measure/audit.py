@@ -35,7 +35,7 @@ def audit(
     time_limit_s: float = 30.0,
     name: str | None = None,
 ) -> LayoutReport:
-    """Report which operator calls of one step of `model` kept, lost and restored channels_last.
+    """Report which operator calls of a step kept, lost and restored channels_last.
 
     Weights, buffers, gradients and the random state are restored.
 
@@ -46,8 +46,8 @@ def audit(
         precision: as in `compare_layouts`; fp32: the tensors' own dtypes, no autocast.
         loss, output: as in `compare_layouts`; default: the mean square of the output.
         backward: False: forward only, without gradients.
-        time: also time every operator of a training step, or without a backward pass of inference,
-            of copies in both layouts.
+        time: also time every operator, in copies in both layouts: of a training step, or without a
+            backward pass of inference.
         time_limit_s: of all rounds of `time`; at least four are measured.
         name: of the model, for the report.
 
@@ -89,12 +89,11 @@ def audit(
 
 
 def _first_images(batch: Any) -> torch.Tensor:
-    """The first tensor of 4 or 5 dimensions of a model's input; else the first image [C,H,W]."""
+    """The first tensor of 4 or 5 dimensions, else the first image [C,H,W]."""
     tensors = sorted(tensors_in(batch), key=lambda tensor: tensor.dim() == 3)
     images = next((tensor for tensor in tensors if tensor.dim() in (3, 4, 5)), None)
     if images is None:
-        what = "no tensor of 4 or 5 dimensions, [N,C,H,W], nor of 3, [C,H,W]"
-        raise ConfigError(f"the batch holds no images: {what}")
+        raise ConfigError("the batch holds no images: no tensor of 3, 4 or 5 dimensions")
     return images
 
 
@@ -118,7 +117,7 @@ def _scalar(
     device: torch.device,
     loss: LossFunction | None,
 ) -> torch.Tensor | None:
-    """The scalar loss; None without `loss` (and gradients), or if all parameters are frozen."""
+    """None: there is no `loss`, or all parameters are frozen."""
     with autocast(precision, device), nullcontext() if loss else torch.no_grad():
         result = call_model(model, batch)
         if loss is None:

@@ -38,10 +38,9 @@ class Bar:
 def write_chart(
     panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[str, str], path: Path
 ) -> bool:
-    """Draw panels with the same rows side by side, the speed of `sides[1]` / that of `sides[0]` on
-    logarithmic axes.
+    """Panels with the same rows side by side, the speed of `sides[1]` / that of `sides[0]`.
 
-    Returns False if matplotlib is not installed or there is nothing to draw.
+    False: matplotlib is not installed, or there is nothing to draw.
     """
     rows = max(map(len, panels.values()), default=0)
     bars = [bar for panel in panels.values() for bar in panel]
@@ -81,10 +80,9 @@ def write_chart(
                 fill = "white" if is_hollow else colour
                 axes.plot(middle, row, "o", color=colour, mfc=fill, mew=2, ms=8)
             words = textwrap.fill(bar.words, 62, max_lines=2, placeholder=" …")
-            # Over the line at 1.
-            over = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            over_line_at_1 = {"facecolor": "white", "edgecolor": "none", "pad": 1}
             place = {"ha": "center", "va": "bottom"}
-            axes.text(middle, row - 0.15, words, fontsize=9, bbox=over, **place)
+            axes.text(middle, row - 0.15, words, fontsize=9, bbox=over_line_at_1, **place)
     _save(figure, path)
     return True
 
@@ -118,9 +116,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
-    """The step in both layouts, stacked by kind of operator, and the ten largest differences of
-    modules.
-    """
+    """The step by kinds of operators, and the ten largest differences of modules."""
     figure = _figure(10, 4.6, f"{title}\n{times.conclusions()[1]}")
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
     kinds = times.rows(lambda call: call.kind)

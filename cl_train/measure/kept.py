@@ -1,6 +1,4 @@
-"""Results of measurements that a later run need not repeat: one small file for all that can change
-them, in ${XDG_CACHE_HOME:-~/.cache}/cl_train/.
-"""
+"""Results of measurements that a later run need not repeat, in ~/.cache/cl_train/."""
 
 import hashlib
 import inspect

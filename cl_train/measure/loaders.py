@@ -25,7 +25,7 @@ from cl_train.system.tables import markdown_table
 
 @dataclass
 class Pipeline:
-    """One way to load: `batches` begins an epoch and yields something of each batch's length."""
+    """`batches` begins an epoch and yields something of each batch's length."""
 
     name: str
     workers: int
@@ -45,8 +45,7 @@ class Pipeline:
 def benchmark_loaders(
     settings: LoaderBenchmarkSettings, *others: Callable[[LoaderBenchmarkSettings, int], Pipeline]
 ) -> tuple[dict[str, Any], str]:
-    """The content of the JSON file, and its text; `others` make more pipelines, of the largest
-    number of workers.
+    """The JSON document, and its text; `others` make more pipelines, of the most workers.
 
     Raises ConfigError: no such folder, no whole batch, or a bad image.
     """
@@ -97,9 +96,7 @@ def benchmark_loaders(
 
 
 def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """uint8 NHWC batches in shared memory, as training receives them before the copy to the
-    device.
-    """
+    """uint8 NHWC batches in shared memory, as before the copy to the device."""
     # No validation images are needed: the least share takes one image of each class.
     cfg = DataConfig(
         name="folder",
@@ -121,9 +118,7 @@ def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
 
 
 def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """torchvision's references/classification: Pillow, float tensors from the workers, default
-    collate.
-    """
+    """torchvision's references/classification: Pillow, float tensors, default collate."""
     from torchvision import datasets, transforms
 
     crop = transforms.RandomResizedCrop(settings.image_size)

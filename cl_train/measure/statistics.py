@@ -1,7 +1,7 @@
 """Confidence intervals of speed ratios, of repeated runs (a sweep) and of blocks in one process.
 
-Both use the log of the speed, which treats a ratio and its inverse alike. docs/comparison.md has
-their error rates. No torch here.
+Of the log of the speed, which treats a ratio and its inverse alike. docs/comparison.md has their
+error rates. No torch here.
 """
 
 import functools
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_DIFFERENCE = 0.03  # an interval within this distance of 1 is a verdict: no difference
-# The speeds of two equal models in one process differ because of memory placement: a ratio this
-# close to 1, or an interval that comes half as close, is neither faster nor slower.
+# Equal models in one process differ by memory placement: a ratio this close to 1, or an interval
+# that comes half as close, is neither faster nor slower.
 SMALLEST_DIFFERENCE = 0.01
 
-# Standard deviation of log speed between processes that run the same command: the least that is
-# assumed, however alike a few runs happen to be, and what is assumed of a single run per side.
+# Standard deviation of log speed between processes of the same command: the least that is assumed,
+# however alike a few runs happen to be, and that of a single run per side.
 SMALLEST_SPREAD = 0.01
 SMALLEST_SPREAD_OF_TWO = 0.04  # both runs may have been of the fast, or of the slow, processes
 UNKNOWN_SPREAD = 0.05
@@ -47,7 +47,7 @@ class Interval:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """None: unknown, from one round, or from a few that had little in common."""
+        """None: unknown, of one round, or of a few that had little in common."""
         return (self.low, self.high) if self.high <= WIDEST * self.ratio else None
 
     def __str__(self) -> str:
@@ -55,15 +55,14 @@ class Interval:
         return f"{self.ratio:.3f}x [{bounds}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of records."""
         ci95 = self.bounds and [round(bound, 4) for bound in self.bounds]
         return {"ratio": round(self.ratio, 4), "ci95": ci95, "n": self.n}
 
 
 @functools.lru_cache(maxsize=4096)
 def student_t(degrees: float, error: float = ERROR) -> float:
-    """The quantile of Student's t distribution that `|t|` exceeds with probability `error`, within
-    0.1 %; `degrees` need not be whole.
+    """What `|t|` of Student's distribution exceeds with probability `error`, within 0.1 %;
+    `degrees` need not be whole.
     """
     # With t = sqrt(degrees) tan(angle) the density is cos(angle) ** (degrees - 1): the angle beyond
     # which a share `error` of its integral lies. Beyond t = 8 there is none if degrees are many.
@@ -117,8 +116,8 @@ def interval_of_rounds(ratios: Sequence[float]) -> Interval:
 
 
 def error_of_look(looks: int) -> float:
-    """The error that an interval may have if `looks` of them are tried in turn and the first that
-    decides ends it, so that all together err in 5 %: a little under Pocock's constants (1977).
+    """The error of each of `looks` intervals, of which the first that decides is the last: all
+    together err in 5 %; a little under Pocock's constants (1977).
     """
     return ERROR / looks**LOOK_COST
 
@@ -172,8 +171,8 @@ def verdict_of(interval: Interval, *, is_host_bound: bool = False) -> str:
 def repeats_to_decide(
     baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]], looks: int = 1
 ) -> int | None:
-    """Runs per side, an even number, after which this ratio with this spread has a verdict; None =
-    more than `MAX_REPEATS`. Arguments as in `interval_of_runs`.
+    """Runs per side, an even number, after which this ratio with this spread has a verdict; None:
+    more than `MAX_REPEATS`.
     """
     centre, sides = _centre(baseline, candidate)
     variances = [((SMALLEST_SPREAD + UNKNOWN_SPREAD) / 2) ** 2] * 2  # assumed for one run per side
@@ -187,7 +186,7 @@ def repeats_to_decide(
 
 
 def seconds_to_decide(interval: Interval, seconds: float) -> float:
-    """The time in which rounds probably decide what `seconds` of them have not; inf: none does."""
+    """In which rounds probably decide what `seconds` of them have not; inf: none does."""
     difference, half = abs(math.log(interval.ratio)), math.log(interval.high / interval.ratio)
     margin = max(difference - SMALLEST_DIFFERENCE, NO_DIFFERENCE - difference)
     return seconds * max(1.0, half / margin) ** 2 if margin > 0 else math.inf

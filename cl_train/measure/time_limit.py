@@ -23,11 +23,10 @@ SHARE_OF_MEMORY = 0.8  # of what is free
 def scaled_to_time(
     model: nn.Module, workload: Workload, limit_s: float, least_steps: int
 ) -> Workload:
-    """Returns `workload`, on a CPU with as many images per step as memory allows, and as let
-    `least_steps` end within `limit_s`.
+    """On a CPU with as many images per step as memory allows, and as let `least_steps` end within
+    `limit_s`: fewer in the batch, down to `LEAST_IMAGES`, then fewer micro-steps.
 
-    First the batch becomes smaller, down to `LEAST_IMAGES`, then the number of micro-steps. A GPU
-    is measured with the run's own batch, as is a compiled step, which cannot be tried cheaply.
+    A compiled step, which cannot be tried cheaply, keeps its batch, as does a GPU.
     """
     settings = workload.settings
     is_eager_cpu = workload.device.type == "cpu" and not settings.compile
@@ -64,7 +63,7 @@ def scaled_to_time(
 def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], float]:
     """Run eager steps of all sides in turns, fewer where rounds would not fit in behind them.
 
-    Returns the seconds of the last step of each side, and what is left of the time.
+    Seconds of the last step of each side, and those that are left.
     """
     workload = timed[0].workload
     ends_at = time.perf_counter() + stop.time_limit_s

@@ -43,10 +43,7 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """The input, the loss and the settings of one step; `compare_layouts` explains them.
-
-    Raises ConfigError: a batch without images.
-    """
+    """The input, the loss and the settings of one step; `compare_layouts` explains them."""
 
     batch_size: int  # images per micro-step
     input_shape: tuple[int, ...]  # of one image (C, H, W) or video (C, T, H, W)
@@ -78,7 +75,7 @@ class Workload:
 
 
 class TimedStep:
-    """`step` does what training (or inference) does per step; the original model is unchanged.
+    """`step` is that of training or inference, on a copy of the model.
 
     Raises ConfigError: torch is known to crash on this model in this layout.
     """
@@ -88,7 +85,7 @@ class TimedStep:
         model: nn.Module,
         layout: Layout,
         workload: Workload,
-        facts: ModelFacts | None = None,  # of the same model and workload, where they are known
+        facts: ModelFacts | None = None,  # of the same model and workload, if known
     ) -> None:
         settings, device = workload.settings, workload.device
         self.layout, self.workload = layout, workload
@@ -112,8 +109,7 @@ class TimedStep:
             if settings.compile:
                 self._called = compiled(self.model)
 
-        # Percent of the bytes that convolutions return: those in channels_last though the model was
-        # given contiguous. None: it was not, it is compiled, or it has not run.
+        # Of the bytes that convolutions of a contiguous eager model return, those in channels_last.
         self.by_itself_pct: float | None = None
         self.peak_gib: float | None = None  # memory of an eager step, without other models
         self._steps = 0
@@ -121,7 +117,6 @@ class TimedStep:
         self._recorder = Recorder(device) if settings.cuda_graph else None
 
     def _prepare_training(self) -> None:
-        """Make the labels of a classifier, and the parts of the step."""
         settings, device = self.workload.settings, self.workload.device
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             why = "no parameter of the model requires a gradient"
@@ -143,19 +138,17 @@ class TimedStep:
         self._called = self.parts.wrapped_model
 
     def _classes(self) -> int | None:
-        """The classes of a classifier; None for another kind of model, or a loss of its own."""
+        """None: no classifier of images, or a loss of its own."""
         workload = self.workload
         has_own_loss = workload.loss is not None or workload.output is not None
         is_image_batch = isinstance(self.inputs, torch.Tensor)
         return self.facts.classes if is_image_batch and not has_own_loss else None
 
     def forward(self) -> Any:
-        """Returns the model's output for the batch."""
         with autocast(self.workload.precision, self.workload.device):
             return call_model(self._called, self.inputs)
 
     def eager_step(self) -> None:
-        """One step, not replayed."""
         parts, workload = self.parts, self.workload
         if parts is None:
             with torch.inference_mode():
@@ -172,7 +165,6 @@ class TimedStep:
         self._count_step(parts)
 
     def _micro_batches(self, targets: torch.Tensor) -> list[Batch]:
-        """The batches of a step, with labels mixed as training does it."""
         batches = [Batch(self.inputs, targets)] * self.workload.settings.accumulate_steps
         if self._mix is None:
             return batches
@@ -184,9 +176,7 @@ class TimedStep:
         parts.update_average(self._steps)
 
     def first_step(self) -> None:
-        """The eager step that selects kernels, compiles and creates the optimizer's state; of a
-        contiguous model `by_itself_pct` is counted.
-        """
+        """Select kernels, compile, create the optimizer's state; count `by_itself_pct`."""
         images = _ConvolvedImages()
         is_counted = not (self.layout.is_channels_last or self.workload.settings.compile)
         with images if is_counted else nullcontext():
@@ -194,14 +184,13 @@ class TimedStep:
         self.by_itself_pct = images.channels_last_pct if is_counted else None
 
     def warm_up(self) -> None:
-        """One eager step, where graphs are recorded."""
         with self._on_recorders_stream():
             self.eager_step()
 
     def record(self) -> None:
         """Record the step as a CUDA graph, if the workload asks for it.
 
-        Graphs share a memory pool, which eager steps cannot use: record after those of all layouts.
+        Eager steps cannot use the memory of graphs: record after those of all layouts.
         """
         if self._recorder is None:
             return
@@ -236,7 +225,7 @@ class TimedStep:
         return utilisation(gflop, step_gflop, images_per_s, workload.precision, workload.device)
 
     def block_and_host_times_s(self, steps: int) -> tuple[list[float], list[float]]:
-        """The same as `block_times_s`, and the seconds until the host had launched each step."""
+        """Also the seconds until the host had launched each step."""
         launched_at = [time.perf_counter()]
 
         def launch() -> None:
@@ -247,7 +236,7 @@ class TimedStep:
         return times_s, [later - earlier for earlier, later in pairwise(launched_at)]
 
     def peak_step(self) -> None:
-        """One eager step, of which `peak_gib` is measured."""
+        """Measure `peak_gib`."""
         device = self.workload.device
         with self._on_recorders_stream():
             self.peak_gib = peak_memory_of_step_gib(self.eager_step, self.held_bytes(), device)
@@ -267,9 +256,7 @@ class TimedStep:
 
 
 class _ConvolvedImages(TorchDispatchMode):
-    """Counts the bytes of the images that convolutions compute, by their layout: the channels of
-    their results are at dimension 1, as those of other operators' need not be.
-    """
+    """Counts the bytes that convolutions compute, by layout: their channels are at dimension 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +279,7 @@ class _ConvolvedImages(TorchDispatchMode):
 def model_in_layout(
     model: nn.Module, layout: Layout, precision: Precision, device: torch.device
 ) -> nn.Module:
-    """Returns a copy on `device` in the dtypes of `precision`, contiguous but for `layout`."""
+    """A copy on `device` in the dtypes of `precision`, contiguous but for `layout`."""
     copied = cast_model(copy_model(model, device), precision)
     convert(copied, CONTIGUOUS)
     if layout.is_channels_last:
@@ -301,9 +288,7 @@ def model_in_layout(
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Returns `device`; None: where the model is. Raises ConfigError: this is no model, or a lazy
-    one.
-    """
+    """None: where the model is. Raises ConfigError: this is no model, or a lazy one."""
     refuse_lazy(model)
     if device is None:
         device = next((tensor.device for tensor in named_tensors(model).values()), "cpu")
@@ -322,15 +307,15 @@ def input_shape(model: str, image_size: int | None, frames: int) -> tuple[int, .
 
 
 def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Returns normal noise of `shape`, float32 on the CPU."""
+    """Normal, float32 on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def place_batch(
     batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format
 ) -> Any:
-    """Returns a copy of `batch` on `device`: floating tensors in `dtype`, images (tensors with 4 or
-    5 dimensions) in `memory_format`.
+    """A copy on `device`: floating tensors in `dtype`, those of 4 and 5 dimensions in
+    `memory_format`.
     """
 
     def place(value: torch.Tensor) -> torch.Tensor:

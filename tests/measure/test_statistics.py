@@ -49,7 +49,6 @@ def verdicts(repeats, spread, ratio, trials, noise=0.01, windows=30, drift=0.0):
 
 
 def test_a_difference_of_five_percent_is_found_with_three_repeats():
-    assert verdicts(3, 0.01, 1.05, 300)["faster"] >= 80
     assert verdicts(3, 0.01, 0.95, 300)["slower"] >= 80
 
 

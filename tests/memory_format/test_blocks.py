@@ -1,5 +1,5 @@
-"""Blocks of vision models, with attention, tokens, windows and own gradients: audit, guard and
-`max_lost` find the layout lost where plain torch's strides say so, at its line, and nowhere else.
+"""Blocks of vision models: audit and guard find the layout lost where plain torch's strides say so,
+at its line, and nowhere else.
 """
 
 import inspect
@@ -73,7 +73,6 @@ def grid(x):
 
 KEPT = {
     "tokens": lambda x: image(linear(norm(tokens(x))).relu()),
-    "attention of one head": lambda x: image(attended(*linear(tokens(x)).expand(3, -1, -1, -1))),
     "attention of heads": lambda x: image(merged(attended(*[heads(linear(tokens(x)))] * 3))),
     "flash attention": lambda x: image(
         merged(F.scaled_dot_product_attention(*[heads(linear(tokens(x)))] * 3))
@@ -83,16 +82,13 @@ KEPT = {
         .transpose(1, 2)
         .unflatten(2, (S, S))
     ),
-    "windows": lambda x: reverse(linear(partition(x))),
     "shifted windows": lambda x: reverse(linear(partition(x.roll((1, 1), (2, 3))))).roll(
         (-1, -1), (2, 3)
     ),
     "channels mixed by einsum": lambda x: torch.einsum("nchw,cd->nhwd", x, linear.weight).permute(
         0, 3, 1, 2
     ),
-    "linear of a permuted image": lambda x: linear(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
     "layer norm of a permuted image": lambda x: norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
-    "softmax of tokens": lambda x: image(tokens(x).softmax(-1)),
     "squeeze and excitation": lambda x: x * linear(x.mean((2, 3))).sigmoid()[:, :, None, None],
     "chunks and cat": lambda x: torch.cat([part.relu() for part in x.chunk(2, 1)], 1),
     "stack of scales": lambda x: (
@@ -112,12 +108,10 @@ KEPT = {
     "attention map with a table of positions": lambda x: image(
         merged(positioned(heads(tokens(x)) @ heads(tokens(x)).mT) @ heads(tokens(x)))
     ),
-    "copied and given back": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
 }
 
 LOST = {
     "tokens copied": lambda x: tokens(x).transpose(1, 2).contiguous().view(x.shape),
-    "tokens flattened": lambda x: x.flatten(2).contiguous().unflatten(2, (S, S)),
     "product of channels": lambda x: torch.bmm(
         linear.weight.expand(len(x), -1, -1), x.flatten(2)
     ).view(x.shape),
@@ -126,13 +120,10 @@ LOST = {
     ).view(x.shape),
     "softmax of pixels": lambda x: x.reshape(len(x), C, -1).softmax(-1).view(x.shape),
     "triplet attention": lambda x: x.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
-    "transposed copy": lambda x: x.transpose(2, 3).contiguous(),
-    "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, linear.weight).contiguous(),
     "tokens mixed": lambda x: mix(x.flatten(2)).unflatten(2, (S, S)),
     "windows of planes": windows_of_planes,
     "channel shuffle": lambda x: x.unflatten(1, (2, C // 2)).transpose(1, 2).flatten(1, 2),
     "cat with new channels": lambda x: torch.cat([x[:, 1:], torch.zeros(len(x), 1, S, S)], 1),
-    "stack": lambda x: torch.stack([x[:, :4], x[:, 4:]], 2).flatten(1, 2),
     "gather": lambda x: x.flatten(2).gather(2, table.expand(len(x), C, -1)).unflatten(2, (S, S)),
     "grid sample": lambda x: F.grid_sample(x.contiguous(), grid(x), align_corners=False),
     "rolled": lambda x: x.flatten(2).roll(1, 2).unflatten(2, (S, S)),
