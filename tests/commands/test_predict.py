@@ -112,6 +112,14 @@ def test_a_csv_file_is_predicted_in_its_order(train, image_folder, tmp_path):
     assert {row["label"] for row in rows} == {""}
 
 
+def test_images_that_the_run_was_trained_on_are_named(train, image_folder, tmp_path, capsys):
+    root = image_folder / "train"
+    run = train("max_steps=1", f"data.root={root}", "data.val_fraction=0.2")
+    for images, is_named in ((root, True), (image_folder, False)):
+        predicted(run.folder, images, tmp_path / f"{images.name}.csv")
+        assert ("trained on images of this folder" in capsys.readouterr().out) is is_named
+
+
 def test_what_cannot_be_predicted(run, image_folder, tmp_path, capsys):
     for name in ("empty", "bad"):
         (tmp_path / name).mkdir()

@@ -143,6 +143,8 @@ def test_an_evaluation_leaves_the_run_alone(train):
     trained = train("ema_decay=0.5", "epochs=1")
     before = {path: path.read_bytes() for path in trained.folder.rglob("*") if path.is_file()}
     done = train("evaluate_only=true", f"resume={trained.folder}")
+    newest = f"{trained.folder}/checkpoints/step-00000003.pt (epoch 0, step 3)"
+    assert f"weights: {newest}\n" in done.log and "as a page: report=true\n" in done.log
     assert done.summary["val"] == trained.summary["val"] and done.summary["steps"] == 3
     assert not done.records("train")
 
