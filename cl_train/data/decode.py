@@ -79,7 +79,7 @@ class EncodedImage:
         if self.needs_pillow:
             self.width, self.height = self._with_pillow(lambda image: image.size)
         elif upright:
-            self._turn = self.orientation()
+            self._turn = self._exif_orientation()
         size = self.height, self.width
         self.size = size if self._turn < _TRANSPOSED else size[::-1]
         if not 0 < self.height * self.width <= MAX_PIXELS:
@@ -105,7 +105,7 @@ class EncodedImage:
             self.needs_pillow = True
         return self._with_pillow(partial(rgb, upright=self._upright))
 
-    def orientation(self) -> int:
+    def _exif_orientation(self) -> int:
         """Of EXIF, 1 to 8. A JPEG without an APP1 segment, which holds it, costs 2 us."""
         if self._data.startswith(JPEG_MAGIC) and not _has_app1(self._data):
             return 1

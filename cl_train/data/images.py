@@ -112,12 +112,9 @@ def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
     """
     cfg = cfg or DataConfig()
     key = f"folders {root.resolve()}{(cfg.val_split, cfg.val_fraction, cfg.extensions, training)}"
-    try:
-        base, val = _split_folders(root, cfg, training)
-        splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
-        return stored(key, splits, lambda: _index(base, val, cfg, training=training))
-    except OSError as error:
-        unreadable(error)
+    base, val = _split_folders(root, cfg, training)
+    splits = partial(FolderSplit, folder=base), partial(FolderSplit, folder=val)
+    return stored(key, splits, lambda: _index(base, val, cfg, training=training))
 
 
 def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> ImageSource:
@@ -187,7 +184,10 @@ def _index(
 
 def class_names(folder: Path) -> list[str]:
     """Raises ConfigError: there are none."""
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        unreadable(error)
     classes = [e.name for e in entries if e.is_dir() and not is_hidden(os.fsencode(e.name))]
     if not classes:
         raise ConfigError(
