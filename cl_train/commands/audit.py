@@ -3,7 +3,6 @@ costs.
 
     cl-train audit model=shufflenet_v2_x1_0                every loss with its module and line
     cl-train audit model=mobilenet_v2 time=true            every operator in both: why is it faster?
-    cl-train audit config=outputs/RUN                      of a run: its model, sizes and precision
     cl-train audit model=my_package.my_model:build max_lost=0         for CI: exit code 1 beyond it
     cl-train audit model=my_package.my_model:segment output_entry=mask    an output that is a dict
     cl-train audit operators=true precision=bf16           what each operator does on this machine

@@ -69,9 +69,7 @@ def _results(report: Report, side: str) -> Iterator[tuple[str, float]]:
 
 
 def _layout(report: Report, names: Sequence[str]) -> dict[str, dict[str, list[object]]]:
-    """For each pair a chart of speed with its range, and one of each loss: TensorBoard has a colour
-    for each side, none for training and validation.
-    """
+    """For each pair a chart of speed with its range, and one of each loss: colours are sides."""
     kinds = ("training", "validation")
     charts: dict[str, dict[str, list[object]]] = {"images/s": {}}
     charts |= {f"loss in {kind}": {} for kind in kinds}
