@@ -137,8 +137,11 @@ def _index(
         what = f"the training images have {found} labels, the highest is {count - 1}"
         raise ConfigError(f"{what}: of {len(classes)} classes each class needs an image")
     fingerprint = digest(classes, (train, val), ("names", "labels", "sizes"))
-    note = ignored_files(manifest.parent, ignored, extensions)
-    return ImageSource(classes, train, val, fingerprint, (note,) if note else ())
+    keys = [os.path.splitext(image.name)[0] for images in contents.values() for image in images]
+    notes = [ignored_files(manifest.parent, ignored, extensions)]
+    if dotted := [key for key in keys if "." in os.path.basename(key)]:
+        notes.append(f"{len(dotted)} keys have dots ({listed(dotted)}): they end at the last one")
+    return ImageSource(classes, train, val, fingerprint, tuple(filter(None, notes)))
 
 
 def index_shard(

@@ -90,8 +90,9 @@ def test_names_with_dots_are_samples_if_they_pair_and_others_are_counted(tmp_pat
     source = added(tmp_path / "s", *dotted, *rest)
     assert len(source.train) == 18 + 4
     assert {"img.00.jpg", "2024.05/x.1.JPG", "v1.0/b.jpg", "f.jpg"} <= {*member_names(source.train)}
-    (ignored,) = source.notes
+    ignored, ends = source.notes
     assert "4 files" in ignored and "2 .jpg, 1 .json, 1 .cls" in ignored
+    assert "2 keys have dots (img.00, 2024.05/x.1)" in ends
     again = list_shards(tmp_path / "s", DataConfig(name="shards"), workers=1)
     assert again.notes == source.notes, "also of the stored index"
 
