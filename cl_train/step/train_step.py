@@ -125,15 +125,12 @@ class StepParts:
     weights: Fp32Weights
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    precision: Precision
     device: torch.device
-    loss: Loss = CROSS_ENTROPY
-    clip_norm: float | None = None
+    settings: StepSettings
     average: EMA | None = None
-    ema_every: int = 1
 
     def update_average(self, step: int) -> None:
-        if self.average is not None and step % self.ema_every == 0:
+        if self.average is not None and step % self.settings.ema_every == 0:
             self.average.update(self.weights.tensors())
 
 
@@ -157,18 +154,7 @@ def make_step(
     trained = model if wrap is None else wrap(model)
     if settings.compile:
         trained = compiled(trained, settings.image_sizes)
-    return StepParts(
-        trained,
-        weights,
-        optimizer,
-        scaler,
-        settings.precision,
-        device,
-        settings.loss,
-        settings.optim.clip_norm,
-        average,
-        settings.ema_every,
-    )
+    return StepParts(trained, weights, optimizer, scaler, device, settings, average)
 
 
 def compiled(model: nn.Module, image_sizes: int = 1) -> nn.Module:
@@ -221,9 +207,9 @@ def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
     for number, batch in enumerate(micro_batches, 1):
         # DDP all-reduces in the last backward pass.
         with _without_reduction(parts.wrapped_model, unless=number == len(micro_batches)):
-            with autocast(parts.precision, parts.device):
+            with autocast(parts.settings.precision, parts.device):
                 output = parts.wrapped_model(batch.images)
-                loss = loss_of(output, batch.targets, parts.loss)
+                loss = loss_of(output, batch.targets, parts.settings.loss)
             parts.scaler.scale(loss / len(micro_batches)).backward()
 
         labels, best = labels_and_top5(logits_of(output), batch.targets)
@@ -243,7 +229,7 @@ def update_weights(parts: StepParts) -> torch.Tensor:
     optimizer = parts.optimizer
     parts.weights.copy_gradients_from_model()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    update = _scaled_update if parts.precision.scales_loss else _plain_update
+    update = _scaled_update if parts.scaler.is_enabled() else _plain_update
     skipped = update(parts, parameters)
     parts.weights.copy_weights_to_model()
     optimizer.zero_grad(set_to_none=True)
@@ -254,9 +240,9 @@ def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Te
     optimizer, scaler = parts.optimizer, parts.scaler
     one = torch.ones((), device=parts.device)
     scale_before = scaler.scale(one)
-    if parts.clip_norm is not None:
+    if (clip_norm := parts.settings.optim.clip_norm) is not None:
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, parts.clip_norm)
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
     with in_memory_order(optimizer):
         scaler.step(optimizer)
     scaler.update()
@@ -268,8 +254,8 @@ def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Ten
     optimizer = parts.optimizer
     # Not finite if one gradient is not.
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if parts.clip_norm is not None:
-        nn.utils.clip_grads_with_norm_(parameters, parts.clip_norm, norm)
+    if (clip_norm := parts.settings.optim.clip_norm) is not None:
+        nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
     skipped = (~norm.isfinite()).float()
     # The fused kernels of SGD and Adam(W) read the flag on the device.
     skips_itself = isinstance(optimizer, torch.optim.SGD | torch.optim.Adam)

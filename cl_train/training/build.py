@@ -247,7 +247,7 @@ def try_model(
             targets = F.one_hot(labels, num_classes).float() if is_soft else labels
             parts = make_step(copied, replace(settings, compile=False), device)
             train_step(parts, [Batch(images, targets)])
-            parts.update_average(parts.ema_every)
+            parts.update_average(settings.ema_every)
         return parts
     except Exception as error:
         if is_out_of_memory(error):
@@ -311,4 +311,4 @@ def utilisation_of(state: TrainState, dist: Dist, speed: Speed) -> dict[str, Any
         return None
     images_per_s = speed.images_per_s["end_to_end"]["median"] / dist.world_size
     gflop, step_gflop = facts.gflop, facts.step_gflop
-    return utilisation(gflop, step_gflop, images_per_s, state.parts.precision, dist.device)
+    return utilisation(gflop, step_gflop, images_per_s, state.parts.settings.precision, dist.device)

@@ -171,10 +171,10 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
 def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
     """As `val` and `val_average`. A signal sets `run.stop_signal`."""
     state = run.state
-    models = {"val": (state.model, state.parts.precision)}
+    models = {"val": (state.model, state.parts.settings.precision)}
     average = state.parts.average
     if average is not None:
-        models["val_average"] = (average.module, state.parts.precision.for_fp32_weights)
+        models["val_average"] = (average.module, state.parts.settings.precision.for_fp32_weights)
     results = {}
     for kind, (model, precision) in models.items():
         try:

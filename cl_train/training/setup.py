@@ -306,7 +306,7 @@ def describe_run(
         command=command,
         memory_format=model_memory_format(state.model),
         parity=state.parity,
-        precision=state.parts.precision.name,
+        precision=state.parts.settings.precision.name,
         world_size=dist.world_size,
         global_batch_size=plan.global_batch_size,
         channels_last_requested=cfg.channels_last,

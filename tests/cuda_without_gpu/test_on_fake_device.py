@@ -1,6 +1,5 @@
 """The real step, copies and recordings on tensors without data: nothing waits or races."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,8 +24,10 @@ BCE = Loss("bce", 0.1, bce_threshold=0.2)  # with MixUp's targets
 def run(parts, step=None, micro_steps=1):
     for _ in range(2):
         set_lr(parts.optimizer, 0.1)
-        pixels = torch.randn(4, 3, 32, 32, dtype=parts.precision.input_dtype)
-        targets = torch.rand(4, 3) if parts.loss == BCE else torch.zeros(4, dtype=torch.int64)
+        pixels = torch.randn(4, 3, 32, 32, dtype=parts.settings.precision.input_dtype)
+        targets = (
+            torch.rand(4, 3) if parts.settings.loss == BCE else torch.zeros(4, dtype=torch.int64)
+        )
         batch = Batch(pixels.to(memory_format=torch.channels_last), targets)
         (step or partial(train_step, parts))([batch] * micro_steps)
 
@@ -35,9 +36,9 @@ def run(parts, step=None, micro_steps=1):
 @pytest.mark.parametrize("precision", BY_NAME)
 def test_a_step_never_waits(precision, optimizer):
     with without_data():
-        clipped = make_parts(precision, optimizer=optimizer, clip_norm=1.0, label_smoothing=0.1)
-        run(clipped, micro_steps=2)
-        run(replace(make_parts(precision, optimizer=optimizer), loss=BCE))
+        smoothed = Loss(label_smoothing=0.1)
+        run(make_parts(precision, optimizer=optimizer, clip_norm=1.0, loss=smoothed), micro_steps=2)
+        run(make_parts(precision, optimizer=optimizer, loss=BCE))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_o2"])

@@ -13,7 +13,7 @@ from cl_train.data.device import Batch
 from cl_train.errors import ConfigError
 from cl_train.step.cuda_graph import GraphedStep, Recorder
 from cl_train.step.optim import set_lr
-from cl_train.step.train_step import train_step
+from cl_train.step.train_step import Loss, train_step
 from tests.conftest import CPU_PRECISIONS
 from tests.step.test_train_step import make_batch, make_parts
 
@@ -56,7 +56,7 @@ def values(sums):
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_step_by_step_as_train_step(name, optimizer):
     """Twelve steps: another learning rate in each, two micro-batches, clipping, two overflows."""
-    given = {"optimizer": optimizer, "clip_norm": 1.0, "label_smoothing": 0.1}
+    given = {"optimizer": optimizer, "clip_norm": 1.0, "loss": Loss(label_smoothing=0.1)}
     eager, recorded = make_parts(name, **given), make_parts(name, **given)
     step = GraphedStep(recorded, CountingRecorder())
     for parts in (eager, recorded):

@@ -2,6 +2,7 @@
 overflow skips.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,9 +14,16 @@ from torch import nn
 from cl_train.config.schema import OPTIMIZERS, OptimConfig
 from cl_train.data.device import Batch, DeviceFormat
 from cl_train.models.sources import build_model
-from cl_train.step.optim import build_optimizer
-from cl_train.step.precision import BY_NAME, Fp32Weights, cast_model, resolve_precision
-from cl_train.step.train_step import Loss, StepParts, labels_and_top5, loss_of, train_step
+from cl_train.step.precision import BY_NAME, cast_model, resolve_precision
+from cl_train.step.train_step import (
+    CROSS_ENTROPY,
+    Loss,
+    StepSettings,
+    labels_and_top5,
+    loss_of,
+    make_step,
+    train_step,
+)
 from cl_train.training.build import TrainState
 from tests.networks import small
 
@@ -30,16 +38,15 @@ def make_parts(
     clip_norm=None,
     init_scale=1024.0,
     optimizer="sgd",
-    label_smoothing=0.0,
+    loss=CROSS_ENTROPY,
 ):
     torch.manual_seed(0)
     precision = resolve_precision(name, CPU)
     model = cast_model((model or small(3)).to(memory_format=layout), precision)
-    weights, cfg = Fp32Weights(model, precision), OptimConfig(name=optimizer, weight_decay=0.0)
-    built = build_optimizer(cfg, model, weights.trainable(), lr=0.1)
+    optim = OptimConfig(name=optimizer, weight_decay=0.0, clip_norm=clip_norm)
+    parts = make_step(model, StepSettings(precision, optim, loss), CPU, 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale, enabled=precision.scales_loss)
-    loss = Loss(label_smoothing=label_smoothing)
-    return StepParts(model, weights, built, scaler, precision, CPU, loss, clip_norm)
+    return replace(parts, scaler=scaler)
 
 
 def make_batch(parts, images=8, seed=1):
@@ -47,12 +54,12 @@ def make_batch(parts, images=8, seed=1):
     is_channels_last = parts.wrapped_model[0].weight.stride()[1] == 1
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
     pixels = torch.randn(images, 3, 32, 32, generator=generator)
-    pixels = pixels.to(parts.precision.input_dtype, memory_format=layout)
+    pixels = pixels.to(parts.settings.precision.input_dtype, memory_format=layout)
     return Batch(pixels, torch.randint(0, 3, (images,), generator=generator))
 
 
 def state_of(parts):
-    batch_format = DeviceFormat(CPU, parts.precision.input_dtype, torch.contiguous_format)
+    batch_format = DeviceFormat(CPU, parts.settings.precision.input_dtype, torch.contiguous_format)
     return TrainState(parts.wrapped_model, parts, batch_format, partial(train_step, parts))
 
 
@@ -74,7 +81,7 @@ def test_each_precision_trains_in_each_layout(name, layout):
     batch = make_batch(parts)
     losses = [train_step(parts, [batch, batch]).loss.item() for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0] and len(calls) == 20
-    assert seen == {parts.precision.input_dtype} == {DTYPES.get(name, torch.float32)}
+    assert seen == {parts.settings.precision.input_dtype} == {DTYPES.get(name, torch.float32)}
     expected = (72, 1, 24, 8) if layout == torch.channels_last else (72, 9, 3, 1)
     momentum = [state["momentum_buffer"] for state in parts.optimizer.state.values()]
     assert parts.wrapped_model[3].weight.stride() == expected
