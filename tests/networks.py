@@ -86,11 +86,6 @@ def doubled(num_classes: int) -> nn.Sequential:
     return _with(lambda images: images * 2, num_classes)
 
 
-def undefined(num_classes: int) -> nn.Sequential:
-    """The weights of `small`; its outputs are NaN."""
-    return _with(lambda images: images * torch.nan, num_classes)
-
-
 def permuting(num_classes: int) -> nn.Sequential:
     """Makes its images channels_last by itself, before its only convolution."""
 

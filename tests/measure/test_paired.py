@@ -1,6 +1,4 @@
-"""Comparing the layouts of a small model, and channels_last=auto: measurement, report, cache,
-refusals.
-"""
+"""Comparing the layouts of a small model, and channels_last=auto."""
 
 import copy
 import itertools
@@ -94,9 +92,7 @@ def test_no_eager_work_follows_a_recording(monkeypatch):
     assert all(speed.peak_memory_gib > 0 for speed in done.speeds) and done.utilisation
 
 
-@pytest.mark.parametrize(
-    ("precision", "mode"), [("bf16", "infer"), ("fp16", "train"), ("fp16_o2", "train")]
-)
+@pytest.mark.parametrize(("precision", "mode"), [("bf16", "infer"), ("fp16_o2", "train")])
 def test_the_model_and_the_generators_stay_as_they_are(precision, mode):
     model = network()
     with unchanged(model):
@@ -113,9 +109,12 @@ def test_threads_that_end_between_two_steps_leave_what_they_waited(monkeypatch):
 
 
 class Disturbed:
-    """Other processes take half a second from each thread of some steps, one of `every`."""
+    """Other processes take half a second from each thread of one step of `every`."""
 
-    is_known, every, calls = True, 1, 0
+    is_known = True
+
+    def __init__(self, every=1):
+        self.every, self.calls = every, 0
 
     def seconds(self):
         self.calls += 1
@@ -125,18 +124,13 @@ class Disturbed:
 def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):
     """One step in five takes half a second longer; on one thread that time is subtracted."""
     timed = TimedStep(network(), CONTIGUOUS, workload())
-    monkeypatch.setattr(Disturbed, "every", 5)
     durations = itertools.cycle([0.01, 0.01, 0.01, 0.01, 0.51])
     monkeypatch.setattr(timed, "block_times_s", lambda steps: [next(durations)])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert timed_block(timed, 10, Disturbed()) == Block(0.01)
+    assert timed_block(timed, 10, Disturbed(5)) == Block(0.01)
+    assert timed_block(timed, 5, Disturbed()) == Block(0.01, pytest.approx(50.0)), "all of them"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert timed_block(timed, 5, Disturbed()) == Block(pytest.approx(0.01))
-    monkeypatch.setattr(Disturbed, "every", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(Disturbed, "calls", 0)
-    block = timed_block(timed, 5, Disturbed())
-    assert block == Block(0.01, pytest.approx(50.0)), "all steps are disturbed"
+    assert timed_block(timed, 5, Disturbed(5)) == Block(pytest.approx(0.01))
 
 
 def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch):
@@ -232,7 +226,6 @@ def measuring(monkeypatch):
         (1.5, 0.001, "channels_last"),
         (0.8, 0.001, "contiguous"),
         (1.02, 0.01, "contiguous"),
-        (1.004, 0.0001, "contiguous"),
         (1.1, 0.08, "contiguous"),
     ],
 )
@@ -250,25 +243,18 @@ def test_the_faster_one_beyond_noise_is_chosen_and_remembered(measuring, ratio, 
     assert measuring.call_count == (1 if is_cached else 2)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_could_change_the_answer_is_measured_anew(measuring):
+    choose(network())
+    for change in (
         {"batch_size": 8},
         {"image_size": (3, 16, 24)},
         {"precision": "bf16"},
         {"compile": True},
         {"cuda_graph": True},
         {"optimizer": "adamw"},
-    ],
-)
-def test_what_could_change_the_answer_is_measured_anew(measuring, change):
-    choose(network())
-    assert not choose(network(), **change).cached
-    assert measuring.call_args.args[1].settings.cuda_graph is ("cuda_graph" in change)
-
-
-def test_another_model_and_other_kernels_are_measured_anew(measuring):
-    choose(network())
+    ):
+        assert not choose(network(), **change).cached, change
+        assert measuring.call_args.args[1].settings.cuda_graph is ("cuda_graph" in change)
     assert not choose(network(width=16)).cached, "other shapes under the same name"
     assert not choose(nn.Sequential(*network(), nn.ReLU())).cached, "other modules, same shapes"
     frozen = network()
@@ -300,7 +286,6 @@ def test_a_disturbed_measurement_is_used_once_and_says_why(measuring, gpu, reaso
     ("ratio", "spread", "by_itself_pct", "said"),
     [
         (1.004, 0.0001, 95.0, True),
-        (1.1, 0.001, 95.0, False),
         (1.0, 0.08, 95.0, False),
         (1.004, 0.0001, 0.0, False),
     ],

