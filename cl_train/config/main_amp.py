@@ -6,32 +6,32 @@ import argparse
 from collections.abc import Sequence
 
 _PRECISIONS = {"O0": "fp32", "O1": "fp16", "O2": "fp16_o2", "O3": "fp16"}
-# What its argparse takes besides abbreviations (`--b`); flags first, then the setting.
-_VALUES = (
-    ("-a", "--arch", "model"),
-    ("-j", "--workers", "data.workers"),
-    ("--epochs", "epochs"),
-    ("-b", "--batch-size", "batch_size"),
-    ("--lr", "--learning-rate", "optim.lr"),
-    ("--momentum", "optim.momentum"),
-    ("--weight-decay", "--wd", "optim.weight_decay"),
-    ("-p", "--print-freq", "log_every"),
-    ("--resume", "resume"),
-    ("--channels-last", "channels_last"),
-    ("--loss-scale", ""),  # none: ours is dynamic
-)
-_SWITCHES = (
-    ("-e", "--evaluate", "evaluate_only=true"),
-    ("--pretrained", "weights=DEFAULT"),
-    ("--deterministic", "deterministic=true"),
-    ("--sync_bn", "sync_batchnorm=true"),
-)
+# What its argparse takes besides abbreviations (`--b`): flags, then the setting.
+_FLAGS = """
+    -a --arch model
+    -j --workers data.workers
+    --epochs epochs
+    -b --batch-size batch_size
+    --lr --learning-rate optim.lr
+    --momentum optim.momentum
+    --weight-decay --wd optim.weight_decay
+    -p --print-freq log_every
+    --resume resume
+    --channels-last channels_last
+    --opt-level precision
+    --loss-scale -
+    -e --evaluate evaluate_only=true
+    --pretrained weights=DEFAULT
+    --deterministic deterministic=true
+    --sync_bn sync_batchnorm=true
+"""
+_SETTINGS = [line.split() for line in _FLAGS.strip().splitlines()]
 _ITS_OWN = {"-a", "--arch", "--b", "--opt-level", "--channels-last"}  # timm's train.py lacks them
 
 
 def setting_of_flag(flag: str) -> str:
     """The setting of a flag that timm's and torchvision's scripts have too; empty if none has."""
-    return next((key for *flags, key in _VALUES if flag in flags), "")
+    return next((key for *flags, key in _SETTINGS if flag in flags and "=" not in key), "")
 
 
 def settings_of_main_amp(words: Sequence[str]) -> list[str]:
@@ -39,22 +39,19 @@ def settings_of_main_amp(words: Sequence[str]) -> list[str]:
     if not _ITS_OWN & {word.partition("=")[0] for word in words}:
         return []
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    for *flags, key in _VALUES:
-        parser.add_argument(*flags, dest=key)
-    for *flags, word in _SWITCHES:
-        parser.add_argument(*flags, dest=word, action="store_true")
-    parser.add_argument("--opt-level", dest="precision", choices=_PRECISIONS)
+    for *flags, key in _SETTINGS:
+        parser.add_argument(*flags, dest=key, action="store_true" if "=" in key else "store")
     try:
         options, others = parser.parse_known_args(words)
     except argparse.ArgumentError:
         return []
-    settings = []
+    settings = ["experiment=main_amp"]
     for key, value in vars(options).items():
         if value is True:
             settings.append(key)
-        elif value and key:
-            as_ours = _PRECISIONS[value] if key == "precision" else value
-            settings.append(f"{key}={as_ours.lower() if key == 'channels_last' else as_ours}")
-    root = [f"data.root={word}" for word in others if "=" not in word and not word.startswith("-")]
-    ours = [word for word in others if "=" in word and not word.startswith("-")]
-    return ["experiment=main_amp", *settings, *root[:1], *ours]
+        elif value and key != "-":  # our loss scale is dynamic
+            ours = _PRECISIONS.get(value, value)
+            settings.append(f"{key}={ours.lower() if key == 'channels_last' else ours}")
+    plain = [word for word in others if not word.startswith("-")]
+    root = [f"data.root={word}" for word in plain if "=" not in word]
+    return [*settings, *root[:1], *(word for word in plain if "=" in word)]
