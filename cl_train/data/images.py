@@ -275,8 +275,10 @@ def stored(
     splits: Sequence[Callable[..., Split]],
     make: Callable[[], tuple[ImageSource, Sequence[str | bytes]]],
 ) -> ImageSource:
-    """The source stored as `key`, with `splits` made of its arrays, or what `make` returns: that is
-    stored and valid while `_status` of what it was made from, the second value, is the same.
+    """Returns the list that is stored as `key`, or makes it and stores it.
+
+    `make` returns the list and the paths that it was made from: it is valid while their `_status`
+    is the same. `splits` make each split of its stored arrays.
     """
     name = hashlib.sha256(os.fsencode(key)).hexdigest()[:16]
     path, started_ns = cache_folder() / f"index-{name}.npz", time.time_ns()

@@ -117,7 +117,8 @@ class SlotDataset(Dataset[Any]):
     `__getitems__` with each in a worker. That fills the requested rows in place and returns only a
     `Filled`, which DataLoader hands out as soon as it is there.
 
-    `running`: the iteration, 0 for none, and its first batch whose slot is in use.
+    `running`: the number of the iteration, 0 for none, and that of its first batch which must wait,
+    because its slot still holds an earlier batch.
     `attempts`: samples that are tried for a row; 1: a bad one is left out.
     """
 
@@ -138,6 +139,7 @@ class SlotDataset(Dataset[Any]):
         return images, self.targets[slot]
 
     def _may_write(self, request: BatchRequest) -> bool:
+        """Whether its slot is free; of an iteration that was left, all are (`_end_requests`)."""
         iteration, end = self.running
         return bool(request.iteration != iteration or request.number < end)
 

@@ -81,7 +81,8 @@ class Rounds:
 
 
 def rounds_that_count(taken_shares: Sequence[float]) -> list[int]:
-    """Those from which other processes took at most 2 %, and at least half of all.
+    """Returns the rounds that lost at most 2 % to other processes. If these are less than half of
+    all, or than four, the least disturbed of the others are added.
 
     Small losses are noise, which the interval contains; few rounds make it wider than that would.
     """

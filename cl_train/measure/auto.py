@@ -168,7 +168,7 @@ def _measured_choice(
     done = benchmark(variants_of(model, (CONTIGUOUS, candidate)), measured, stop=stop)
 
     # Not `done.verdict`, which is "not_comparable" if disturbed: that slows both layouts alike.
-    verdict = verdict_of(done.ratio)
+    verdict = verdict_of(done.ratio, is_host_bound=done.is_host_bound)
     layout = candidate if verdict == "faster" else CONTIGUOUS
     disturbed = done.disturbance
     is_wide = verdict == "inconclusive" and done.ratio.width > NOISY_WIDTH
@@ -179,7 +179,7 @@ def _measured_choice(
     reason += _smaller(done.batch_size, measured, workload)
     if by_itself := by_itself_text(done.by_itself_pct):
         reason += f"; {by_itself}"
-        if verdict == "no_difference" and not done.is_host_bound:
+        if verdict == "no_difference":
             reason += ", and either setting is as fast"
     if done.is_host_bound:
         reason += f"; {HOST_BOUND}"

@@ -91,8 +91,8 @@ class Comparison:
     gpu: dict[str, Any] | None = None  # as `GpuWatch.worst`
     rounds_left_out: int = 0  # because other processes took time from them
     lost_pct: float | None = None  # of their time, that others took from the rounds that count
-    # Of the images that its convolutions compute, the contiguous side's in channels_last; None: no
-    # side is contiguous, or the model is compiled.
+    # Percent of the images that convolutions of the contiguous side compute in channels_last all
+    # the same; None: no side is contiguous, or the model is compiled.
     by_itself_pct: float | None = None
 
     @property

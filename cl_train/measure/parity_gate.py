@@ -1,4 +1,7 @@
-"""Parity before use: no run, and no choice of `auto`, uses channels_last unasked."""
+"""Before a run or `auto` uses channels_last, what both layouts compute is compared.
+
+The result is kept for later runs; `parity=false` leaves the comparison out.
+"""
 
 import logging
 import time

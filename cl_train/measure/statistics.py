@@ -85,9 +85,9 @@ def interval_of_runs(
     of repeat k.
 
     Windows of one run are correlated, so the sample is the runs, by their log median: Welch's
-    interval for two means. `looks`: see `error_of_look`. For one run per side `UNKNOWN_SPREAD` is
-    added to the variance of its windows (of the log medians of four segments, tripled because
-    neighbouring segments are alike).
+    interval for two means. `looks`: see `error_of_look`. With one run per side the variance is the
+    square of `UNKNOWN_SPREAD` plus three times that of the log medians of the run's four segments:
+    neighbouring segments are alike.
     """
     assert len(baseline) == len(candidate) > 0
     centre, sides = _centre(baseline, candidate)

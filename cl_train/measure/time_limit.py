@@ -23,10 +23,11 @@ SHARE_OF_MEMORY = 0.8  # of what is free
 def scaled_to_time(
     model: nn.Module, workload: Workload, limit_s: float, least_steps: int
 ) -> Workload:
-    """On a CPU with as many images per step as memory allows, and as let `least_steps` end within
-    `limit_s`: fewer in the batch, down to `LEAST_IMAGES`, then fewer micro-steps.
+    """Returns the workload with a smaller step, if `least_steps` of it do not end within `limit_s`,
+    or do not fit into memory: first its batch is halved, down to `LEAST_IMAGES`, then the number of
+    its micro-steps.
 
-    A compiled step, which cannot be tried cheaply, keeps its batch, as does a GPU.
+    A compiled step, which cannot be tried cheaply, keeps its batch, as does one on a GPU.
     """
     settings = workload.settings
     is_eager_cpu = workload.device.type == "cpu" and not settings.compile
@@ -61,9 +62,9 @@ def scaled_to_time(
 
 
 def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], float]:
-    """Run eager steps of all sides in turns, fewer where rounds would not fit in behind them.
+    """Runs eager steps of all sides in turns, fewer if rounds would not fit in behind them.
 
-    Seconds of the last step of each side, and those that are left.
+    Returns the seconds of the last step of each side, and the seconds that are left.
     """
     workload = timed[0].workload
     ends_at = time.perf_counter() + stop.time_limit_s
@@ -75,11 +76,11 @@ def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], floa
             ends_at = time.perf_counter() + stop.time_limit_s  # compilation is not counted
             continue
         left_s = ends_at - time.perf_counter()
-        # Two rounds fit in behind another pass, or no round fits, but the pass.
         pass_s = sum(step_s)
         if work is TimedStep.first_step and pass_s >= SLOW_S:
             rest_s = max(left_s, pass_s)
             stop.tell(f"a step of {max(step_s):.1f} s: about {rest_s:.0f} s to go")
+        # A round is two passes: two rounds fit in behind another pass, or none fits anyway.
         can_go_on = 5 * pass_s <= left_s or pass_s <= left_s < 2 * pass_s
         if not can_go_on:
             break

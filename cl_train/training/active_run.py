@@ -85,9 +85,9 @@ class ActiveRun:
     def save(self) -> None:
         """The state between two steps, once; the host waits for the device.
 
-        In the middle of a window the buffers are mended before, and the checkpoint also has those
-        of the last log line, to which a resumed run falls back too. Raises TrainingFault: a step of
-        the window ends the run.
+        Between two log lines buffers that are not finite are mended first, and the checkpoint also
+        holds those of the last log line: a resumed run goes back to them if a step of the window
+        turns out to be bad. Raises TrainingFault: a step of the window ends the run.
         """
         progress = self.progress
         if self.checkpoints.saved_step == progress.step:

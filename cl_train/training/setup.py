@@ -260,7 +260,7 @@ def record_failure(
 
 
 def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, Precision]:
-    """Set switches of the whole process; those of `new_torch_state` are given back later.
+    """Sets switches of the whole process; `cl_train.train` gives those of torch back at its end.
 
     Returns `cfg` as the process can have it: deterministic, where the program has asked torch.
     """

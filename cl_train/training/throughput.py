@@ -1,7 +1,8 @@
 """Images per second between two log lines.
 
-`ActiveRun.log_pending` writes what `measured` returns to metrics.jsonl, in a `Window` of
-system/run_folder.py, whose `read_run` takes the median of a run's windows as its speed.
+`ActiveRun.log_pending` writes what `measured` returns to metrics.jsonl as a `Window` of
+system/run_folder.py. There `read_run` reads the windows of a run, and `sweeps/verdict.py` compares
+them with those of others.
 """
 
 from collections import deque
@@ -25,11 +26,11 @@ class Timing:
     start: Any
     end: Any
     images: int = 0
-    # Of each step: seconds that the host waited for its batch, marks at the end of the step before
-    # it and after the wait
+    # For each step: the seconds that the host waited for its batch, a mark where the step before it
+    # ends, and a mark behind the wait.
     waits: list[tuple[float, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
-    steps_behind: int = 0  # when the host asked for their batch, the device was idle
+    idle_steps: int = 0  # the device was idle already when the host asked for their batch
 
 
 class ThroughputMeter:
@@ -58,7 +59,7 @@ class ThroughputMeter:
         """The block waits for the batches of a step; before it the host waits for the device."""
         while len(self._ends) >= MAX_STEPS_AHEAD:
             self.clock.wait(self._ends.popleft())
-        self._window.steps_behind += self.clock.has_reached(self._idle_from)
+        self._window.idle_steps += self.clock.has_reached(self._idle_from)
         since = self._host_clock()
         yield
         self._window.waits.append((self._host_clock() - since, self._idle_from, self.clock.mark()))
@@ -100,6 +101,6 @@ class ThroughputMeter:
             "images_per_s": window.images / seconds,
             "step_ms": 1000 * seconds / len(window.waits),
             "data_wait_pct": 100 * min(waited_s / seconds, 1.0),
-            "host_bound_pct": 100 * window.steps_behind / len(window.waits),
+            "host_bound_pct": 100 * window.idle_steps / len(window.waits),
             "warmup": window.warmup,
         }
