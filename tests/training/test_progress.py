@@ -176,7 +176,7 @@ def test_the_load_of_a_resumed_run_is_that_of_all_its_processes(tmp_path):
 
 
 def test_what_workers_lost_counts_as_far_as_the_step_waited_for_its_batch(tmp_path):
-    for waited_pct, lost_pct in ((0.0, 1.0), (3.0, 4.0), (90.0, 31.0)):
+    for waited_pct, lost_pct in ((3.0, 4.0), (90.0, 31.0)):
         run = records(tmp_path)
         run.append(replace(window(10, loss=1.0), data_wait_pct=waited_pct).to_record())
         assert run.finish("completed", lost_pct=(1.0, 30.0))["lost_pct"] == lost_pct
