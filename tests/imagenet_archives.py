@@ -8,20 +8,15 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
 from cl_train.data.prepare import archives
+from tests.data import image_folders
 
 SYNSETS = Path(archives.__file__).with_name("synsets.txt").read_text().split()
 WNIDS = ("n01440764", "n01443537", "n02102040")
 
 
-def jpeg(seed: int, side: int = 40) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=60)
-    return buffer.getvalue()
+def jpeg(seed: int) -> bytes:
+    return image_folders.jpeg(40, 40, seed)
 
 
 def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:

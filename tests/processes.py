@@ -1,10 +1,6 @@
-"""Waiting for other processes: limits that only a failure reaches, and ports and processes that are
-a test's own.
-"""
+"""Waiting for other processes, with limits that only a failure reaches."""
 
 import os
-import random
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +8,6 @@ from pathlib import Path
 from cl_train.system import processes
 
 LIMIT_S = 300.0  # of every wait and every program: the machine may be slow and busy
-# The system gives none of these ports to a program that asks for any port.
-_BELOW_EPHEMERAL = range(10_000, 20_000)
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
@@ -77,17 +71,3 @@ def is_signal_received() -> bool:
     """Whether the run in this process has seen a signal."""
     request = processes._active
     return request is not None and (request.stop is not None or request._save)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, and which no other program gets before they are used."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.SystemRandom().choice(_BELOW_EPHEMERAL)
-        with socket.socket() as server:
-            try:
-                server.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        ports += [port] if port not in ports else []
-    return ports

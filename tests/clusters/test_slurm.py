@@ -4,6 +4,7 @@ It has its own configuration, ports and munge, and needs root; skipped where Slu
 """
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from cl_train.sweeps.launch import missing_jobs
 from cl_train.sweeps.plan import read_sweep
 from tests.faults import tiny
 from tests.faults.forkserver import Forked, train_script
-from tests.processes import LIMIT_S, free_ports, wait_until
+from tests.processes import LIMIT_S, wait_until
 from tests.ranks import ENVIRONMENT, ROOT, TINY, losses, run_two_ranks
 
 pytestmark = [
@@ -71,7 +72,8 @@ def cluster(tmp_path_factory):
     The first node has this machine's host name.
     """
     folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname()
-    port, port_1, port_2 = free_ports(3)
+    # Below the ports that a program gets that asks for any.
+    port, port_1, port_2 = random.SystemRandom().sample(range(10_000, 20_000), 3)
     for name in ("state", f"spool.{host}", f"spool.{host}-2"):
         (folder / name).mkdir()
     values = {"folder": folder, "host": host, "port": port, "port_1": port_1, "port_2": port_2}

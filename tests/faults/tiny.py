@@ -64,12 +64,6 @@ def differences(ours: Any, theirs: Any) -> list[str]:
     ]
 
 
-def losses(run: Path) -> dict[int, float]:
-    found = {record["step"]: record["loss"] for record in records(run) if record["kind"] == "train"}
-    assert found, f"{run.name} has no losses"
-    return found
-
-
 def check_loadable(run: Path) -> None:
     """Only whole checkpoints may have their names."""
     for path in (run / "checkpoints").glob("*.pt"):
