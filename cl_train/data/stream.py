@@ -13,9 +13,10 @@ from cl_train.data.bad_images import BadImages
 from cl_train.data.device import RawBatch
 from cl_train.data.loader import DataSettings
 from cl_train.data.transforms import WorkerTimes, seeded_everywhere
-from cl_train.data.user_dataset import SampleForm, reason_of
+from cl_train.data.user_dataset import SampleForm
 from cl_train.data.workers import Workers, begin_sample
 from cl_train.errors import ConfigError, WorkerError
+from cl_train.system.failures import explain_failure
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class StreamLoader(IterableDataset[Any]):
             except StopIteration:
                 break
             except Exception as error:
-                yield f"{form.name(number)} in worker {worker}", reason_of(error)
+                yield f"{form.name(number)} in worker {worker}", explain_failure(error)
             if len(labels) == len(images):
                 yield images, torch.tensor(labels)
                 images, labels = torch.empty_like(images), []

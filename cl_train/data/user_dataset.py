@@ -4,7 +4,6 @@ No value is converted unless its meaning is certain; a message names the sample.
 """
 
 import math
-import traceback
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
@@ -23,8 +22,7 @@ from cl_train.data.images import ImageSource
 from cl_train.data.transforms import ImageTransform, WorkerTimes, seeded_everywhere
 from cl_train.data.workers import Workers, begin_sample
 from cl_train.errors import ConfigError, WorkerError
-
-_SHOWN = 300  # characters of a message of the user's code
+from cl_train.system.failures import explain_failure
 
 
 def open_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
@@ -43,7 +41,7 @@ def open_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource
             raise ConfigError(
                 f"data.dataset: {cfg.dataset}({split!r}, {size}) must return a Dataset with a"
                 " length, and the one for 'train' `classes` (names) or `num_classes`:"
-                f" {reason_of(error)}"
+                f" {explain_failure(error)}"
             ) from error
     train, val = built
     return ImageSource(classes, train, val, f"{cfg.dataset}-{len(train)}-{len(val)}")
@@ -119,7 +117,7 @@ class DatasetReader:
             loaded = perf_counter()
             label = self._form.write(row, sample, epoch, random_index)
         except Exception as error:
-            raise BadImage(reason_of(error)) from error
+            raise BadImage(explain_failure(error)) from error
         times = {"resize_s": perf_counter() - loaded, "dataset_s": loaded - begin}
         return label, WorkerTimes(**times, images=1)
 
@@ -137,7 +135,7 @@ def check_first(form: SampleForm, dataset: Any, timeout_s: float) -> None:
                 is_stream = isinstance(dataset, IterableDataset)
                 form.take_from(next(iter(dataset)) if is_stream else dataset[0])
         except Exception as error:
-            return form.dtype, reason_of(error)
+            return form.dtype, explain_failure(error)
         return form.dtype, ""
 
     try:
@@ -195,12 +193,3 @@ def _described(value: Any) -> str:
     if isinstance(value, Image.Image):
         return f"a PIL image of mode {value.mode}"
     return f"{type(value).__name__} {value!r:.40}"
-
-
-def reason_of(error: BaseException) -> str:
-    """The error in one line, and its location unless it was raised by the checks of this file."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = ""
-    if frame.filename != __file__:
-        where = f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}{where}"
