@@ -64,7 +64,6 @@ class Rounds:
         return [interval_of_rounds(self.ratios(variant)) for variant in variants]
 
     def undisturbed(self) -> "Rounds":
-        """The rounds that count, without those from which other processes took time."""
         numbers = rounds_that_count(self._lost_shares())
         return replace(self, blocks=[self.blocks[number] for number in numbers])
 
@@ -119,7 +118,6 @@ class Stop:
 
 
 def alternate(variants: Sequence[Callable[[], Block]], stop: Stop) -> Rounds:
-    """Run rounds of the variants until `stop`."""
     blocks: list[list[Block]] = []
     load, started_at = MachineLoad(), time.perf_counter()
     while True:

@@ -26,8 +26,6 @@ LEAST_LOSS_PCT = 1.0  # of a step's bytes: what is lost below it is not worth a 
 
 @dataclass(frozen=True)
 class Answer:
-    """One line each."""
-
     right: str
     faster: str
     because: str
@@ -45,7 +43,6 @@ def right_text(parity: Mapping[str, Parity], same_outputs: str = "") -> str:
 
 
 def faster_text(done: Comparison) -> str:
-    """The verdict on each variant but the first."""
     baseline = done.speeds[0].layout
     parts = []
     for speed in done.speeds[1:]:
@@ -136,7 +133,6 @@ def _place(loss: Mapping[str, Any]) -> str:
 
 
 def audited_step(model: nn.Module, layout: Layout, workload: Workload, name: str) -> LayoutReport:
-    """The audit of the step of `workload` in `layout`."""
     precision, is_trained = workload.precision, workload.mode == "train"
     images = place_batch(
         noise((workload.batch_size, *workload.input_shape)),

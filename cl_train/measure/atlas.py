@@ -145,7 +145,6 @@ for name, one in results(op, call, False).items():
 
 
 def program(facts: Record, row: Row) -> str:
-    """Shows the worst fault of an operator."""
     parts: list[Any] = [tensors_in, map_leaves, placed, results]
     functions = "\n\n".join(map(inspect.getsource, parts))
     return _PROGRAM.format(**facts | row | row["worst"], functions=functions)
@@ -228,7 +227,6 @@ def _fault(op: Any, call: Any, layouts: dict[str, Counter[str]]) -> tuple[float,
 
 
 def tables(records: Sequence[Record]) -> str:
-    """What was measured, what is wrong, who loses the format."""
     measured, wrong, lost, names = [], defaultdict(list), defaultdict(list), set()
     for record in records:
         where = f"{record['dtype']}, torch {record['torch'].partition('+')[0]}"

@@ -62,13 +62,14 @@ def audit(
     if isinstance(precision, str):
         precision = resolve_precision(precision, device)
     loss = loss or (lambda result: mean_square(output_tensors(result, output)))
-
-    def step() -> None:
-        scalar = _scalar(model, batch, precision, device, loss if backward else None)
-        if scalar is not None:
-            scalar.backward()
-
-    report = _empty_report(name, model, images, precision)
+    report = LayoutReport(
+        name or type(model).__name__,
+        model_memory_format(model),
+        f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}",
+        precision.name,
+        str(device),
+        torch.__version__,
+    )
     remedy = "check the shape, dtype and device of the batch"
     explained = failure_explained(f"the model failed on {report.input}", remedy)
     with explained, state_restored(model, device):
@@ -76,7 +77,11 @@ def audit(
         if backward and (time or not is_contiguous):
             refuse_known_crash(model, batch)
         with recording(report):
-            step()
+            with autocast(precision, device), nullcontext() if backward else torch.no_grad():
+                result = call_model(model, batch)
+                scalar = loss(result) if backward else None
+            if scalar is not None and _checked(scalar).requires_grad:  # not if all is frozen
+                scalar.backward()
         is_trained = any(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad(set_to_none=True)
         if time:
@@ -97,32 +102,7 @@ def _first_images(batch: Any) -> torch.Tensor:
     return images
 
 
-def _empty_report(
-    name: str | None, model: nn.Module, images: torch.Tensor, precision: Precision
-) -> LayoutReport:
-    return LayoutReport(
-        name or type(model).__name__,
-        model_memory_format(model),
-        f"{classify(images)} {str(images.dtype).removeprefix('torch.')} {list(images.shape)}",
-        precision.name,
-        str(images.device),
-        torch.__version__,
-    )
-
-
-def _scalar(
-    model: nn.Module,
-    batch: Any,
-    precision: Precision,
-    device: torch.device,
-    loss: LossFunction | None,
-) -> torch.Tensor | None:
-    """None: there is no `loss`, or all parameters are frozen."""
-    with autocast(precision, device), nullcontext() if loss else torch.no_grad():
-        result = call_model(model, batch)
-        if loss is None:
-            return None
-        scalar = loss(result)
-    if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
+def _checked(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ConfigError("the loss must be a scalar tensor; reduce it with .mean() or .sum()")
-    return scalar if scalar.requires_grad else None
+    return loss

@@ -68,7 +68,6 @@ class _VisitAgain(ParityStep):
 
 
 def modules_of_other_code(plain: KernelCheck, converted: KernelCheck) -> list[str]:
-    """The modules that ran other operators in channels_last, in their order."""
     differing = (plain.operators - converted.operators) + (converted.operators - plain.operators)
     return list(dict.fromkeys(module for module, _, _ in differing))
 

@@ -233,7 +233,6 @@ def limit_by_exact(_: Any, y: torch.Tensor, exact: torch.Tensor, dtype: torch.dt
 
 
 def _error_of_kind(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float] | None:
-    """Of results that are not compared by their norms."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return math.inf, math.inf
     if not y.numel():

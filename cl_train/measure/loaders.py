@@ -33,7 +33,6 @@ class Pipeline:
     close: Callable[[], object] = lambda: None
 
     def block(self, images: int) -> Block:
-        """Times the first batches of an epoch, until `images` are delivered."""
         started_at, seen = time.perf_counter(), 0
         for batch in self.batches():
             seen += len(batch)

@@ -43,8 +43,6 @@ MOST_MODULES = 64  # of other code that are run again
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The outcome of `check_parity`."""
-
     passed: bool | None  # None: inconclusive, for the reason in `note`
     precision: str
     batch: str  # what the model ran on, such as "[4, 3, 224, 224]"
@@ -119,7 +117,6 @@ def check_parity(
 def parity_of(
     model: nn.Module, workload: Workload, layout: Layout, modes: Sequence[bool], seed: int = 0
 ) -> ParityReport:
-    """Compare both layouts in the step of `workload`."""
     given = workload.batch
     if given is None:
         given = noise((workload.batch_size, *workload.input_shape), seed)
@@ -195,7 +192,6 @@ def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
 def _compare_code(
     step_of: Callable[..., ParityStep], layout: Layout, asked: tuple[str, str]
 ) -> ParityReport:
-    """The code as a whole, in float64."""
     dtype, note = torch.float64, ""
     try:
         expected = step_of(CONTIGUOUS, dtype=dtype).run()

@@ -32,7 +32,6 @@ class Parity:
 
     @property
     def difference(self) -> str:
-        """How channels_last differs, if it has not passed."""
         return f"channels_last {'fails' if self.fails else 'computes something else'}: {self.text}"
 
     @property

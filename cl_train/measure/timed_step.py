@@ -236,7 +236,6 @@ class TimedStep:
         return times_s, [later - earlier for earlier, later in pairwise(launched_at)]
 
     def peak_step(self) -> None:
-        """Measure `peak_gib`."""
         device = self.workload.device
         with self._on_recorders_stream():
             self.peak_gib = peak_memory_of_step_gib(self.eager_step, self.held_bytes(), device)

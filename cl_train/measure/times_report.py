@@ -193,7 +193,6 @@ class OperatorTimes:
         }
 
     def tables_text(self) -> str:
-        """The first rows of each table, as Markdown."""
         return "\n\n".join(
             f"{name}:\n\n{markdown_table([row.to_dict() for row in rows[:_SHOWN]])}"
             for name, rows in self.tables.items()

@@ -60,7 +60,6 @@ class Call(Origin):
         return f"{self.name} of `{self.module or '(top)'}` at {self.source or self.where}"
 
     def advice(self) -> str:
-        """What to do about a loss."""
         is_mixed = self.cause or any(text.startswith("contiguous") for text in self.inputs)
         if self.module_type == "Parameter":
             return "The parameter is contiguous: its gradient takes the parameter's strides."
@@ -108,12 +107,10 @@ class LayoutReport:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes copied to change the format."""
         return _moved_bytes(self.calls)
 
     @property
     def moved_pct(self) -> float:
-        """Of all bytes of the step."""
         return self._pct(self.calls)
 
     @property

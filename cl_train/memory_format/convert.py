@@ -49,7 +49,6 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """`contiguous`, `channels_last` or `channels_last_conv`."""
         suffix = "" if self.conversion == "full" else f"_{self.conversion}"
         return MEMORY_FORMAT_NAMES[self.memory_format] + suffix
 
@@ -232,7 +231,6 @@ def _is_convolution(name: str, module: nn.Module) -> bool:
 
 
 def _chosen(model: Any, mode: str, select: Iterable[str] | Predicate | None) -> set[str]:
-    """Names of modules."""
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"conversion={mode}: an exported program has no modules; use full")
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -49,7 +49,6 @@ def image_kinds(rank: int) -> Kinds:
 
 
 def is_shared_by_batch(tensor: torch.Tensor) -> bool:
-    """As a table of positions is."""
     return tensor.dim() > 0 and len(tensor) > 1 and tensor.stride(0) == 0
 
 

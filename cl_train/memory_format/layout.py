@@ -47,7 +47,6 @@ def classify(tensor: torch.Tensor) -> StrideOrder:
 
 
 def _strides_descend(tensor: torch.Tensor, order: Sequence[int]) -> bool:
-    """Whether the stride of each dimension in `order` exceeds the extent of all later ones."""
     extent = 1  # elements from the first to the last of the dimensions seen so far, innermost first
     for size, stride in [(tensor.size(dim), tensor.stride(dim)) for dim in reversed(order)]:
         if size > 1 and stride < extent:

@@ -49,8 +49,6 @@ _SAME_CALL = attrgetter(
 
 
 class Traits(NamedTuple):
-    """Of an operator."""
-
     name: str
     is_view: bool
     is_copy: bool
@@ -89,8 +87,6 @@ UNKNOWN = Memory()  # from outside the step, or before anything was channels_las
 
 
 class Operand(NamedTuple):
-    """A tensor that an operator reads or writes."""
-
     tensor: torch.Tensor
     kinds: Kinds | None = None  # None: no image
     order: StrideOrder | None = None
@@ -102,8 +98,6 @@ class Operand(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """An operator call, with what it read and wrote."""
-
     function: Any
     traits: Traits
     origin: Origin
@@ -346,7 +340,6 @@ def _read(traits: Traits, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _dims(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[int] | None:
-    """The dimensions that the argument `dim` names."""
     dim = {**dict(zip(traits.arguments, args, strict=False)), **kwargs}.get("dim")
     return [dim] if isinstance(dim, int) else dim
 

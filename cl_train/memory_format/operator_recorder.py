@@ -59,7 +59,6 @@ class OriginRecorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[Self]:
-        """Record what the block runs."""
         entering = register_module_forward_pre_hook(self.enter)
         leaving = register_module_forward_hook(self.leave, always_call=True)
         try:
