@@ -93,8 +93,8 @@ def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult"
         verbose: False keeps the lines of the run out of the standard output; `train.log` has them.
         settings: the same as Python values, which come after the words: `model="resnet50"`,
             `data={"root": path}`, `**{"optim.lr": 0.1}`. Objects may stand for names of code: a
-            module (it is trained in place) or a function of the number of classes as `model`, a
-            pair of Datasets as `data`, functions as `loss`, `metrics` and `log_to`.
+            module (it is trained in place) or a function of `num_classes` as `model`, a pair of
+            Datasets as `data`, functions as `loss`, `metrics` and `log_to`.
 
     Returns:
         The run, with `folder`, `summary`, `history` (a record per log line and evaluation), `top1`.

@@ -13,6 +13,7 @@ import cl_train
 from cl_train.cli import main
 from cl_train.commands import train as train_command
 from cl_train.errors import ConfigError, TrainingFault
+from tests.data.user_datasets import uint8
 from tests.networks import small
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,24 +123,8 @@ def test_it_trains_in_another_thread_and_in_one_at_a_time(settings, tmp_path):
     assert not (tmp_path / "refused").exists(), "it has claimed nothing"
 
 
-class Colours(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Noise whose brightness is its class."""
-
-    classes = ("dark", "medium", "bright")
-
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        pixels = torch.randint(0, 80, (3, 32, 32), generator=generator) + 80 * (index % 3)
-        return pixels.to(torch.uint8), index % 3
-
-
-NOISE = TINY | {"data": (Colours(64), Colours(16)), "data.image_size": 32, "data.workers": 0}
+DATASETS = uint8("train", 32), uint8("val", 32)
+NOISE = TINY | {"data": DATASETS, "data.image_size": 32, "data.workers": 0}
 
 
 def test_objects_take_the_place_of_names(tmp_path, monkeypatch, capsys):
@@ -156,17 +141,12 @@ def test_objects_take_the_place_of_names(tmp_path, monkeypatch, capsys):
     settings = NOISE | {"model": model, "loss": loss}
     run = cl_train.train(channels_last=True, verbose=False, **settings)
     assert capsys.readouterr().out == "" and "Epoch: [0]" in (run.folder / "train.log").read_text()
-    assert [record["kind"] for record in run.history] == ["train"] * 4 + ["val"]
-    assert run.history[-1]["top1"] == run.top1 and sum(losses) >= 64
+    assert [record["kind"] for record in run.history] == ["train", "val"]
+    assert run.history[-1]["top1"] == run.top1 and sum(losses) >= 16
     assert not torch.equal(weight, before) and cl_train.classify(weight) == "channels_last"
 
 
-class Network(torch.nn.Sequential):
-    def __init__(self, num_classes):
-        super().__init__(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, num_classes))
-
-
-@pytest.mark.parametrize("wrong", [{"data": Colours(4)}, {"epochs": print}, {"seed": Colours}])
+@pytest.mark.parametrize("wrong", [{"data": DATASETS[0]}, {"epochs": print}, {"seed": uint8}])
 def test_objects_where_a_setting_takes_none(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         cl_train.train(**wrong)
@@ -177,6 +157,10 @@ def test_a_model_may_be_a_class_or_a_function_and_one_that_exits_does_not_end_us
 ):
     monkeypatch.chdir(tmp_path)
 
+    class Network(torch.nn.Sequential):
+        def __init__(self, num_classes):
+            super().__init__(small(num_classes))
+
     class Exits(torch.nn.Identity):
         def forward(self, x):
             sys.exit("done")
@@ -185,7 +169,7 @@ def test_a_model_may_be_a_class_or_a_function_and_one_that_exits_does_not_end_us
         return cl_train.train(verbose=False, **NOISE | {"max_steps": 1, "model": model})
 
     assert trained(Network).top1 is not None
-    assert trained(lambda n: small(n)).top1 is not None, "its argument has another name"
+    assert trained(lambda num_classes: small(num_classes)).top1 is not None
     with pytest.raises(TrainingFault, match=r"sys\.exit\(done\)"):
         trained(torch.nn.Sequential(small(3), Exits()))
     assert trained(small(3)).top1 is not None, "the lock is free"
