@@ -139,7 +139,7 @@ def test_no_run_trains_in_a_layout_that_computes_something_else(train, no_result
 
 
 def test_auto_does_not_choose_what_computes_something_else(train, no_results_kept, quick_auto):
-    with patch.object(auto, "verdict_of", lambda ratio: "faster"):
+    with patch.object(auto, "verdict_of", lambda ratio, **_: "faster"):
         for _ in range(2):  # the second time the choice is kept, and its parity
             done = train(*WRONG, "channels_last=auto")
             assert done.summary["memory_format"] == "contiguous"
