@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from cl_train.data.images import listed
 from cl_train.data.transforms import WorkerTimes
 
 
@@ -10,10 +11,7 @@ def bad_share(reasons: Mapping[str, str], files: int) -> str:
 
 
 def first_reasons(reasons: Mapping[str, str]) -> str:
-    """Returns the first names of `BadImages.reasons` with their reasons, in one line."""
-    first = [f"{name} ({reason})" for name, reason in [*reasons.items()][:3]]
-    more = " ..." if len(reasons) > 3 else ""
-    return "; ".join(first) + more
+    return listed([f"{name} ({reason})" for name, reason in reasons.items()])
 
 
 def bottleneck_advice(
