@@ -18,7 +18,6 @@ from torch import nn
 from cl_train.config.schema import DataConfig
 from cl_train.config.validation import optional_module, show, suggest, user_function
 from cl_train.data.class_names import matched
-from cl_train.data.images import listed
 from cl_train.errors import ConfigError
 from cl_train.memory_format.layout import refuse_lazy, uncompiled
 from cl_train.models.card import Preprocessing
@@ -235,12 +234,10 @@ def load_weights_file(
     load_weights(model, weights, f"weights={path} do not fit the model", without=new_head)
     if not is_same:
         _take_rows(model, weights, new_head, places)
-        taken, names = sum(place >= 0 for place in places), listed(known)
-        what = f"{taken} of {len(places)} classes are among those of the file ({names})"
-        log.info("weights=%s: %s: the classifier is new, but for their rows", path, what)
-    elif new_head:
-        names = ", ".join(sorted(new_head))
-        log.info("weights=%s: new classifier, the number of classes differs (%s)", path, names)
+    if new_head:
+        taken = sum(place >= 0 for place in places)
+        rows = "" if is_same else f", but for the rows of {taken} of {len(places)} classes"
+        log.info("weights=%s: the classifier is new%s", path, rows)
     return bool(new_head)
 
 

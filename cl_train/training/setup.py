@@ -354,30 +354,26 @@ def announce(cfg: Config, precision: Precision, dist: Dist) -> None:
 
 
 def announce_work(cfg: Config, data: Data, plan: Plan, state: TrainState, dist: Dist) -> None:
-    parameters = list(state.model.parameters())
-    total = sum(parameter.numel() for parameter in parameters)
-    size = f"{data.num_classes} classes, {cfg.data.image_size} px; {total / 1e6:.2f} M parameters"
-    validation = f"{data.val_images:,} validation images of {size}"
-    if cfg.evaluate_only:
-        log.info("%s: %s", cfg.data.name, validation)
+    trains, parameters = not cfg.evaluate_only, list(state.model.parameters())
+    images = f"{data.val_images:,} validation images of {data.num_classes} classes"
+    if trains:
+        images = f"{data.train_images:,} training and {images}"
+    size = f"{sum(parameter.numel() for parameter in parameters) / 1e6:.2f} M parameters"
+    if trains and cfg.freeze:
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        size += f", of which {trained:,} train"
+    log.info("%s: %s, %d px; %s", cfg.data.name, images, cfg.data.image_size, size)
+    if not trains:
         return
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    frozen = f", of which {trained:,} train" if cfg.freeze else ""
-    images = f"{data.train_images:,} training and {validation}{frozen}"
-    log.info("%s: %s", cfg.data.name, images)
     if data.num_classes == 1:
         log.warning("there is one class only: is data.root one level too high or too low?")
     steps, images_per_step = plan.steps_per_epoch, plan.global_batch_size
     left_out = data.train_images - steps * images_per_step
-    dropped = ""
-    if left_out:
-        dropped = (
-            f" (the last {counted(left_out, 'image')} of an epoch, less than a step, left out)"
-        )
+    less = f" (the last {counted(left_out, 'image')} of an epoch, less than a step, left out)"
     length = f"{counted(cfg.epochs, 'epoch')} of {counted(steps, 'step')}"
     if plan.last_step < steps * cfg.epochs:  # max_steps
         length = f"the first {counted(plan.last_step, 'step')} of {length}"
-    log.info("%s, %d images per step%s", length, images_per_step, dropped)
+    log.info("%s, %d images per step%s", length, images_per_step, less if left_out else "")
     if dist.device.type == "cuda":
         compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
         log.info("selecting kernels (once per shape)%s", compiling)
