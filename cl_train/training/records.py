@@ -170,7 +170,7 @@ class Records:
         has_loader = facts.data != "synthetic"
         speed = Speed.of(windows, self.config["data"]["image_size"], has_loader=has_loader)
         peak_gib = peak_memory_gib(torch.device(facts.device))
-        lost = lost_pct and lost_pct[0] + min(lost_pct[1], speed.data_wait_pct or 0.0)
+        lost = lost_pct and min(100.0, lost_pct[0] + min(lost_pct[1], speed.data_wait_pct or 0.0))
         process = ProcessFacts(
             others_pct=self._of_all_processes("others_pct", others_pct),
             lost_pct=self._of_all_processes("lost_pct", lost),
