@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cl_train.data.build import Data
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.errors import ConfigError, TrainingFault
+from cl_train.errors import ConfigError
 from cl_train.memory_format.audit_report import LayoutReport
 from cl_train.memory_format.layout import model_memory_format, named_tensors, refuse_lazy
 from cl_train.memory_format.layout_recorder import recording
@@ -45,8 +45,8 @@ from cl_train.step.train_step import (
 )
 from cl_train.step.utilisation import utilisation
 from cl_train.system.distributed import Dist, check_ranks_agree
-from cl_train.system.failures import explain_failure, failure_explained
-from cl_train.system.machine import describe_out_of_memory, is_out_of_memory, reset_peak_memory
+from cl_train.system.failures import failure_explained
+from cl_train.system.machine import reset_peak_memory
 from cl_train.system.run_folder import Speed
 from cl_train.training.parts import ModelSettings, audit_command
 
@@ -100,7 +100,7 @@ def train_state(
     num_classes: int,
     dist: Dist,
 ) -> TrainState:
-    """The step that trains `model`. Raises ConfigError or TrainingFault: the model cannot train."""
+    """The step that trains `model`. Raises ConfigError: the model cannot train."""
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs, the steps run eagerly")
@@ -221,8 +221,7 @@ def try_model(
     num_classes: int,
 ) -> StepParts | None:
     """Train a copy of `model` for one step on noise [N, 3, H, W]; None: there can be no copy.
-
-    Raises TrainingFault: memory ran out. ConfigError: the model cannot take the images.
+    Raises ConfigError: the model cannot take the images; torch's error where memory runs out.
     """
     device = batch_format.device
 
@@ -238,25 +237,18 @@ def try_model(
         return None
     if not isinstance(copied, torch.jit.ScriptModule):  # which takes no hooks
         copied.register_forward_hook(check_logits)
-    try:
-        with random_state_restored(device):
-            # cuDNN's choice of kernels may stay for training: zeros would be faster than images.
-            images = batch_format.place(torch.randn(*shape, device=device))
-            labels = torch.randint(num_classes, (shape[0],), device=device)
-            is_soft = max(settings.mixup, settings.cutmix) > 0
-            targets = F.one_hot(labels, num_classes).float() if is_soft else labels
-            parts = make_step(copied, replace(settings, compile=False), device)
-            train_step(parts, [Batch(images, targets)])
-            parts.update_average(settings.ema_every)
-        return parts
-    except Exception as error:
-        if is_out_of_memory(error):
-            what = f"batch_size={shape[0]}: {describe_out_of_memory(error)}"
-            advice = "Use a smaller batch_size (with accumulate_steps)"
-            raise TrainingFault(f"{what}. {advice}") from None
-        what = f"the model cannot train on {shape[-1]} px images"
-        advice = "change batch_size or data.image_size, or mend the model"
-        raise ConfigError(f"{what}: {explain_failure(error, advice)}") from error
+    what = f"the model cannot train on {shape[-1]} px images"
+    advice = "change batch_size or data.image_size, or mend the model"
+    with failure_explained(what, advice, memory_too=False), random_state_restored(device):
+        # cuDNN's choice of kernels may stay for training: zeros would be faster than images.
+        images = batch_format.place(torch.randn(*shape, device=device))
+        labels = torch.randint(num_classes, (shape[0],), device=device)
+        is_soft = max(settings.mixup, settings.cutmix) > 0
+        targets = F.one_hot(labels, num_classes).float() if is_soft else labels
+        parts = make_step(copied, replace(settings, compile=False), device)
+        train_step(parts, [Batch(images, targets)])
+        parts.update_average(settings.ema_every)
+    return parts
 
 
 def try_evaluation(
