@@ -38,16 +38,22 @@ gpu_state() {
     nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader 2>&1 | head -n 1
 }
 
+# tell NAME OUTCOME
+tell() {
+    printf '[%5d s] %s: %s\n' "$SECONDS" "$1" "$2"
+    [[ $2 == done* ]] || failed=1
+}
+
 # measure NAME LIMIT_S COMMAND...: run COMMAND for at most LIMIT_S seconds, and add the end of its output to the report.
 measure() {
     local name=$1 limit_s=$2 left_s=$((time_limit_s - SECONDS - 10)) started=$SECONDS code=0 outcome before
     shift 2
     [ ! -e "$out/$name.done" ] || return 0
-    if [ -e "$out/$name.failed" ] || ((left_s < limit_s / 3)); then
-        outcome="left out: $left_s of $time_limit_s s are left; call the script again"
-        [ ! -e "$out/$name.failed" ] || outcome="$(cat "$out/$name.failed"); delete $out/$name.failed to try it again"
-        printf '[%5d s] %s: %s\n' "$SECONDS" "$name" "$outcome"
-        failed=1
+    if [ -e "$out/$name.failed" ]; then
+        tell "$name" "$(cat "$out/$name.failed"); delete $out/$name.failed to try it again"
+        return 0
+    elif ((left_s < limit_s / 3)); then
+        tell "$name" "left out: $left_s of $time_limit_s s are left; call the script again"
         return 0
     fi
     before=$(gpu_state)
@@ -62,15 +68,10 @@ measure() {
         printf 'clock, power, heat, throttled: before %s; after %s\n\n' "${before:-unknown}" "$(gpu_state)"
         printf '%s\n\n' "$outcome"
     } >>"$report"
-    printf '[%5d s] %s: %s\n' "$SECONDS" "$name" "$outcome"
-    if [ "$code" = 0 ]; then
-        echo "$outcome" >"$out/$name.done"
-    else
-        failed=1
-        # Without the time that it needs it was not tried.
-        [ "$code" != 124 ] || ((left_s >= limit_s)) || return 0
-        echo "$outcome" >"$out/$name.failed"
-    fi
+    tell "$name" "$outcome"
+    # Killed without the time that it needs it was not tried.
+    [ "$code" != 124 ] || ((left_s >= limit_s)) || return 0
+    echo "$outcome" >"$out/$name.$([ "$code" = 0 ] && echo done || echo failed)"
 }
 
 cl_train=("$PYTHON" -m cl_train)
