@@ -3,7 +3,6 @@
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +21,6 @@ from cl_train.models.sources import copy_model
 
 SMALL_SIDE = 64  # pixels of the images on which the outputs of two models are compared
 LEAST_LOSS_PCT = 1.0  # of a step's bytes: what is lost below it is not worth a change
-
-
-@dataclass(frozen=True)
-class Answer:
-    right: str
-    faster: str
-    because: str
-    do: str
-
-    def __str__(self) -> str:
-        return "\n".join(f"  {name + ':':<9}{line}" for name, line in vars(self).items())
 
 
 def right_text(parity: Mapping[str, Parity], same_outputs: str = "") -> str:

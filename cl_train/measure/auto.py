@@ -57,7 +57,6 @@ class Choice:
 
     @property
     def conversion(self) -> str:
-        """The mode of `convert`."""
         return self.layout.conversion
 
     @property
@@ -89,12 +88,10 @@ def choose_memory_format(
     """Measure copies of `model`; choose channels_last if it is faster beyond noise.
 
     Call it with the model built, loaded and on its device, before it is converted, wrapped or
-    compiled. For a model that cannot be measured (no memory for copies, a known crash of torch) the
-    choice is contiguous, with the reason.
+    compiled. A model that cannot be measured is to be contiguous, for the reason that is given.
 
     Args:
-        batch_size: images per device and step; an eager step on a CPU is measured with as many of
-            them as memory and time allow.
+        batch_size: images per device and step; on a CPU, as many as memory and time allow.
         image_size, precision, device, compile, cuda_graph: as in `compare_layouts`.
         optimizer: one of `OPTIMIZERS` in cl_train/config/schema.py.
         time_limit_s: for warm-up and measurement of an eager model.

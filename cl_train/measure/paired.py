@@ -1,7 +1,7 @@
 """The layouts of one model, or several models, compared in one process, in alternating blocks.
 
 `benchmark` warms up the step of each (`timed_step.py`) and times blocks of them in turns
-(`alternate.py`); `verdict_of` in `statistics.py` makes the verdict of a ratio's interval.
+(`alternate.py`); `statistics.py` makes the verdict.
 """
 
 import time
@@ -44,8 +44,6 @@ LEAST_BY_ITSELF_PCT = 50.0  # of its images, from which on a contiguous side is 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is timed in turns with others."""
-
     name: str
     model: nn.Module
     layout: Layout
@@ -60,10 +58,7 @@ def variants_of(
 
 @dataclass(frozen=True)
 class LayoutSpeed:
-    """The speed of one layout, a geometric mean over blocks.
-
-    `ratio` is to the first layout of the comparison, for which `verdict` is no_difference.
-    """
+    """The speed of one layout, a geometric mean over blocks; `ratio` is to the first layout."""
 
     layout: str
     images_per_s: float
@@ -102,7 +97,6 @@ class Comparison:
 
     @property
     def is_host_bound(self) -> bool:
-        """Whether the host limits all layouts: their ratio says nothing of the device."""
         return are_host_bound(speed.host_pct for speed in self.speeds)
 
     @property
@@ -126,7 +120,7 @@ class Comparison:
 
     @property
     def round_s(self) -> float:
-        """The least time of a round: two steps of each variant."""
+        """At least: two steps of each variant."""
         return 2 * sum(speed.step_ms for speed in self.speeds) / 1000
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,7 +173,6 @@ class Comparison:
 
 
 def by_itself_text(by_itself_pct: float | None) -> str:
-    """That the contiguous side computes in channels_last, too, because of the model's own code."""
     if by_itself_pct is None or by_itself_pct < LEAST_BY_ITSELF_PCT:
         return ""
     share = f"the contiguous side computes {by_itself_pct:.0f} % of its images in channels_last"
@@ -206,29 +199,27 @@ def compare_layouts(
     """Measure copies of `model`, contiguous and in channels_last, in alternating blocks, with
     training's own step.
 
-    The time that other processes take is left out (Linux): with one thread it is subtracted, with
-    several the rounds that they disturbed are left out, at most half. If the others lost 5 % of
-    their time or more, the verdict is "not_comparable".
+    On Linux, time that other processes take is subtracted (one thread), or the rounds that they
+    disturbed are left out, at most half; if the others lost 5 % or more, the verdict is
+    "not_comparable".
 
     Args:
-        batch_size: images per step; halved for both layouts when memory runs out, on a CPU also
-            until two rounds end within `time_limit_s`, but not below 8.
+        batch_size: images per step; halved for both layouts where memory, on a CPU also where time
+            for two rounds runs out, but for that not below 8.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or
             (C, T, H, W) for video.
-        batch: input to use instead of noise: a tensor, a tuple of inputs or a dict of keyword
-            arguments.
+        batch: instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
         loss: scalar of the model's output; default cross-entropy with random labels for logits
             [N, classes], else the mean square of the output.
-        output: the part of the output that the default loss uses: a dict's key, an attribute or an
-            index, such as "out" or "0".
+        output: what the default loss uses: a dict's key, an attribute or an index, such as "0".
         mode: "train" (forward, backward, optimizer) or "infer".
         precision: auto, fp32, tf32, fp16, fp16_o2 or bf16.
         device: default: where the model is.
         compile: measure copies compiled by `torch.compile`.
         cuda_graph: replay the step as a CUDA graph.
         target_ci: stop when the 95 % interval of the ratio is at most this wide (high - low).
-        time_limit_s: end after about this long, compilation aside. Where not even one round of slow
-            steps fits, those of the warm-up are reported, and the verdict is inconclusive.
+        time_limit_s: end after about this long, compilation aside. Where no round fits, the steps
+            of the warm-up are reported, and the verdict is inconclusive.
 
     Raises:
         ConfigError: the model does not run on this batch, or one image does not fit into memory;
@@ -256,8 +247,9 @@ def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: 
 
 
 def benchmark(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
-    """Compare the variants with the first of them, in `workload` or, where memory runs out, with
-    half of its images. Raises ConfigError: not even one fits, or a model fails.
+    """Compare the variants with the first; where memory runs out, with half of the images.
+
+    Raises ConfigError: not even one fits, or a model fails.
     """
     requested = workload.batch_size
     while True:
@@ -277,7 +269,6 @@ def benchmark(variants: Sequence[Variant], workload: Workload, *, stop: Stop) ->
 
 
 def _compared(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Comparison:
-    """Raises ConfigError: the model fails for another reason than memory."""
     remedy = "if it takes another input, give batch or image_size"
     explained = failure_explained("the model cannot be measured", remedy, memory_too=False)
     with explained, measurement_state(workload.settings, workload.device):
@@ -321,7 +312,7 @@ def _compared(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Co
 def _alternated(
     timed: Sequence[TimedStep], step_s: Sequence[float], watch: GpuWatch, stop: Stop
 ) -> Rounds:
-    """Rounds of the warm steps, which take `step_s` before they are recorded."""
+    """`step_s`: of the warm steps, before they are recorded."""
     # All eager work comes before the recordings, whose memory it could not use.
     for step in timed:
         step.record()
@@ -337,10 +328,10 @@ def _alternated(
 
 
 def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:
-    """Time `steps` steps, on a CPU without those from which other processes took time.
+    """On a CPU without the steps from which other processes took time.
 
     With one thread that time is subtracted instead; with several, what one of them waits for a
-    core may or may not delay the others. A GPU does not wait for a core.
+    core may or may not delay the others.
     """
     if step.workload.device.type != "cpu":
         times_s, host_s = step.block_and_host_times_s(steps)

@@ -1,6 +1,4 @@
-"""What `cl-train benchmark` measures: every combination of its settings. `run_each` and `in_child`
-are also the driver of the zoo, whose models have a process each.
-"""
+"""What `cl-train benchmark` measures: every combination of its settings; and the zoo's driver."""
 
 import itertools
 import logging
@@ -24,7 +22,6 @@ from cl_train.config.validation import show
 from cl_train.errors import ConfigError
 from cl_train.measure.alternate import Stop
 from cl_train.measure.answer import (
-    Answer,
     audit_summary,
     audited_step,
     because_text,
@@ -70,9 +67,10 @@ class Combination:
     tell: Callable[[str], object] = log.info  # is called with how long a slow part takes
 
     def result(self, *, is_checked: bool = True) -> dict[str, Any]:
-        """The content of the JSON file: with `error` instead of speeds if it failed; with
-        cuda_graph=auto eager steps are tried then. A model may raise any exception, which must not
-        lose the results of the others. `is_checked`: with parity, audit and answer.
+        """Plain values, with `error` instead of speeds if the model raised anything, which must not
+        lose the results of the others; with cuda_graph=auto eager steps are tried then.
+
+        `is_checked`: with parity, audit and answer.
         """
         result: dict[str, Any] = {}
         for graph in self._graphs():
@@ -90,8 +88,8 @@ class Combination:
         return result
 
     def _graphs(self) -> list[bool]:
-        """Whether the step is a CUDA graph, and what is tried after that. Graphs, because in eager
-        mode the host limits small models, and both layouts are as fast as it.
+        """Whether the step is a CUDA graph, and what is tried after that: in eager mode the host
+        limits small models, and both layouts are as fast as it.
         """
         word, settings = self.described["cuda_graph"], self.workload.settings
         is_auto = word == "auto" and self.workload.device.type == "cuda"
@@ -104,9 +102,7 @@ class Combination:
         return benchmark_in_time(self._variants(), self.workload, stop=stop)
 
     def _measured(self) -> dict[str, Any]:
-        """Parity, then speed, then the audit. Layouts that compute different results are not
-        comparable.
-        """
+        """Parity, then speed, then the audit."""
         settings, started_at = self.settings, time.perf_counter()
         variants = self._variants()
         parity = self._parity(variants)
@@ -126,18 +122,19 @@ class Combination:
         except Exception as error:  # the speeds stay
             audited, because = [], f"the audit failed: {explain_failure(error)}"
         to_decide = self._to_decide(done)
-        answer = Answer(
-            right_text(parity, self._same_outputs(variants)),
-            faster_text(done),
-            because,
-            do_text(done, self._words(), parity, audited, to_decide),
-        )
+        answer = {
+            "right": right_text(parity, self._same_outputs(variants)),
+            "faster": faster_text(done),
+            "because": because,
+            "do": do_text(done, self._words(), parity, audited, to_decide),
+        }
+        lines = (f"  {name + ':':<9}{line}" for name, line in answer.items())
         return {
             **done.to_dict(),
             "to_decide": to_decide,
             **_plain(parity, audited),
-            "answer": vars(answer),
-            "text": f"{done}\n{answer}",
+            "answer": answer,
+            "text": "\n".join([str(done), *lines]),
         }
 
     def checked(self) -> dict[str, Any]:
@@ -147,7 +144,7 @@ class Combination:
         return _plain(self._parity(variants), audited)
 
     def _variants(self) -> list[Variant]:
-        """What is timed in turns, the baseline first."""
+        """The baseline first."""
         size = self.workload.input_shape[-1]
         built: dict[str, nn.Module] = {}
         for name in self.described["model"].split(","):
@@ -190,7 +187,7 @@ class Combination:
         ]
 
     def _words(self) -> dict[str, Any]:
-        """The settings that describe this combination, as they are typed."""
+        """The settings of this combination, as they are typed."""
         values = {name: value for name, value in self.described.items() if value}
         values["data.image_size"] = values.pop("image_size")
         if self.settings.cuda_graph != BenchmarkSettings().cuda_graph:
@@ -234,7 +231,7 @@ def _plain(parity: Mapping[str, Parity], audited: Sequence[LayoutReport]) -> dic
 
 
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
-    """Measure every combination; prints each result and writes it to `out` as it is ready.
+    """Measure every combination; print each result, and write it to `out`, as it is ready.
 
     Raises ConfigError: unknown models, or fewer than two layouts.
     """
@@ -262,8 +259,8 @@ def run_each(
     keep: Callable[[dict[str, Any]], None],
     out: Path | str | None,
 ) -> None:
-    """Measure one after the other, and keep each result before the next one begins. SIGTERM ends it
-    as Ctrl-C does: it says how many were kept, in `out`.
+    """Keep each result before the next one is measured. SIGTERM ends it as Ctrl-C does: it says how
+    many were kept, in `out`.
     """
     kept = 0
     before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
@@ -282,8 +279,8 @@ def run_each(
 def in_child(
     work: Callable[[str, Any], dict[str, Any]], name: str, settings: Any, limit_s: float
 ) -> dict[str, Any]:
-    """What `work(name, settings)` returns in a process of its own, whose end leaves nothing behind;
-    if it crashes, lacks memory or takes longer than `limit_s`, an `error`.
+    """What `work(name, settings)` returns in a process of its own; if that crashes, lacks memory or
+    takes longer than `limit_s`, an `error`.
     """
     context = multiprocessing.get_context("forkserver")
     # Importing takes longer than most models. What a user's packages import may touch CUDA, and
@@ -315,7 +312,7 @@ def _child(sender: Any, work: Callable[[str, Any], Any], name: str, settings: An
 
 
 def combinations_of(settings: BenchmarkSettings) -> list[Combination]:
-    """All combinations of the settings. Raises ConfigError as `run_suite`."""
+    """Raises ConfigError as `run_suite`."""
     if empty := [name for name in NAMES if not getattr(settings, name)]:
         raise ConfigError([f"{name}= is empty: name at least one" for name in empty])
     for model in settings.model:

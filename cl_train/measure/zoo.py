@@ -1,6 +1,4 @@
-"""What `cl-train zoo` measures: a row per model, each in its own process, in a table that a later
-command continues.
-"""
+"""What `cl-train zoo` measures: a row per model, in a table that a later command continues."""
 
 import time
 from collections.abc import Sequence
@@ -52,7 +50,7 @@ _EQUAL = ("device", "precision", "batch_size", "image_size", "speed", "time_limi
 
 
 def run_zoo(names: Sequence[str], settings: ZooSettings, path: Path, table: dict[str, Any]) -> None:
-    """Measure each model in its own process, and add its row to the table at `path`."""
+    """Measure each model in its own process, and add its row to the table."""
 
     def keep(row: dict[str, Any]) -> None:
         add_row(path, table, row)

@@ -33,7 +33,7 @@ from tests.processes import LIMIT_S
 
 SMALL, DROPOUT = "tests.networks:small", "tests.networks:dropout"
 COPYING, DOUBLED = "tests.networks:copying", "tests.networks:doubled"
-PERMUTING = "tests.networks:permuting"
+PERMUTING, CONV = "tests.networks:permuting", "conversion=conv"
 QUICK = {"batch_size": [2], "image_size": 32, "device": "cpu", "precision": ["fp32"]}
 
 
@@ -168,9 +168,9 @@ def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
 
     wrong = Parity(False, "convolution in features.0")
     monkeypatch.setattr(suite, "parity_before_use", lambda *args: wrong)
-    [result] = run_suite(settings(parity="auto"))["results"]
-    assert result["answer"]["right"] == "channels_last: convolution in features.0"
-    assert result["answer"]["do"].startswith(f"cl-train compare parity=true model={SMALL}")
+    answer = run_suite(settings(parity="auto"))["results"][0]["answer"]
+    assert answer["right"] == "channels_last: convolution in features.0"
+    assert answer["do"].startswith(f"cl-train compare parity=true model={SMALL}")
 
     monkeypatch.setattr(suite, "audited_step", Mock(side_effect=ValueError("planted")))
     [result] = run_suite(settings())["results"]
@@ -180,33 +180,30 @@ def test_one_model_ends_with_one_answer_in_four_lines(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("ratio", "changes", "trained"),
     [
-        (1.5, {}, "a channels_last=true"),
-        (0.5, {}, "a channels_last=false"),
-        (0.5, {"layouts": ["channels_last", "contiguous"]}, "a channels_last=true"),
-        (1.5, {"layouts": ["contiguous", "channels_last_conv"]}, "a channels_last=true {conv}"),
-        (1.5, {"compare_by": "model"}, "b channels_last=true"),
-        (0.5, {"compare_by": "model", "channels_last": False}, "a channels_last=false"),
+        (1.5, {}, f"{SMALL} channels_last=true"),
+        (0.5, {}, f"{SMALL} channels_last=false"),
+        (0.5, {"layouts": ["channels_last", "contiguous"]}, f"{SMALL} channels_last=true"),
+        (1.5, {"layouts": [None, "channels_last_conv"]}, f"{SMALL} channels_last=true {CONV}"),
+        (1.5, {"compare_by": "model"}, f"{DROPOUT} channels_last=true"),
+        (0.5, {"compare_by": "model", "channels_last": False}, f"{SMALL} channels_last=false"),
     ],
 )
 def test_the_answer_trains_what_was_timed(ratio, changes, trained):
-    sides = ["a", "b"] if "compare_by" in changes else changes.get("layouts", LAYOUT_CHOICES[:2])
+    of_models = [SMALL, DROPOUT] if "compare_by" in changes else []
+    sides = of_models or changes.get("layouts", LAYOUT_CHOICES[:2])
     done = planted_comparison([ratio] * 4)
     named = zip(done.speeds, sides, strict=True)
     done = replace(done, speeds=tuple(replace(one, layout=side) for one, side in named))
-    timed = {"precision": "bf16", "data.image_size": 64, "device": "cpu", "compile": True}
-    words = {"model": ",".join(sides[:2]) if "compare_by" in changes else "a", **changes, **timed}
-    command = do_text(done, words | {"optimizer": "adamw"}, {}, [], None)
-    layout = trained.format(conv="conversion=conv")
-    shared = "precision=bf16 data.image_size=64 batch_size=4 compile=true device=cpu optim=adamw"
-    data = "; add your data=... (config=RUN has it)"
-    assert command == f"cl-train train model={layout} {shared}{data}"
-    of_run = do_text(done, words | {"optimizer": "adamw", "config": "RUN"}, {}, [], None)
-    assert of_run == f"cl-train train config=RUN model={layout} {shared}"
-    model = {"a": SMALL, "b": DROPOUT}[trained[0]]
-    typed = command.removesuffix(data).replace(f"model={trained[0]}", f"model={model}").split()[2:]
-    [composed] = compose(CommandLine.parse(typed))
-    assert (composed.cfg.model, composed.cfg.batch_size) == (model, 4)
-    assert (composed.cfg.optim.name, composed.cfg.data.image_size) == ("adamw", 64)
+    words = {"model": ",".join(of_models or [SMALL]), **changes, "optimizer": "adamw"}
+    words |= {"precision": "bf16", "data.image_size": 64, "device": "cpu", "compile": True}
+    command = f"cl-train train model={trained} precision=bf16 data.image_size=64 batch_size=4"
+    command += " compile=true device=cpu optim=adamw"
+    text = do_text(done, words, {}, [], None)
+    assert text == f"{command}; add your data=... (config=RUN has it)"
+    of_run = do_text(done, words | {"config": "RUN"}, {}, [], None)
+    assert of_run == command.replace(" model=", " config=RUN model=")
+    [composed] = compose(CommandLine.parse(command.split()[2:]))
+    assert (composed.cfg.batch_size, composed.cfg.optim.name) == (4, "adamw")
 
 
 def test_two_models_are_timed_in_turns_and_told_whether_they_compute_the_same(monkeypatch):
