@@ -201,14 +201,16 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
     """Into a run's objects, which keep layout, dtype, device and hyperparameters; without
     `training` only the weights. Raises CheckpointError: it does not fit.
     """
-    load_weights(state.model, checkpoint["model"])
-    state.parts.weights.load(checkpoint["model"])
-    average = state.parts.average
-    buffers = checkpoint.get("buffers", {"model": {}, "average": {}})  # since 0.3
-    load_buffers(state.model, buffers["model"], state.parts.device)
+    average, models = state.parts.average, {"model": state.model}
     if average is not None:
-        load_weights(average.module, checkpoint["average"] or checkpoint["model"])
-        load_buffers(average.module, buffers["average"] or buffers["model"], state.parts.device)
+        models["average"] = average.module
+    buffers = checkpoint.get("buffers", {"model": {}, "average": {}})  # since 0.3
+    for entry, model in models.items():
+        load_weights(model, checkpoint[entry] or checkpoint["model"])
+        for name, value in (buffers[entry] or buffers["model"]).items():
+            set_buffer(model, name, value.to(state.parts.device))
+    state.parts.weights.load(checkpoint["model"])
+    if average is not None:
         average.collect()
     if not training:
         return
@@ -239,13 +241,6 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape != ():
                 moment = torch.empty_like(parameter, dtype=value.dtype)
                 optimizer.state[parameter][key] = moment.copy_(value)
-
-
-def load_buffers(
-    model: nn.Module, buffers: Mapping[str, torch.Tensor], device: torch.device
-) -> None:
-    for name, value in buffers.items():
-        set_buffer(model, name, value.to(device))
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from cl_train.system.distributed import (
     on_main,
     sum_over_ranks,
 )
-from cl_train.system.failures import explain_failure
+from cl_train.system.failures import failure_explained
 from cl_train.system.machine import MAX_STEPS_AHEAD, DeviceClock
 from cl_train.system.processes import StopRequest
 from cl_train.training.console import progress_bar
@@ -144,25 +144,20 @@ def check_metrics(wanted: EvaluationSettings, data: Data, dist: Dist) -> None:
             targets = torch.arange(images) % classes
             return list(_numbers(metrics, torch.randn(images, classes), targets))
 
-        try:
-            with random_state_restored(dist.device):
-                names += on_main(names_of, dist)
-        except TrainingFault as error:
-            raise ConfigError(f"{error} (called with {images} images of noise)") from error
+        with random_state_restored(dist.device):
+            names += on_main(names_of, dist)
     name = (wanted.best_by or "top1").removeprefix("average.")
     if name not in names:
         raise ConfigError(f"best_by={wanted.best_by}: no such number{suggest(name, names)}")
 
 
 def _numbers(metrics: Metrics, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    try:
+    what = "metrics=... must return a dict of numbers"
+    with failure_explained(what, f"it was called with {len(logits)} images"):
         numbers = {str(name): float(value) for name, value in metrics(logits, targets).items()}
         if clashes := numbers.keys() & {*EVALUATED, "epoch", "step", "kind"}:
             raise ValueError(f"the names {sorted(clashes)} are taken")
         return numbers
-    except Exception as error:  # of the user's function
-        what = "metrics=... must return a dict of numbers"
-        raise TrainingFault(f"{what}: {explain_failure(error)}") from error
 
 
 COLUMNS = ("label", "predicted", "probability", "probability of the label", "loss", "in top 5")
