@@ -49,7 +49,7 @@ def test_stop_signal_in_training(bench):
             assert running.wait() == 128 + signum and "Traceback" not in told, told
             summary, saved = tiny.summary(run), tiny.newest_step(run)
             assert (summary["status"], summary["steps"]) == ("interrupted", saved), told
-            bench.check_resumed(run, reference, **UNSAVED)
+            bench.check_resumed(run, reference, **settings)
 
 
 def test_signal_before_training(bench):
