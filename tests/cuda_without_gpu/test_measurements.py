@@ -1,6 +1,6 @@
-"""cuDNN times its algorithms for a shape, which takes seconds: only for shapes that come again, and
-only the ten that it expects to be the fastest. Times of an audit are those of the device. What
-nvidia-smi says: records, and verdicts that are refused."""
+"""cuDNN times its algorithms for a shape, which takes seconds: only for shapes that come again; and
+what nvidia-smi says: records, and verdicts that are refused.
+"""
 
 import itertools
 import os
