@@ -1,9 +1,8 @@
 """The time of every operator of a step in both layouts, forward, backward and update.
 
-Operators are timed below autograd, with `perf_counter` on a CPU and events on a GPU (one wait per
-step), which sleeps before each of them until the host has launched it. The time between two
-operators belongs to the module that runs, as `python`, as far as it is longer than usual, which is
-the recorder's own. Calls of the two layouts are paired by module, operator and order.
+Operators are timed below autograd, on a GPU by events, which sleeps before each of them until the
+host has launched it. The time between two operators belongs to the module that runs, as `python`,
+beyond the usual, which is the recorder's own. Calls are paired by module, operator and order.
 """
 
 import gc

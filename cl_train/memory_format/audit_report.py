@@ -204,15 +204,17 @@ class LayoutReport:
             moved = f"; conversions move {self.moved_pct:.1f} % of the step's bytes"
         where = f"{self.precision} on {self.device}, torch {self.torch}"
         losses = self.losses()
-        parts = [
-            *(self.times.conclusions() if self.times else ()),
-            self.headline(),
-            *(["", markdown_table(losses), ""] if losses else []),
-            *(f"- {line}" for line in self.notes()),
-            f"{self.model} ({self.model_memory_format}), input {self.input}, {where}",
-            f"operator calls: {', '.join(totals)}{moved}",
-        ]
-        return "\n".join([*parts, "", self.times.tables_text()] if self.times else parts)
+        return "\n".join(
+            [
+                *(self.times.conclusions() if self.times else ()),
+                self.headline(),
+                *(["", markdown_table(losses), ""] if losses else []),
+                *(f"- {line}" for line in self.notes()),
+                f"{self.model} ({self.model_memory_format}), input {self.input}, {where}",
+                f"operator calls: {', '.join(totals)}{moved}",
+                *(["", self.times.tables_text()] if self.times else []),
+            ]
+        )
 
 
 def _of_creator(creator: Call | None, paying: Call) -> str:

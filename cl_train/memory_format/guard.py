@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from typing import Literal
+from typing import Any, Literal
 
 from cl_train.errors import ConfigError, LayoutLost
 from cl_train.memory_format.audit_report import Call
@@ -33,7 +33,7 @@ def layout_guard(
     if on_loss not in ("raise", "warn"):
         raise ConfigError(f"on_loss={on_loss}: must be raise or warn")
     allowed = [allow] if isinstance(allow, str) else allow
-    warned: dict[str | tuple[str, type[Warning], int], int] = {}  # each loss is shown once
+    warned: dict[Any, Any] = {}  # each loss is shown once
     creators: set[str] = set()
 
     def check(call: Call) -> None:

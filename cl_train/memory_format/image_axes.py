@@ -1,9 +1,8 @@
 """Which dimensions of a tensor are channels and which are pixels, followed through views.
 
-Memory that an operator has written is described by its axes: the stride at which each dimension of
-the written tensor advances, and the kind of that dimension. A view needs no rule, whatever operator
-made it: its strides show along which axes its dimensions run. Few operators that write need one:
-most keep the number of dimensions.
+Memory that an operator has written has axes: the stride and the kind of each dimension of the
+written tensor. The strides of a view show along which axes its dimensions run, whatever operator
+made it. Few operators that write need a rule: most keep the number of dimensions.
 """
 
 import math

@@ -1,9 +1,8 @@
 """The memory format of a tensor and of a model's parameters, and its name in records.
 
 A channels_last tensor [N,C,H,W] stores its elements pixel by pixel: C-stride < W-stride < H-stride
-< N-stride; size-1 dimensions are ignored (pytorch/pytorch#23403). With C == 1, or H == W == 1, both
-orders are the same bytes: such a tensor is *ambiguous*. Video, [N,C,D,H,W], has the same two
-formats; torch calls the second one `channels_last_3d`.
+< N-stride, but for dimensions of size 1 (pytorch/pytorch#23403). Video, [N,C,D,H,W], has the same
+two formats; torch calls the second one `channels_last_3d`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -91,7 +90,7 @@ def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def model_memory_format(model: Any) -> str:
-    """The memory format of the parameters of a module or an exported program; or "mixed"."""
+    """Of the parameters of a module or an exported program."""
     return memory_format_of(model.parameters())
 
 
@@ -111,7 +110,7 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def refuse_lazy(model: Any) -> None:
-    """Raises ConfigError if this is no model, or a tensor of the model has no shape yet."""
+    """Raises ConfigError: this is no model, or a tensor of it has no shape yet."""
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
         raise ConfigError(f"a {type(model).__name__} is no model: give a torch.nn.Module")
     for name, tensor in named_tensors(model).items():

@@ -120,8 +120,7 @@ class OriginRecorder(TorchDispatchMode):
 def _calling_line(frame: FrameType | None) -> tuple[str, str]:
     """file:line and text of the model's code; empty for calls of autograd and of this package.
 
-    It is the innermost line in the package of the function that PyTorch called: in a model that
-    uses einops, the model's, not einops's.
+    The innermost line in the package that PyTorch called: of a model that uses einops, the model's.
     """
     lines: dict[str, tuple[str, int]] = {}  # of each package the innermost
     called = ""
