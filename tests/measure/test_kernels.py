@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cl_train.measure.kernels import KernelCheck, compared, limit_by_shaken
 from cl_train.measure.parity import check_parity
+from tests.networks import video
 
 
 class Planted(TorchDispatchMode):
@@ -22,7 +23,7 @@ class Planted(TorchDispatchMode):
         self.operator, self.fault, self.result, self.when = operator, fault, result, when
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        images = [one for one in args if isinstance(one, torch.Tensor) and one.dim() == 4]
+        images = [one for one in args if isinstance(one, torch.Tensor) and one.dim() > 3]
         if self.operator in str(function) and any(one.dtype == torch.bfloat16 for one in images):
             returned = computed_in_fp32(function, args)
         else:
@@ -92,7 +93,6 @@ def test_a_wrong_kernel_is_named_also_behind_a_scale_of_zero(operator, named, fa
     ("operator", "result", "named"),
     [
         ("convolution_backward", 1, "convolution_backward (backward) of 4.conv"),  # of the weight
-        ("native_batch_norm_backward", 1, "native_batch_norm_backward (backward) of 4.norm"),
         ("add.Tensor", 0, "add (forward) of 4"),
         ("threshold_backward", 0, "threshold_backward (backward) of 4"),
     ],
@@ -119,6 +119,14 @@ def test_the_batch_the_size_and_the_precision_asked_for_are_compared(when, given
     with Planted("convolution.default", FAULTS["shifted"], when=when):
         report = check_parity(network(), **{"image_size": 32} | given)
     assert report.passed is not is_found
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_wrong_convolution_of_videos_is_found(is_wrong):
+    with Planted("convolution.default", FAULTS["shifted"], when=lambda video: is_wrong):
+        report = check_parity(video(10), image_size=(3, 4, 8, 8), precision="bf16")
+    assert report.passed is not is_wrong
+    assert not is_wrong or "of 0 (Conv3d)" in str(report)
 
 
 def test_statistics_that_an_operator_writes_unasked_count():
