@@ -3,9 +3,10 @@ weights, and the preprocessing that these were published with. Copies of a model
 """
 
 import copy
+import inspect
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -134,7 +135,10 @@ def _built(
     rate = "drop_path" if is_own else "drop_path_rate" if is_timm else "stochastic_depth_prob"
     options: dict[str, Any] = {} if drop_path is None else {rate: drop_path}
     if is_own:
-        return user_function("model", name)(num_classes=num_classes, **options)
+        function = user_function("model", name)
+        if _names_its_argument_otherwise(function, num_classes):
+            return function(num_classes, **options)
+        return function(num_classes=num_classes, **options)
     if weights is not None and not is_timm:
         published = torchvision_weights(name, weights)
         model = torchvision.models.get_model(name, weights=published, **options)
@@ -148,6 +152,19 @@ def _built(
     if name in ("inception_v3", "googlenet"):  # torchvision warns without it
         options["init_weights"] = True
     return torchvision.models.get_model(name, **options)
+
+
+def _names_its_argument_otherwise(function: Callable[..., Any], num_classes: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+        signature.bind_partial(num_classes)
+    except (TypeError, ValueError):  # none, or a type written in C, which has no signature
+        return False
+    try:
+        signature.bind_partial(num_classes=num_classes)
+    except TypeError:
+        return True
+    return False
 
 
 def _timm_facts(name: str) -> dict[str, Any]:

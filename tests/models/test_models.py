@@ -23,6 +23,10 @@ def closed():
     return nn.Identity()
 
 
+def named_otherwise(classes):
+    return networks.small(num_classes=classes)
+
+
 REFUSED = [
     ("resnt50", None, "did you mean .*resnet50"),
     ("timm/resnet5o", None, "did you mean .*timm/resnet50"),
@@ -43,7 +47,8 @@ def test_unknown_names_are_refused(name, weights, problem):
         build_model(name, num_classes=3, weights=weights)
 
 
-OF_ANY_SIZE = ["resnet18", "squeezenet1_1", "mobilenet_v2", "shufflenet_v2_x0_5", SMALL]
+OWN = "tests.models.test_models:named_otherwise"
+OF_ANY_SIZE = ["resnet18", "squeezenet1_1", "mobilenet_v2", "shufflenet_v2_x0_5", SMALL, OWN]
 OF_ONE_SIZE = [
     ("timm/test_resnet", 64),
     ("timm/deit_tiny_patch16_224", 32),
