@@ -15,6 +15,7 @@ from cl_train.step import cuda_graph
 from cl_train.step.cuda_graph import GraphedStep, Recorder, RecordingError
 from cl_train.step.precision import BY_NAME
 from cl_train.step.train_step import train_step
+from cl_train.system import distributed
 from cl_train.system.distributed import Dist
 from cl_train.training import active_run, build, setup
 from cl_train.training.console import describe_failure
@@ -208,3 +209,30 @@ def test_statistics_of_batchnorm_are_not_broadcast_in_each_step(monkeypatch):
     model.register_buffer("calls", torch.zeros(1))  # which all ranks must share
     options = build.wrap_in_ddp(model, Dist(0, 2, CUDA), static_graph=False)
     assert options["forward_sync_buffers"] is True
+
+
+def test_adamw_becomes_capturable_before_the_recording_not_before_eager_steps():
+    """torch warns at a capturable optimizer whose step is eager."""
+    group = {"lr": 0.1, "capturable": False}
+    optimizer = SimpleNamespace(param_groups=[group])
+    with fake_cuda():
+        cuda_graph.use_tensor_rates(optimizer, CUDA)
+        assert not group["capturable"]
+        cuda_graph.make_capturable(optimizer)
+        assert group["capturable"]
+
+
+def test_hosts_exchange_flags_in_a_group_of_their_own(monkeypatch):
+    torch_distributed = Mock()
+    torch_distributed.rendezvous.return_value = iter([(Mock(), 0, 2)])
+    monkeypatch.setattr(torch, "distributed", torch_distributed)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed, "read_launch", lambda: Mock(local_rank=0))
+    monkeypatch.setattr(distributed, "choose_device", lambda name, rank: CUDA)
+    for name in ("end_with_parent", "_store_prefix"):
+        monkeypatch.setattr(distributed, name, lambda *_: "")
+    with distributed.processes("cuda") as dist:
+        hosts = torch_distributed.new_group
+        hosts.assert_called_once_with(backend="gloo")
+        distributed.gather_objects(None, dist)
+        assert torch_distributed.all_gather_object.call_args.kwargs == {"group": hosts()}

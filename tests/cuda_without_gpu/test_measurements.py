@@ -5,18 +5,23 @@ what nvidia-smi says: records, and verdicts that are refused.
 import itertools
 import os
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from benchmarks import peers
 from cl_train.data.device import Batch, DeviceFormat
-from cl_train.measure import paired
+from cl_train.errors import ConfigError, RecordingError
+from cl_train.measure import operator_times, paired
 from cl_train.measure.timed_step import TimedStep, Workload
 from cl_train.memory_format.convert import CHANNELS_LAST
 from cl_train.step.precision import BY_NAME, kernel_selection
 from cl_train.step.train_step import StepSettings
 from cl_train.sweeps import verdict
+from cl_train.system import machine
 from cl_train.system.machine import DeviceClock, GpuWatch, problem_of_gpu
 from cl_train.system.run_folder import read_run
 from cl_train.training import active_run, build, evaluation, throughput
@@ -161,3 +166,75 @@ def test_an_evaluation_is_at_most_two_batches_ahead_of_the_device(train, monkeyp
     monkeypatch.setattr(evaluation, "DeviceClock", Clock)
     train(f"resume={run.folder}", "evaluate_only=true", "batch_size=4")
     assert waits == [0, 1, 2, 3], "of six batches"
+
+
+def test_operators_are_timed_on_the_models_device(monkeypatch):
+    current = []
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(current.append(device)))
+    monkeypatch.setattr(operator_times, "measurement_state", Mock(return_value=nullcontext()))
+    monkeypatch.setattr(operator_times, "TimedStep", Mock(side_effect=KeyError("the first step")))
+    workload = Workload(2, (3, 8, 8), StepSettings(FP32), second)
+    with pytest.raises(KeyError, match="first step"):
+        operator_times.time_operators(small(3), workload, time_limit_s=1.0)
+    assert current == [second]
+
+
+def test_the_worst_state_of_a_gpu_is_kept_and_it_is_asked_while_it_works(
+    nvidia_smi, monkeypatch, tmp_path
+):
+    """An idle GPU is not slowed, whatever it was an hour before."""
+    clock = Mock(side_effect=[0.0, 1.0, 2.0, 100.0, 200.0, 300.0, 400.0])
+    monkeypatch.setattr(machine.time, "monotonic", clock)
+    watch = GpuWatch(CUDA)
+    watch._next_at = -1.0
+    for state in (USUAL, None, SLOWED, USUAL):
+        if state is not None:
+            nvidia_smi(state)
+        watch.look()
+        watch._read()
+    assert watch.worst()["clock_mhz"] == 1005
+    assert len((tmp_path / "times").read_text().split()) == 2 * 3, "not within ten seconds"
+
+
+def test_a_run_records_its_first_step_and_excludes_the_export_of_its_profile(train, monkeypatch):
+    pauses = Mock()
+    monkeypatch.setattr(throughput.ThroughputMeter, "exclude_pause", pauses)
+    run = train("log_to=[]", "epochs=1", "max_steps=12", "profile=true", "batch_size=2")
+    assert run.summary["gpu"] is None and run.summary["reserved_memory_gib"] is None
+    assert run.summary["first_step_s"] >= 0
+    assert pauses.call_count == 1, "seconds that are not training"
+
+
+def test_operators_are_timed_in_the_state_of_training():
+    """fp32 is not TF32, and cuDNN searches."""
+    found = []
+    model = small(3)
+    model.register_forward_pre_hook(lambda *_: found.append((CUDNN.benchmark, CUDNN.allow_tf32)))
+    workload = Workload(2, (3, 16, 16), StepSettings(FP32), torch.device("cpu"))
+    operator_times.time_operators(model, workload, time_limit_s=0.0)
+    assert found[-1] == (True, False)
+
+
+def test_a_bare_loop_searches_as_the_trainer_does(monkeypatch):
+    found = []
+    monkeypatch.setattr(peers, "timed_s", lambda steps, device: found.append(CUDNN.benchmark) or 1)
+    settings = peers.OverheadSettings("squeezenet1_1", batch_size=2, image_size=32, steps=2)
+    peers.bare_steps(settings, torch.device("cpu"))
+    assert found == [True]
+
+
+@pytest.mark.parametrize(("can_go_on", "sizes"), [(True, [4, 2, 1]), (False, [4])])
+def test_after_a_lost_recording_no_smaller_batch_is_tried(can_go_on, sizes, monkeypatch):
+    """Before torch 2.15 its memory is not returned."""
+    tried = []
+
+    def failing(variants, workload, stop):
+        tried.append(workload.batch_size)
+        raise RecordingError("it cannot be recorded as a CUDA graph: CUDA error: out of memory")
+
+    monkeypatch.setattr(paired, "_compared", failing)
+    monkeypatch.setattr(paired, "CAN_GO_ON_AFTER_FAILURE", can_go_on)
+    with pytest.raises(ConfigError if can_go_on else RecordingError):
+        paired.compare_layouts(small(3), 4, image_size=16)
+    assert tried == sizes
