@@ -81,7 +81,7 @@ class Combination:
                 workload=replace(self.workload, settings=step),
             )
             try:
-                return one.described | (one._measured() if is_checked else one._timed().to_dict())
+                return one.described | one._measured(is_checked)
             except Exception as error:
                 why = explain_failure(error)
                 result = one.described | {"error": why, "text": f"  failed: {why}", "pairs": []}
@@ -97,22 +97,21 @@ class Combination:
             return [True, False] if CAN_GO_ON_AFTER_FAILURE else [True]
         return [word == "true"]
 
-    def _timed(self) -> Comparison:
-        stop = Stop(self.settings.target_ci, self.settings.time_limit_s, tell=self.tell)
-        return benchmark_in_time(self._variants(), self.workload, stop=stop)
+    def _timed(self, variants: Sequence[Variant], limit_s: float) -> Comparison:
+        stop = Stop(self.settings.target_ci, limit_s, tell=self.tell)
+        return benchmark_in_time(variants, self.workload, stop=stop)
 
-    def _measured(self) -> dict[str, Any]:
+    def _measured(self, is_checked: bool) -> dict[str, Any]:
         """Parity, then speed, then the audit."""
-        settings, started_at = self.settings, time.perf_counter()
+        limit_s, started_at = self.settings.time_limit_s, time.perf_counter()
         variants = self._variants()
+        if not is_checked:
+            return self._timed(variants, limit_s).to_dict()
         parity = self._parity(variants)
         parity_s = time.perf_counter() - started_at
         if parity and parity_s >= SLOW_PARITY_S:
             self.tell(f"parity is compared after {parity_s:.0f} s, speed follows")
-        left_s = settings.time_limit_s - parity_s
-        left_s = max(left_s, settings.time_limit_s / 2)
-        stop = Stop(settings.target_ci, left_s, tell=self.tell)
-        done = benchmark_in_time(variants, self.workload, stop=stop)
+        done = self._timed(variants, max(limit_s - parity_s, limit_s / 2))
         differing = [name for name, found in parity.items() if found.passed is False]
         done = done.not_comparable(differing)
 

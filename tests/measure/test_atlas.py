@@ -46,7 +46,7 @@ F = "nn.functional."
 
 
 @pytest.mark.slow
-def test_wrong_values_lost_layouts_and_crashes_are_found(tmp_path, monkeypatch, capsys):
+def test_wrong_values_lost_layouts_and_crashes_are_found(tmp_path, monkeypatch, capsys, request):
     (tmp_path / "sitecustomize.py").write_text(PLANTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     shuffle = functional.channel_shuffle
@@ -54,6 +54,7 @@ def test_wrong_values_lost_layouts_and_crashes_are_found(tmp_path, monkeypatch, 
         monkeypatch.setattr(functional, name, lambda *args: shuffle(*args).contiguous())
     planted = {}
     exec(PLANTS, planted)
+    request.addfinalizer(lambda: planted.pop("library"))  # or the kernel stays, as it refers to it
     names = "avg_pool2d,pixel_shuffle,channel_shuffle"
     file, select = tmp_path / "bug.py", "select=" + ",".join(F + name for name in names.split(","))
     assert main([*WORDS, select, "max_wrong=1", f"repro={file}", "json=true"]) == 1
