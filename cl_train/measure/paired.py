@@ -204,8 +204,8 @@ def compare_layouts(
     "not_comparable".
 
     Args:
-        batch_size: images per step; halved for both layouts where memory, on a CPU also where time
-            for two rounds runs out, but for that not below 8.
+        batch_size: images per step; halved for both layouts where memory runs out, and on a CPU,
+            down to 8, where two rounds would not end within `time_limit_s`.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or
             (C, T, H, W) for video.
         batch: instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.

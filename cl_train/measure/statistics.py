@@ -186,7 +186,7 @@ def repeats_to_decide(
 
 
 def seconds_to_decide(interval: Interval, seconds: float) -> float:
-    """In which rounds probably decide what `seconds` of them have not; inf: none does."""
+    """The time in which rounds probably decide what `seconds` of them have not; inf: none does."""
     difference, half = abs(math.log(interval.ratio)), math.log(interval.high / interval.ratio)
     margin = max(difference - SMALLEST_DIFFERENCE, NO_DIFFERENCE - difference)
     return seconds * max(1.0, half / margin) ** 2 if margin > 0 else math.inf

@@ -121,8 +121,9 @@ class TimedStep:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             why = "no parameter of the model requires a gradient"
             raise ConfigError(f"{why}: only inference can be measured")
-        classes = self._classes()
-        if classes is not None:
+        has_own_loss = self.workload.loss is not None or self.workload.output is not None
+        classes = None if has_own_loss else self.facts.classes
+        if classes is not None and isinstance(self.inputs, torch.Tensor):
             generator = torch.Generator().manual_seed(0)
             labels = torch.randint(classes, (len(self.inputs),), generator=generator)
             self.targets = labels.to(device)
@@ -136,13 +137,6 @@ class TimedStep:
         if settings.cuda_graph:
             use_tensor_rates(self.parts.optimizer, device)
         self._called = self.parts.wrapped_model
-
-    def _classes(self) -> int | None:
-        """None: no classifier of images, or a loss of its own."""
-        workload = self.workload
-        has_own_loss = workload.loss is not None or workload.output is not None
-        is_image_batch = isinstance(self.inputs, torch.Tensor)
-        return self.facts.classes if is_image_batch and not has_own_loss else None
 
     def forward(self) -> Any:
         with autocast(self.workload.precision, self.workload.device):
