@@ -1,5 +1,5 @@
-"""A run and its log lines: the steps between two of them are timed, added up on the device, read
-one line late, logged, and searched for NaN. All ranks decide on the same numbers.
+"""A run and its log lines. The steps between two lines are timed and added up on the device; the
+sums are read one line later, logged, and searched for NaN. All ranks decide on the same numbers.
 """
 
 import logging
@@ -36,16 +36,16 @@ ADVICE = (
     "(instead of fp16 also precision=bf16) or on_nonfinite=skip"
 )
 READ_AT_ONCE = ("cpu",)  # devices whose log lines are read without waiting
-BadStep = tuple[int, int, float]  # step, rank, loss; if that is finite, a gradient is not
+BadStep = tuple[int, int, float]  # step, rank, loss (finite if only a gradient is not)
 
 
 @dataclass(frozen=True)
 class PendingWindow:
     timing: Timing
     rows: torch.Tensor  # of this rank, on the device: see `rows_of`
-    totals: torch.Tensor  # of all steps and ranks, on the host after the mark `copied`
+    totals: torch.Tensor  # sums over steps and ranks, on the host after the mark `copied`
     copied: Any
-    step: int  # the last one
+    step: int  # the last one of the window
     epoch: int
     lr: float
 
@@ -65,7 +65,7 @@ class ActiveRun:
     signals: StopRequest
     machine_load: MachineLoad
     progress: Progress
-    stop_signal: int = 0  # ends the run
+    stop_signal: int = 0  # the number of the signal that ends the run
     epoch_windows: list[Window] = field(default_factory=list)
     pending: PendingWindow | None = None
     first_step_s: float | None = None  # since the process began its work
@@ -83,11 +83,11 @@ class ActiveRun:
         self.progress.good_buffers = {}
 
     def save(self) -> None:
-        """The state between two steps, once; the host waits for the device.
+        """Save the state between two steps, once per step; the host waits for the device.
 
-        Between two log lines buffers that are not finite are mended first, and the checkpoint also
-        holds those of the last log line: a resumed run goes back to them if a step of the window
-        turns out to be bad. Raises TrainingFault: a step of the window ends the run.
+        Between two log lines, buffers that are not finite are mended first, and the checkpoint also
+        holds the buffers of the last log line: a resumed run goes back to them if a step of the
+        window turns out to be bad. Raises TrainingFault: a step of the window ends the run.
         """
         progress = self.progress
         if self.checkpoints.saved_step == progress.step:
@@ -104,8 +104,8 @@ class ActiveRun:
         progress.good_buffers = {}
 
     def _count_bad_steps(self, rows: torch.Tensor, last_step: int) -> int:
-        """Those of the run, with the steps `rows`, which end with `last_step`, of all ranks. With
-        loss scaling, gradients are expected to overflow: that determines the scale.
+        """Returns the bad steps of the run, including those in `rows` (of all ranks; the last row
+        is `last_step`). With loss scaling, gradients may overflow: that determines the scale.
         """
         has_scale = self.state.parts.scaler.is_enabled()
         bad = [
@@ -117,8 +117,8 @@ class ActiveRun:
         return count_bad_steps(of_ranks, self.progress.bad_steps, self.plan.max_bad_steps)
 
     def log_steps(self, lr: float) -> None:
-        """Submit the steps since the last log line for reading, and log those submitted before: a
-        GPU goes on meanwhile. lr: of the last step.
+        """Submit the steps since the last log line for reading, and log those submitted before, so
+        that a GPU goes on meanwhile. lr: the learning rate of the last step.
         """
         steps, scaler = self.progress.pending_steps, self.state.parts.scaler
         rows = rows_of(steps)
@@ -143,7 +143,7 @@ class ActiveRun:
             self.log_pending()
 
     def note_first_step(self) -> None:
-        """The host waits for the device, once per run: this step selects kernels and compiles."""
+        """Note when the first step is done, which selects kernels and compiles; the host waits."""
         if self.first_step_s is not None:
             return
         self.meter.clock.wait(self.meter.clock.mark())
@@ -188,7 +188,9 @@ class ActiveRun:
             self.progress.bad_steps = self._count_bad_steps(rows, window.step)
 
     def note_bad_images(self) -> tuple[dict[str, str], int]:
-        """The reasons of all ranks. The images are named in bad_images.csv: on rank 0, how many."""
+        """Returns the reasons of all ranks and, on rank 0, the number of images in bad_images.csv,
+        which it writes.
+        """
         of_ranks = gather_objects(self.data.bad_images.reasons, self.dist)
         reasons = {name: reason for each in of_ranks for name, reason in each.items()}
         return reasons, self.records.write_bad_images(reasons)
@@ -213,13 +215,13 @@ class ActiveRun:
 
 
 def rows_of(steps: list[StepResult]) -> torch.Tensor:
-    """Loss, top-1 and top-5 hits and whether the update was skipped, float64 [steps, 4]."""
+    """Returns float64 [steps, 4]: loss, top-1 and top-5 hits, 1 if the update was skipped."""
     columns = [[s.loss.double(), s.correct1, s.correct5, s.skipped] for s in steps]
     return torch.stack([torch.stack(values) for values in columns])
 
 
 def count_bad_steps(bad: list[BadStep], earlier: int, limit: int) -> int:
-    """`earlier` steps and those of `bad`. Raises TrainingFault: they are more than `limit`."""
+    """Returns `earlier` plus the steps in `bad`. Raises TrainingFault: more than `limit`."""
     count = earlier + len({step for step, *_ in bad})
     if bad and count > limit:
         step, rank, loss = min(bad, key=lambda each: (each[0], math.isfinite(each[2]), each[1]))

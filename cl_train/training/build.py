@@ -1,8 +1,8 @@
 """From the settings to a model that trains, and its step.
 
-The order matters: `build_model` builds and loads, moves and casts it; `setup.py` then converts its
-memory format; `train_state` copies it for the EMA, wraps it in DDP and compiles it, which takes its
-strides over (pytorch/pytorch#47163).
+The order matters: `build_model` builds the model, loads its weights, moves and casts it; `setup.py`
+then converts its memory format; `train_state` copies it for the EMA, wraps it in DDP and compiles
+it, all of which take over its strides (pytorch/pytorch#47163).
 """
 
 import logging
@@ -64,15 +64,15 @@ class TrainState:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the next step is not yet a replay, but will be."""
+        """Whether the steps are still eager, but a CUDA graph of them will be recorded."""
         return isinstance(self.train_step, GraphedStep) and self.train_step.is_warming_up
 
 
 def build_model(
     wanted: ModelSettings, precision: Precision, data: Data, dist: Dist
 ) -> tuple[nn.Module, dict[int, ModelFacts]]:
-    """The model on its device, in the dtypes of `precision` and not yet converted, and what it is
-    at each size of images in training. Raises ConfigError: it cannot be built.
+    """Returns the model on its device, in the dtypes of `precision` and not yet converted, and its
+    facts at each image size of training. Raises ConfigError: it cannot be built.
     """
     model = model_of(wanted, data.num_classes, data.classes)
     if wanted.weights and dist.is_main:
@@ -100,12 +100,12 @@ def train_state(
     num_classes: int,
     dist: Dist,
 ) -> TrainState:
-    """The step that trains `model`. Raises ConfigError: the model cannot train."""
+    """Returns `model` with the step that trains it. Raises ConfigError: it cannot train."""
     recorder = Recorder(dist.device) if settings.cuda_graph else None
     if recorder is not None and recorder.stream is None:
         log.warning("cuda_graph=true: a CPU has no CUDA graphs, the steps run eagerly")
     on_stream = nullcontext if recorder is None else recorder.on_stream
-    # On a CPU the shapes are known to fit.
+    # On a CPU `facts_by_size` has already tried the shapes of a zoo's model.
     is_untried = dist.device.type == "cuda" or ":" in wanted.name + settings.loss.name
     is_channels_last = batch_format.memory_format == torch.channels_last
     if is_untried or is_channels_last:
@@ -113,7 +113,7 @@ def train_state(
             try_run(wanted, model, settings, batch_format, num_classes)
     reset_peak_memory(dist.device)
 
-    # DDP then knows when a gradient is complete; it has no such mode for accumulation.
+    # With a static graph DDP knows when a gradient is complete; accumulation has no such mode.
     is_static = settings.cuda_graph and settings.accumulate_steps == 1
 
     def in_ddp(model: nn.Module) -> nn.Module:
@@ -131,7 +131,7 @@ def train_state(
 def evaluated_state(
     model: nn.Module, settings: StepSettings, batch_format: DeviceFormat
 ) -> TrainState:
-    """`model` as it is evaluated: tried on no step, not wrapped and not compiled."""
+    """Returns `model` for evaluation only: without a trial step, DDP or compilation."""
     parts = make_step(model, settings, batch_format.device)
     return TrainState(model, parts, batch_format, partial(train_step, parts))
 
@@ -144,7 +144,7 @@ def refuse_nonfinite(model: nn.Module, source: str) -> None:
 
 
 def model_of(wanted: ModelSettings, num_classes: int, classes: Sequence[str] = ()) -> nn.Module:
-    """The model on the CPU with its weights. Raises ConfigError."""
+    """Returns the model on the CPU with its weights. Raises ConfigError: it cannot be built."""
     model = models.build_model(
         wanted.name,
         num_classes=num_classes,
@@ -162,8 +162,9 @@ def model_of(wanted: ModelSettings, num_classes: int, classes: Sequence[str] = (
 
 
 def facts_by_size(wanted: ModelSettings, model: nn.Module) -> dict[int, ModelFacts]:
-    """What `model` is at each size of images in training. Raises ConfigError: it cannot take images
-    of such a size, or of evaluation; the trial step tells more of the user's own.
+    """Returns the facts of `model` at each image size of training. Raises ConfigError: it cannot
+    take images of such a size, or of evaluation. Errors of the user's own model are left to the
+    trial step, which tells more.
     """
     is_users, trained = ":" in wanted.name, wanted.trained_sizes
     facts = {}
@@ -185,11 +186,11 @@ def try_run(
     batch_format: DeviceFormat,
     num_classes: int,
 ) -> None:
-    """A step of the largest images, and whether the model loses channels_last in it; then an
+    """Try a step on the largest images, log if the model loses channels_last in it, then try an
     evaluation of the model and of its average.
 
-    On a GPU the whole batch, so that memory runs out now. Two images on a CPU, and before a
-    compilation: the compiled step takes less memory.
+    On a GPU the step takes the whole batch, so that memory runs out now. It takes two images on a
+    CPU, and before a compilation: the compiled step needs less memory.
     """
     size = wanted.largest_size
     is_whole = batch_format.device.type == "cuda" and not settings.compile
@@ -220,8 +221,8 @@ def try_model(
     shape: Sequence[int],
     num_classes: int,
 ) -> StepParts | None:
-    """Train a copy of `model` for one step on noise [N, 3, H, W]; None: there can be no copy.
-    Raises ConfigError: the model cannot take the images; torch's error where memory runs out.
+    """Train a copy of `model` for one step on noise [N, 3, H, W]; None: it cannot be copied.
+    Raises ConfigError: it cannot take the images. torch's own error: memory runs out.
     """
     device = batch_format.device
 
@@ -235,7 +236,7 @@ def try_model(
     except ConfigError as error:
         log.info("no step is tried: %s", error)
         return None
-    if not isinstance(copied, torch.jit.ScriptModule):  # which takes no hooks
+    if not isinstance(copied, torch.jit.ScriptModule):  # it takes no hooks
         copied.register_forward_hook(check_logits)
     what = f"the model cannot train on {shape[-1]} px images"
     advice = "change batch_size or data.image_size, or mend the model"
@@ -273,8 +274,8 @@ def try_evaluation(
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """DDP if there are several ranks. Gradients are views of its buckets, in each parameter's
-    strides: channels_last weights have channels_last gradients without a copy.
+    """Wrap `model` in DDP if there are several ranks. Gradients are views of its buckets, in each
+    parameter's strides: channels_last weights have channels_last gradients without a copy.
     """
     if dist.world_size == 1:
         return model
@@ -290,14 +291,14 @@ def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Modul
     owners = [module for module in model.modules() if list(module.buffers(recurse=False))]
     is_batch_norm = [isinstance(module, BATCH_NORMS) for module in owners]
     if all(is_batch_norm) and "forward_sync_buffers" in signature(ddp).parameters:
-        # Since torch 2.15. Else rank 0's statistics are broadcast in each forward pass; evaluation
-        # and checkpoints take rank 0's anyway.
+        # An option since torch 2.15. By default rank 0's statistics are broadcast in each forward
+        # pass; evaluation and checkpoints take rank 0's anyway.
         options["forward_sync_buffers"] = False
     return ddp(model, **options)
 
 
 def utilisation_of(state: TrainState, dist: Dist, speed: Speed) -> dict[str, Any] | None:
-    """FLOPs and shares of the device's peak at this `speed`; None if the FLOPs are unknown."""
+    """Returns the FLOPs and their share of the device's peak at this `speed`; None: unknown."""
     facts = state.facts.get(speed.image_size)
     if facts is None or facts.gflop is None or facts.step_gflop is None:
         return None

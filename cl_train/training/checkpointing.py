@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 def collect(
     state: TrainState, progress: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state between two steps, as references; the host waits for the loss scale.
+    """Returns the state between two steps, as references; the host waits for the loss scale.
 
-    Weights and optimizer state are in fp32 and by parameter name: another precision, layout or
-    grouping can load them.
+    Weights and optimizer state are in fp32 and keyed by parameter name, so that another precision,
+    layout or grouping can load them.
     """
     optimizer, trainable = state.parts.optimizer, state.parts.weights.trainable()
     average = state.parts.average
@@ -48,7 +48,7 @@ def collect(
     }
     return {
         "model": state.parts.weights.state_dict(),
-        # What a state dict leaves out; a forward pass may change it.
+        # The buffers that a state dict leaves out; a forward pass may change them.
         "buffers": {
             "model": _not_persistent(state.model),
             "average": {} if average is None else _not_persistent(average.module),
@@ -73,8 +73,8 @@ def _not_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Checkpoints:
-    """Those of one run, each with the steps since the last log line: a resumed run logs the same
-    numbers. Every method is called by all ranks; only rank 0 reads and writes files.
+    """The checkpoints of one run. Each holds the steps since the last log line, so that a resumed
+    run logs the same numbers. All ranks call every method; only rank 0 reads and writes files.
     """
 
     store: CheckpointStore
@@ -94,14 +94,14 @@ class Checkpoints:
             what = f"the model cannot be saved in a checkpoint: {error}"
             raise ConfigError(f"{what}; change its state_dict or get_extra_state") from None
         if self.dist.is_main:
-            # Weights, two moments at most, EMA.
+            # The weights, at most two moments, and the EMA.
             copies = 3 if self.state.parts.average is None else 4
             needed_bytes = copies * sum(tensor.nbytes for tensor in tensors)
             check_space(self.store.folder.parent, needed_bytes)
 
     def save(self, progress: Progress, *, best: bool = False) -> None:
         """Save the state between two steps; the host waits for the device."""
-        random = random_state(self.dist.device)  # order and augmentation need none
+        random = random_state(self.dist.device)  # the order and augmentation of images need none
         saved = dict(vars(progress))
         steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
         saved["ranks"] = gather_objects({"random": random, "window": steps}, self.dist)
@@ -121,7 +121,9 @@ class Checkpoints:
 def starting_point(
     checkpoints: Checkpoints, plan: Plan, folder: Path, source: str | None, best_by: str | None
 ) -> Progress:
-    """Training begins at the checkpoint that `source`, of `resume=`, names, if there is one."""
+    """Restore the checkpoint that `source`, the setting `resume`, names, if there is one; returns
+    the progress from which training goes on.
+    """
     dist = checkpoints.dist
     checkpoints.check()
     progress = resume(checkpoints, source)
@@ -151,9 +153,9 @@ def starting_point(
 def resume(
     checkpoints: Checkpoints, source: str | None, *, training: bool = True
 ) -> Progress | None:
-    """Restore the checkpoint that `resume=` names, without `training` only its weights; None: it
-    names none, or `auto` finds none. Rank 0 reads for all: nodes need no shared folder. Raises
-    ConfigError: it is of another run.
+    """Restore the checkpoint that `source` names, or only its weights without `training`; returns
+    its progress. None: `source` is None, or `auto` finds no checkpoint. Rank 0 reads for all: nodes
+    need no shared folder. Raises ConfigError: the checkpoint belongs to another run.
     """
     store = checkpoints.store
     newest = source and on_main(lambda: load_for_resume(source, store), checkpoints.dist)
@@ -173,7 +175,7 @@ def resume(
         values["best_score"] = values.pop("best_top1")
     progress = Progress(**values)
     progress.resumed_with += [text for key, text in changes.items() if has_effect(key)]
-    if "best_by" in changes:  # another scale
+    if "best_by" in changes:  # scores have another scale
         progress.best_score, progress.best = -math.inf, None
         progress.evaluations_without_gain = 0
     if training:
@@ -188,7 +190,9 @@ def resume(
 
 
 def restore_rank(ranks: list[dict[str, Any]], progress: Progress, dist: Dist) -> None:
-    """A rank that did not exist before keeps its seed + rank initialisation."""
+    """Restore the random state and pending steps of this rank; a rank that did not exist before
+    keeps its seed + rank initialisation.
+    """
     if dist.rank < len(ranks):
         set_random_state(ranks[dist.rank]["random"], dist.device)
     # With another world size the sums of a rank are void: the next log line has fewer steps.
@@ -198,8 +202,8 @@ def restore_rank(ranks: list[dict[str, Any]], progress: Progress, dist: Dist) ->
 
 
 def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool = True) -> None:
-    """Into a run's objects, which keep layout, dtype, device and hyperparameters; without
-    `training` only the weights. Raises CheckpointError: it does not fit.
+    """Copy `checkpoint` into a run's objects, which keep layout, dtype, device and hyperparameters;
+    without `training`, copy only the weights. Raises CheckpointError: it does not fit.
     """
     average, models = state.parts.average, {"model": state.model}
     if average is not None:
@@ -244,7 +248,7 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError: `state`, of a checkpoint, does not fit the model."""
+    """Load the `state` of a checkpoint. Raises CheckpointError: it does not fit the model."""
     what = "the checkpoint's weights do not fit the model"
     try:
         missing, unexpected = load_state(model, state, what)
@@ -257,8 +261,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]
 ) -> dict[str, str]:
-    """What both have and differs, by key, as "batch_size: 8 -> 1"; a type that has changed since
-    is no difference.
+    """Returns the `keys` that both have with different values, as "batch_size: 8 -> 1". Values are
+    compared as text: another type is no difference.
     """
     return {
         key: f"{key}: {show(before[key]):.120} -> {show(now[key]):.120}"
@@ -270,8 +274,8 @@ def differences(
 def check_compatible(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, training: bool = True
 ) -> dict[str, str]:
-    """The `differences` that a resume may have. Raises ConfigError: this is another run or, to
-    evaluate, another model.
+    """Returns the `differences` that a resume may have. Raises ConfigError: this is another run or,
+    without `training`, another model.
     """
     of_training = ("global_batch_size",) if training else ()
     problems = [*differences(saved, current, ("model", "num_classes", *of_training)).values()]

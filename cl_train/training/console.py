@@ -1,5 +1,5 @@
-"""What a run says: to the console and `train.log`; failures in one line, bars, its last lines; a
-profile.
+"""What a run tells its user: lines on the console and in `train.log`, progress bars, failures in
+one line, its closing lines, and a profile.
 """
 
 import errno
@@ -30,7 +30,7 @@ log = logging.getLogger("cl_train")
 
 
 def describe_failure(error: BaseException | None) -> str | None:
-    """One line for an anticipated error; None for a bug, which needs a traceback."""
+    """Returns one line for an anticipated error; None for a bug, which needs a traceback."""
     if isinstance(error, Fault):
         return str(error)
     if isinstance(error, OSError):
@@ -52,7 +52,7 @@ def progress_bar(
     description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool
 ) -> "tqdm[Any]":
     """A progress bar with the remaining time, on a terminal only."""
-    # None: tqdm looks for a terminal, but not in a program without standard streams.
+    # None: tqdm looks for a terminal, which fails in a program without standard streams.
     hidden = None if shown and _has_output() else True
     options: dict[str, Any] = {"unit": unit, "disable": hidden, "file": sys.stdout}
     return tqdm(desc=description, total=total, initial=done, smoothing=0, leave=False, **options)
@@ -63,7 +63,7 @@ def _has_output() -> bool:
 
 
 class _Printable(logging.Formatter):
-    """Names of files and classes may hold sequences that a terminal would obey."""
+    """Escapes control characters: file and class names may hold some that a terminal obeys."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -71,8 +71,8 @@ class _Printable(logging.Formatter):
 
 
 def console_line(epoch_windows: Sequence[Window], step_in_epoch: int, plan: Plan) -> str:
-    """The last window in main_amp's format, in brackets the averages over the epoch: seconds per
-    step, images/s of all ranks with loading, and so on. ETA: without evaluations.
+    """Returns the last window in main_amp's format, with the epoch's averages in brackets: seconds
+    per step, images/s of all ranks with loading, and so on. The ETA leaves out evaluations.
     """
     window, measured = epoch_windows[-1], after_warmup(epoch_windows)
     epoch_step_s = mean(measured, "step_ms") / 1000
@@ -101,8 +101,9 @@ def mean(windows: Sequence[Window], name: str) -> float:
 def closing_lines(
     summary: dict[str, Any], folder: Path, config: dict[str, Any], bad_images: int
 ) -> Iterator[str]:
-    """What came out, where it is, and the command that comes next, in three lines, after a warning
-    if the speed cannot be trusted. bad_images: files, each of which may have been skipped often.
+    """Yield up to three lines: the results and their folder, what else the run left, and the next
+    command; first a warning if the speed cannot be trusted. bad_images: the number of bad files,
+    each of which may have been skipped often.
     """
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     checkpoints, best = folder / "checkpoints", summary["best"]
@@ -133,14 +134,14 @@ def closing_lines(
     leaves = []
     if best is not None and (checkpoints / "best.pt").is_file():
         score = f"top-1 {best['top1']:.2f} %"
-        for name in best.keys() - {"top1", "epoch"}:  # the one of `best_by`
+        for name in best.keys() - {"top1", "epoch"}:  # the metric `best_by`
             score = f"{name} {best[name]:.4g}"
         leaves.append(f"best {score} after epoch {best['epoch']}: {checkpoints / 'best.pt'}")
     if summary["val_average"] and is_trained:
         top1 = f"top-1 {summary['val_average']['top1']:.2f} %"
         leaves.append(f"weights=RUN entry=average takes the EMA ({top1})")
     if is_trained and is_alone and not is_interrupted and "tensorboard" in config["log_to"]:
-        # It names a run by its path below logdir.
+        # TensorBoard names a run by its path below logdir.
         leaves.append(f"curves: tensorboard --logdir {shlex.quote(str(folder.parent))}")
     if config["evaluate_only"] and not config["report"]:
         leaves.append("accuracy by class as a page: report=true")
@@ -171,7 +172,7 @@ def is_importable(code: str) -> bool:
 
 
 class RunLog(logging.Handler):
-    """Logs to the console and, from `open_file` on, to `train.log`; at last the run's error."""
+    """Logs to the console and, after `open_file`, to `train.log`; finally logs the run's error."""
 
     def __enter__(self) -> Self:
         self._console = logging.StreamHandler(sys.stdout if _has_output() else None)
@@ -184,7 +185,7 @@ class RunLog(logging.Handler):
         return self
 
     def open_file(self, folder: Path | None) -> None:
-        """None (other ranks than 0): no file, and only warnings on the console."""
+        """folder=None (ranks other than 0): no file, and only warnings on the console."""
         self.setLevel(logging.WARNING if folder is None else logging.NOTSET)
         self._file = None if folder is None else AppendFile(folder / "train.log")
 
@@ -208,8 +209,8 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Trace three steps after seven, into `trace.json.gz` and `operators.txt`. Call what it gives
-    once per step: whether they were written now.
+    """Trace three steps after the first seven, into `trace.json.gz` and `operators.txt`. Yields a
+    function to call after each step, which returns whether the files have just been written.
     """
     trace, written = folder / "trace.json.gz", list[Path]()
     key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"

@@ -36,11 +36,11 @@ EVALUATED = ("loss", "top1", "top5", "balanced_accuracy", "images")
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    source: str | None  # of the weights of a run that only evaluates: checkpoint, run, file, name
+    source: str | None  # weights of a run that only evaluates: checkpoint, run, file or name
     metrics: Metrics | None
     best_by: str | None  # see `score_of`
     flip: bool  # average the logits of each image and of its mirror image
-    reported: str | None  # the images, in the words of the report, if there is to be one
+    reported: str | None  # what the report calls the images; None: no report
 
 
 @dataclass(eq=False)
@@ -60,13 +60,13 @@ def evaluate_model(
     signals: StopRequest,
     wanted: EvaluationSettings,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Loss and accuracies (percent) over all validation images, and the `rows_of` the images of
-    this rank. `balanced_accuracy`: the mean of those of the classes that have images. `metrics` are
-    called on rank 0 with logits and targets of all images, on the CPU.
+    """Returns loss and accuracies (percent) over all validation images, and the `rows_of` the
+    images of this rank. `balanced_accuracy` is the mean recall of the classes that have images.
+    `metrics` is called on rank 0 with the logits and targets of all images, on the CPU.
 
-    Raises Interrupted: by a signal. TrainingFault: images are missing, or none could be decoded.
+    Raises Interrupted: a signal came. TrainingFault: images are missing, or none could be decoded.
     """
-    # BatchNorm's statistics, as rank 0 saves them.
+    # All ranks evaluate the BatchNorm statistics that rank 0 saves.
     for buffer in model.buffers() if dist.world_size > 1 else ():
         torch.distributed.broadcast(buffer, src=0)
     skipped_before = data.bad_images.skipped
@@ -115,7 +115,9 @@ def _totals(rows: torch.Tensor, skipped: int, classes: int, dist: Dist) -> list[
 
 
 def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) -> float:
-    """The higher, the better; -inf: unknown. evaluated: `val` and perhaps `val_average`."""
+    """Returns the score `best_by`, the higher the better; -inf: unknown. evaluated: the results of
+    `val` and perhaps `val_average`.
+    """
     kind = "val_average" if (best_by or "").startswith("average.") else "val"
     result = evaluated.get(kind, {})
     name = (best_by or "top1").removeprefix("average.")
@@ -133,7 +135,7 @@ def check_evaluation(loss: float | None) -> None:
 
 
 def check_metrics(wanted: EvaluationSettings, data: Data, dist: Dist) -> None:
-    """Rank 0 calls `metrics` with noise of an evaluation's size, before hours of training. Raises
+    """Call `metrics` on rank 0 with noise of an evaluation's size, before hours of training. Raises
     ConfigError: it does not return numbers, or there is no number `best_by`.
     """
     images, classes = data.val_images or 2 * data.num_classes, data.num_classes
@@ -164,7 +166,7 @@ COLUMNS = ("label", "predicted", "probability", "probability of the label", "los
 
 
 def rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The `COLUMNS` of each image, float64 [N, 6], on the device; the host does not wait.
+    """Returns the `COLUMNS` of each image, float64 [N, 6], on the device; the host does not wait.
 
     The loss is the plain cross-entropy, whatever `loss=` is.
     """
@@ -185,8 +187,8 @@ def rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def outputs(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The logits, float32 [N, classes], and targets of each batch; `model`, without DDP, is in eval
-    mode. flip: the mean of the logits of each image and of its mirror image.
+    """Yield the logits, float32 [N, classes], and the targets of each batch; meanwhile `model`,
+    without DDP, is in eval mode. flip: average the logits of each image and of its mirror image.
     """
     was_training, largest = model.training, 0
     model.eval()
@@ -208,7 +210,9 @@ def outputs(
 def _until_signal(
     batches: Iterable[Batch], signals: StopRequest, images: int, dist: Dist
 ) -> Iterator[Batch]:
-    """Yield `batches`; before each the ranks agree whether to stop, until all have had theirs."""
+    """Yield `batches`, then wait until all ranks have had theirs; before each batch the ranks agree
+    whether to stop.
+    """
     iterator = iter(batches)
     with progress_bar("evaluation", images, unit="image", shown=dist.is_main) as bar:
         while True:

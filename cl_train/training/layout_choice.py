@@ -27,17 +27,17 @@ def layout_for(
     facts: Mapping[int, ModelFacts],
     dist: Dist,
 ) -> tuple[Layout, str | None]:
-    """The layout in which `model` trains, or is evaluated, and the parity as in summary.json (None:
-    contiguous). facts: of each size of images in training.
+    """Returns the layout in which `model` trains or is evaluated, and the parity as in summary.json
+    (None: contiguous). facts: those of `model` at each image size of training.
 
-    Raises ConfigError: channels_last=true, and torch crashes on the model, or computes something
+    Raises ConfigError: with channels_last=true torch crashes on the model, or computes something
     else.
     """
     if wanted.channels_last == "false":
         return CONTIGUOUS, None
     crashes = [each.crash for each in facts.values() if each.crash]
     crash = crashes[0] if crashes and dist.device.type == "cpu" else None
-    # The run's own step on its largest images, or its evaluation.
+    # It measures the run's own step on its largest images, or its evaluation.
     size = wanted.largest_size if wanted.is_trained else wanted.data.eval_size
     mode = "train" if wanted.is_trained else "infer"
     workload = Workload(wanted.batch_size, (3, size, size), settings, dist.device, mode)
@@ -58,7 +58,7 @@ def layout_for(
 
 
 def checked_parity(wanted: ModelSettings, model: nn.Module, workload: Workload, dist: Dist) -> str:
-    """Rank 0 compares both layouts in the run's own step; the status in summary.json.
+    """Compare both layouts on rank 0 in the run's own step; returns the status for summary.json.
 
     Raises ConfigError: channels_last fails or computes something else.
     """

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
-    """Run `cfg` with its records in `folder` (rank 0's). A program that goes on after the run gives
+    """Run `cfg`; rank 0 keeps its records in `folder`. A program that goes on after the run gives
     its own `command`, and gets a KeyboardInterrupt at the second Ctrl-C.
 
-    Raises ConfigError: a problem that cannot be found earlier: the data's classes, the model, the
-    checkpoint. Another `Fault`, or OSError: the run cannot continue.
+    Raises ConfigError: a problem in the data's classes, the model or the checkpoint, which cannot
+    be found earlier. Another `Fault`, or OSError: the run cannot continue.
     """
     with opened_run(cfg, folder, command) as run:
         done = on_main(run.records.completed, run.dist)
@@ -49,7 +49,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
                 if not run.stop_signal:
                     end_epoch(run, save_due=save_due)
         has_checkpoint = run.checkpoints.saved_step >= 0 or continues(cfg.resume, run.folder)
-        if cfg.resume is not None and not has_checkpoint:  # it was at its last step: a copy
+        if cfg.resume is not None and not has_checkpoint:  # it began at its last step: a copy
             run.save()
         run.checkpoints.store.finish()
         steps, skipped = run.progress.step, run.progress.skipped_steps
@@ -60,8 +60,8 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
 
 
 def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
-    """Evaluate `weights`, or the checkpoint that `resume` names: that of the run in `folder` in a
-    folder of its own.
+    """Evaluate `weights`, or the checkpoint that `resume` names; if it belongs to the run in
+    `folder`, the evaluation gets a folder of its own.
     """
     with opened_run(cfg, folder, command) as run:
         evaluated = evaluate_model_and_ema(run)
@@ -73,7 +73,7 @@ def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult
 
 
 def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
-    """Train to the end of the epoch, or to a signal; whether a checkpoint is due now."""
+    """Train to the end of the epoch, or to a signal; returns whether a checkpoint is due now."""
     plan, state, progress, meter = run.plan, run.state, run.progress, run.meter
     first_batch = progress.step_in_epoch * plan.accumulate_steps
     batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
@@ -116,8 +116,8 @@ def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
 
 @contextmanager
 def step_observers(run: ActiveRun, *, profiled: bool) -> Iterator[Callable[[], bool]]:
-    """What moves progress bar and profiler of rank 0 after each step; whether it has written a
-    profile, whose time is no step's.
+    """Yields a function to call after each step. It moves the progress bar and profiler of rank 0,
+    and returns whether it has written a profile, whose time belongs to no step.
     """
     is_main, progress = run.dist.is_main, run.progress
     with ExitStack() as stack:
@@ -135,8 +135,8 @@ def step_observers(run: ActiveRun, *, profiled: bool) -> Iterator[Callable[[], b
 
 
 def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
-    """Save, then evaluate: a kill or signal in a long evaluation does not lose the epoch, which
-    stays open; the resumed run begins with its evaluation.
+    """Save, then evaluate: a kill or signal in a long evaluation does not lose the epoch. The epoch
+    stays open, and the resumed run begins with its evaluation.
     """
     progress, plan = run.progress, run.plan
     run.warn_if_loader_bound()
@@ -169,7 +169,7 @@ def end_epoch(run: ActiveRun, *, save_due: bool) -> None:
 
 
 def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
-    """As `val` and `val_average`. A signal sets `run.stop_signal`."""
+    """Returns the results `val` and, of the EMA, `val_average`. A signal sets `run.stop_signal`."""
     state = run.state
     models = {"val": (state.model, state.parts.settings.precision)}
     average = state.parts.average
@@ -197,7 +197,7 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
 
 
 def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> None:
-    """`val` comes last: its record marks the evaluation as complete for a resumed run."""
+    """Write `val` last: its record marks the evaluation as complete for a resumed run."""
     for kind, result in reversed(evaluated.items()):
         run.records.write_evaluation(kind, result)
         line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images"

@@ -1,4 +1,4 @@
-"""The parts of a run, made of its settings: here the whole `Config` ends, and what is below gets
+"""Makes the parts of a run from its settings. The code below does not get the whole `Config`, only
 the values that it needs.
 """
 
@@ -23,13 +23,13 @@ from cl_train.training.plan import Plan
 
 log = logging.getLogger(__name__)
 
-MAX_BAD_STEPS = 10  # of on_nonfinite=skip
-_UNEVEN = 10  # images of the largest class / those of the smallest one, from which it is said
+MAX_BAD_STEPS = 10  # with on_nonfinite=skip
+_UNEVEN = 10  # images of the largest class / those of the smallest one, from which a line says so
 
 
 def open_data(settings: DataSettings, source: str | None, stack: ExitStack) -> Data:
-    """The images of the run, which evaluates the model of `source` if it does not train. Raises
-    ConfigError: they do not fit.
+    """Open the images of the run. One that only evaluates takes the classes of the model `source`.
+    Raises ConfigError: the images do not fit.
     """
     data = build_data(settings)
     stack.callback(data.close)
@@ -40,7 +40,7 @@ def open_data(settings: DataSettings, source: str | None, stack: ExitStack) -> D
 
 
 def plan_of(cfg: Config, train_images: int, world_size: int) -> Plan:
-    """The learning rate is linear in the batch size (Goyal et al. 2017)."""
+    """Returns the plan; its learning rate is linear in the batch size (Goyal et al. 2017)."""
     global_batch_size = cfg.batch_size * cfg.accumulate_steps * world_size
     steps_per_epoch = train_images // (cfg.batch_size * world_size) // cfg.accumulate_steps
     total_steps, lr = steps_per_epoch * cfg.epochs, cfg.optim.lr
@@ -75,9 +75,9 @@ class ModelSettings:
     freeze: Sequence[str] = ()
     sync_batchnorm: bool = False
     channels_last: str = "false"  # true, false or auto
-    channels_last_layout: Layout = CHANNELS_LAST  # that true and auto convert to
+    channels_last_layout: Layout = CHANNELS_LAST  # what true and auto convert to
     parity: str = "auto"
-    batch_size: int = 32  # of a device and micro-step
+    batch_size: int = 32  # per device and micro-step
     data: DataConfig = DataConfig()
     is_trained: bool = True  # False: its weights are evaluated as they are
     is_evaluated: bool = True
@@ -85,12 +85,12 @@ class ModelSettings:
 
     @property
     def trained_sizes(self) -> tuple[int, ...]:
-        """Of the images in training, pixels."""
+        """The sizes of the images in training, pixels."""
         return size_schedule(self.data).image_sizes if self.is_trained else ()
 
     @property
     def largest_size(self) -> int:
-        """Of an image in training, pixels."""
+        """The size of the largest images in training, pixels."""
         return size_schedule(self.data).largest
 
 
@@ -108,8 +108,9 @@ def audit_command(wanted: ModelSettings, precision: Precision) -> str:
 
 
 def class_weights(wanted: str | None, data: Data) -> tuple[float, ...]:
-    """Those of the loss, scikit-learn's `balanced`: the mean over all images is 1. A line without
-    them if the classes differ much. Raises ConfigError: the labels are unknown.
+    """Returns the class weights of the loss: none, or scikit-learn's `balanced`, whose mean over
+    all images is 1. Without weights, a line tells that classes differ much. Raises ConfigError: the
+    labels are unknown.
     """
     counts = data.class_counts
     if wanted is None:

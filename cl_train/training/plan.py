@@ -20,7 +20,7 @@ class Progress:
     step: int = 0
     images_seen: int = 0
     skipped_steps: int = 0
-    skipped_images: int = 0  # of all ranks, with those that were loaded ahead when it was saved
+    skipped_images: int = 0  # of all ranks, also those loaded ahead of the checkpoint
     best_score: float = -math.inf  # of `score_of`
     # Step, epoch and top-1 of `best_score`; None also if an older version saved it.
     best: dict[str, Any] | None = None
@@ -29,13 +29,13 @@ class Progress:
     closed_step: int = 0  # the last one at which an epoch was closed: no evaluation is missing
     bad_steps: int = 0  # with a loss or gradient that was not finite, up to the last log line
     resumed_with: list[str] = field(default_factory=list)  # settings that a resume has changed
-    # Of this rank, not yet submitted for a log line.
+    # The steps of this rank that are not yet submitted for a log line.
     pending_steps: list[StepResult] = field(default_factory=list)
-    # The model's at the last log line; only filled while `pending_steps` are saved.
+    # The models' buffers at the last log line; only filled while `pending_steps` are saved.
     good_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count_evaluation(self, score: float, top1: float) -> bool:
-        """Count the evaluation of this step, once; whether it is the best so far."""
+        """Count the evaluation of this step, once; returns whether it is the best so far."""
         if self.evaluated_step == self.step:  # before a resume
             return False
         self.evaluated_step, is_best = self.step, score > self.best_score
@@ -69,8 +69,8 @@ class Plan:
     log_every: int  # steps
     evaluate_every: int  # epochs
     patience: int | None  # evaluations without a gain
-    warmup_steps: int  # that are no part of the speed
-    max_bad_steps: int  # whose loss or gradient is not finite; more end the run
+    warmup_steps: int  # that do not count for the speed
+    max_bad_steps: int  # steps whose loss or gradient is not finite; more end the run
 
     @property
     def epochs(self) -> int:
@@ -89,7 +89,7 @@ class Plan:
         return progress.step_in_epoch == self.steps_per_epoch or progress.step >= self.last_step
 
     def is_done(self, progress: Progress) -> bool:
-        """At the last step its evaluation may still be missing."""
+        """Whether nothing is left to do; the evaluation of the last step may still be missing."""
         is_over = progress.step >= self.last_step or self.is_out_of_patience(progress)
         return is_over and progress.closed_step == progress.step
 
@@ -97,7 +97,7 @@ class Plan:
         return self.patience is not None and progress.evaluations_without_gain >= self.patience
 
     def is_evaluation_due(self, progress: Progress) -> bool:
-        """At the end of an epoch, before `close_epoch`."""
+        """Call it at the end of an epoch, before `close_epoch`."""
         return self._is_epoch_due(self.evaluate_every, progress)
 
     def is_save_due(self, progress: Progress) -> bool:

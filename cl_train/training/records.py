@@ -53,18 +53,18 @@ class RunResult:
 
     @property
     def top1(self) -> float | None:
-        """Percent of the validation images; None without an evaluation."""
+        """Top-1 accuracy, percent of the validation images; None without an evaluation."""
         return (self.summary["val"] or {}).get("top1")
 
     @property
     def images_per_s(self) -> float | None:
-        """The median over the windows that count, with loading; None if nothing was trained."""
+        """The median over the windows that count, with loading; None: nothing was trained."""
         return (self.summary["images_per_s"]["end_to_end"] or {}).get("median")
 
 
 class Records:
-    """Of a run; without a `folder` (other ranks than 0) they are kept, not written. A resumed run
-    drops those of lost work, and of an evaluation that will be repeated.
+    """The records of a run; without a `folder` (ranks other than 0) they are kept, not written. A
+    resumed run drops the records of lost work, and of an evaluation that it will repeat.
     """
 
     def __init__(
@@ -112,7 +112,9 @@ class Records:
         self.append(finite_or_null({**place, **values, "time": time.time()}))
 
     def write_bad_images(self, reasons: Mapping[str, str]) -> int:
-        """In `bad_images.csv`, with those that earlier processes found; how many there are."""
+        """Write `bad_images.csv`, with the images that earlier processes found; returns their
+        number.
+        """
         if self._folder is None:
             return 0
         path, earlier = self._folder / BAD_IMAGES, dict[str, str]()
@@ -138,7 +140,7 @@ class Records:
         return summary if is_whole and summary.get("steps") == self._progress.step else None
 
     def _summary_before(self) -> dict[str, Any]:
-        """The one in the folder; empty if there is none, or a power cut left it empty."""
+        """The summary in the folder; empty if there is none, or a power cut left it empty."""
         try:
             return dict(read_json(self._folder / SUMMARY)) if self._folder else {}
         except (OSError, ValueError):
@@ -159,10 +161,11 @@ class Records:
         first_step_s: float | None = None,
         gpu: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Write and return `summary.json`: of this process, unless that had nothing left to train.
+        """Write and return `summary.json`. It describes this process or, if that had nothing left
+        to train, the whole run.
 
-        lost_pct: by the threads of the run, and by its workers, whose losses count as far as the
-        step waited for its batch. Raises OSError: the disk stays full (see `retry`).
+        lost_pct: of the time of the run's threads, and of its workers, whose loss counts only as
+        far as the step waited for its batch. Raises OSError: the disk stays full (see `retry`).
         """
         everything = self._earlier + self._new
         records = self._new if status == "failed" or self.of_kind("train") else everything
@@ -176,7 +179,7 @@ class Records:
             lost_pct=self._of_all_processes("lost_pct", lost),
             utilisation=utilisation(speed) if utilisation and windows else None,
             peak_memory_gib=round(max([peak_gib, *(w.peak_memory_gib for w in windows)]), 4),
-            # Without a GPU 0.
+            # 0 without a GPU.
             reserved_memory_gib=round(torch.cuda.max_memory_reserved() / 2**30, 4) or None,
             first_step_s=first_step_s,
             gpu=gpu,
@@ -216,7 +219,9 @@ class Records:
         )
 
     def _best(self) -> dict[str, Any] | None:
-        """Of the whole run, in another folder too, with what it is the best by."""
+        """The best evaluation of the whole run, also before a resume in another folder, with the
+        value of `best_by`.
+        """
         best, by = self._progress.best, self.config["best_by"]
         if best is None:
             return None
@@ -225,8 +230,8 @@ class Records:
         return values if is_top1 else values | {by: abs(self._progress.best_score)}
 
     def _of_all_processes(self, name: str, pct: float | None) -> float | None:
-        """The most during any process of this run; None if one of them was killed, and so left no
-        summary.
+        """Returns the maximum over the processes of this run, of which `pct` is this one's; None if
+        one of them was killed, and so left no summary.
         """
         if self._folder is None or not any(r["kind"] == "train" for r in self._earlier):
             return pct

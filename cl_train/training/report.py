@@ -32,8 +32,8 @@ Counts = npt.NDArray[np.int64]  # of images [true class, predicted class]
 def write_report(
     predicted: torch.Tensor, data: Data, dist: Dist, run_folder: Path, facts: RunFacts, split: str
 ) -> None:
-    """Into `report/` of the run, by rank 0, which warns if it cannot. split: the images, such as
-    val of a folder.
+    """Write `report/` in the run folder on rank 0, which warns if it cannot. split: names the
+    images, such as "val of imagenet".
     """
     indices = data.validation_indices()
     if len(indices) != len(predicted):  # of an IterableDataset, or a file became unreadable
@@ -66,7 +66,9 @@ def write_report(
 
 
 def per_class(rows: Rows, counts: Counts, names: Sequence[str]) -> list[dict[str, Any]]:
-    """`top1` of a class, its recall, precision (percent) and mean loss; the lowest recall first."""
+    """Returns a row per class: recall (`top1`) and precision, percent, and mean loss; the lowest
+    recall first.
+    """
     table = []
     for label in np.flatnonzero(counts.sum(1)).tolist():
         images, predicted = int(counts[label].sum()), int(counts[:, label].sum())
@@ -89,9 +91,9 @@ def confusions(counts: Counts, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def page_data(rows: Rows, counts: Counts, data: Data, names: Sequence[str]) -> dict[str, Any]:
-    """What `report.html` shows: the classes with the most errors, wrong images by loss."""
+    """Returns what `report.html` shows: the classes with the most errors, wrong images by loss."""
     is_correct = rows[:, 0] == rows[:, 1]
-    # Wrong ones first, then by loss; NaN comes first.
+    # Wrong images first, then by loss, the highest first; NaN counts as the highest.
     worst = np.lexsort((-np.nan_to_num(rows[:, 4], nan=np.inf), is_correct))[:_IMAGES]
     used = counts.sum(0) + counts.sum(1)
     recalls = (np.diag(counts) / counts.sum(1).clip(1))[counts.sum(1) > 0]

@@ -92,8 +92,8 @@ def check_runs(runs: list[Config]) -> None:
 
 @contextmanager
 def opened_run(cfg: Config, folder: Path, command: str | None) -> Iterator[ActiveRun]:
-    """A run that is ready for its first step, or its evaluation. An error in the block is recorded,
-    and everything is closed.
+    """Yield a run that is ready for its first step, or its evaluation. An error in the block is
+    recorded, and everything is closed.
     """
     signals = StopRequest(ends_process=command is None)
     with ExitStack() as last, ExitStack() as stack:
@@ -120,7 +120,7 @@ def opened_run(cfg: Config, folder: Path, command: str | None) -> Iterator[Activ
 def set_up(
     cfg: Config, folder: Path, dist: Dist, signals: StopRequest, stack: ExitStack, command: str
 ) -> ActiveRun:
-    """The objects of a run, at the checkpoint of `resume=`; its resources are on `stack`."""
+    """Returns a run, at the checkpoint of `resume`; `stack` closes its resources."""
     # 1. The process.
     machine_load = MachineLoad()  # it measures from here on
     cfg, precision = prepare_process(cfg, dist, stack)
@@ -160,7 +160,7 @@ def set_up(
     checkpoints = Checkpoints(store, state, identity, dist)
     if trains:
         progress = starting_point(checkpoints, plan, folder, cfg.resume, evaluation.best_by)
-        if dist.is_main:  # those of all ranks before
+        if dist.is_main:  # the earlier ones of all ranks
             data.bad_images.skipped += progress.skipped_images
     else:
         progress = resume(checkpoints, cfg.resume, training=False) or Progress()
@@ -179,8 +179,8 @@ def set_up(
 
 
 def build_state(cfg: Config, precision: Precision, dist: Dist, data: Data) -> TrainState:
-    """The model, converted to its memory format, and its step. A run that only evaluates takes the
-    weights of the checkpoint `resume`, if it is given, and an eager step.
+    """Returns the model, converted to its memory format, and its step. A run that only evaluates
+    has an eager step, and loads no `weights` if it takes those of the checkpoint `resume`.
     """
     is_trained = not cfg.evaluate_only
     wanted = ModelSettings(
@@ -229,7 +229,7 @@ def build_state(cfg: Config, precision: Precision, dist: Dist, data: Data) -> Tr
 
 
 def check_data(cfg: Config, data: Data, dist: Dist) -> None:
-    """Raises ConfigError: nothing to evaluate, or the ranks have other settings or images."""
+    """Raises ConfigError: there is nothing to evaluate, or ranks differ in settings or images."""
     if data.val_images == 0 and (cfg.evaluate_only or cfg.evaluate_every >= 0):
         raise ConfigError("there are no validation images: give some, or evaluate_every=-1")
     names = ("root", "csv", "val_csv", "workers", "prefetch", "dataset")
@@ -245,7 +245,7 @@ def title_of(cfg: DataConfig) -> str:
 def record_failure(
     run: ActiveRun, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """A run that failed still writes its summary; other errors do not replace the first one."""
+    """Write the summary of a run that failed; further errors do not replace the first one."""
     if error is None:
         return
     if run.dist.world_size == 1:  # the other ranks may not take part
@@ -260,9 +260,10 @@ def record_failure(
 
 
 def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, Precision]:
-    """Sets switches of the whole process; `cl_train.train` gives those of torch back at its end.
+    """Set switches of the whole process; `cl_train.train` restores those of torch at its end.
 
-    Returns `cfg` as the process can have it: deterministic, where the program has asked torch.
+    Returns `cfg` as it applies to the process, and the precision: `cfg` is deterministic if the
+    program has asked torch for it, and has the micro-steps that `global_batch_size` requires.
     """
     deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
     if deterministic:
@@ -280,7 +281,9 @@ def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, 
 
 
 def micro_steps_of(cfg: Config, world_size: int) -> int:
-    """For `global_batch_size`. Raises ConfigError: it cannot be split evenly."""
+    """Returns the number of micro-steps that `global_batch_size` requires. Raises ConfigError: it
+    cannot be split evenly.
+    """
     if cfg.global_batch_size is None or cfg.evaluate_only:
         return cfg.accumulate_steps
     micro_steps, rest = divmod(cfg.global_batch_size, cfg.batch_size * world_size)
@@ -322,7 +325,7 @@ def describe_run(
 
 
 def identity_of_run(facts: RunFacts, data: Data, cfg: DataConfig) -> dict[str, Any]:
-    """What identifies the run of a checkpoint (see `check_compatible`), with its `ModelCard`."""
+    """Returns what identifies a checkpoint's run (see `check_compatible`), with its `ModelCard`."""
     card = ModelCard(
         facts.memory_format,
         facts.model,

@@ -17,7 +17,7 @@ from cl_train.system.machine import MAX_STEPS_AHEAD, DeviceClock
 
 @dataclass
 class Timing:
-    """Of the steps between two log lines. Marks of `DeviceClock` are moments in the work
+    """The times of the steps between two log lines. Marks of `DeviceClock` are moments in the work
     of the device: CUDA events, or on a CPU the time.
     """
 
@@ -37,7 +37,7 @@ class ThroughputMeter:
     """Counts images between calls of `close`.
 
     A window is warm-up if it begins in the first `warmup_steps` steps on its image size (a new size
-    selects kernels or compiles), or has a step before or with the recording of a CUDA graph.
+    selects kernels or compiles), or has a step up to the recording of a CUDA graph.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class ThroughputMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The block waits for the batches of a step; before it the host waits for the device."""
+        """Time the block, which waits for the batches of a step; before it, the host waits for a
+        device that is MAX_STEPS_AHEAD behind.
+        """
         while len(self._ends) >= MAX_STEPS_AHEAD:
             self.clock.wait(self._ends.popleft())
         self._window.idle_steps += self.clock.has_reached(self._idle_from)
@@ -85,8 +87,8 @@ class ThroughputMeter:
         return closed
 
     def measured(self, window: Timing) -> dict[str, Any]:
-        """A closed window as fields of `Window`; the host waits for its end. `data_wait_pct`: the
-        share of the time in which an idle device had no batch.
+        """Returns a closed window as fields of `Window`; the host waits for its end. Its
+        `data_wait_pct` is the share of the time in which an idle device had no batch.
         """
         self.clock.wait(window.end)
         paused_s = sum(self.clock.seconds(*pause) for pause in window.pauses)

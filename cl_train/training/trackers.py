@@ -32,21 +32,21 @@ _HPARAMS = (
 
 
 def start_record(folder: Path, config: dict[str, Any], step: int, classes: int) -> Record:
-    """step: above 0 if the run was resumed. classes: their number."""
+    """Returns the first record. step: above 0 if the run was resumed. classes: their number."""
     group = folder.parent.name if (folder.parent / "sweep.json").is_file() else None
     start = {"kind": "start", "step": step, "folder": str(folder), "group": group}
     return start | {"config": config, "classes": classes}
 
 
 class Trackers:
-    """Those of `log_to`. One that raises gets no further records, and the run goes on."""
+    """The trackers of `log_to`. One that raises gets no further records, and the run goes on."""
 
     def __init__(self, log_to: Sequence[str]) -> None:
         self._trackers = {f"log_to={name}": find_tracker(name) for name in log_to}
         self._failures: dict[str, str] = {}
 
     def send(self, record: Record) -> None:
-        """Raises ConfigError: TensorBoard or Weights & Biases cannot begin the run."""
+        """Send `record` to all. Raises ConfigError: TensorBoard or wandb cannot begin the run."""
         for name, tracker in self._trackers.items():
             is_for_all = record["kind"] != "images"
             if name in self._failures or not (is_for_all or isinstance(tracker, TensorBoard)):
@@ -81,8 +81,8 @@ def find_tracker(name: str) -> Tracker:
 
 
 def metrics_of(record: Record) -> dict[str, float]:
-    """The numbers of a record as `train/loss`, `val/top1` and so on; of the last one, what runs are
-    compared by.
+    """Returns the numbers of a record as `train/loss`, `val/top1` and so on; of the last record,
+    those by which runs are compared.
     """
     kind = record["kind"]
     values = {f"{kind}/{name}": record[name] for name in record if name not in _NO_RESULTS}
@@ -100,7 +100,7 @@ def metrics_of(record: Record) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Events directly in the run folder, so that TensorBoard names the run after the folder."""
+    """Writes events into the run folder itself, so that TensorBoard names the run after it."""
 
     def __call__(self, record: Record) -> None:
         if record["kind"] == "start":
@@ -136,7 +136,7 @@ class TensorBoard:
         self._writer.add_custom_scalars({"a run": charts})
 
     def _add_contact_sheet(self, images: Any) -> None:
-        """The images as the step gets them, without the normalisation."""
+        """Show the images as the step gets them, without the normalisation."""
         from torchvision.utils import make_grid
 
         config = self._start["config"]
@@ -157,7 +157,7 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases, in the project of WANDB_PROJECT or else cl_train.
 
-    Not with `sync_tensorboard`: of eight short runs, wandb 0.31 lost all events of two.
+    It does not use `sync_tensorboard`: of eight short runs, wandb 0.31 lost all events of two.
     """
 
     def __init__(self) -> None:
