@@ -27,10 +27,9 @@ class BufferBackup:
 
     @torch.no_grad()
     def keep_or_restore(self, is_bad: torch.Tensor) -> None:
-        """Restore the good values if the bool [] `is_bad`, else the present ones become good, but
-        for elements that are not finite: a variance may overflow while the loss is finite.
-
-        The host waits only if a buffer was replaced by one of another shape or dtype.
+        """Restore the good values if `is_bad`, a bool []; otherwise the present values become good.
+        Elements that are not finite are always restored: a variance may overflow while the loss is
+        finite. The host waits only if a buffer was replaced by one of another shape or dtype.
         """
         buffers = dict(self._models.named_buffers())
         pairs = [(buffer, self.good.get(name)) for name, buffer in buffers.items()]
@@ -97,12 +96,12 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _can_change(buffer: torch.Tensor) -> bool:
-    """Not an expanded or sparse one, nor one without values."""
+    """Whether `buffer` is neither expanded nor sparse, and has values."""
     return buffer.layout == torch.strided and not buffer.is_meta and 0 not in buffer.stride()
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of the generators of torch's CPU and of a GPU `device`, of Python and NumPy."""
+    """Returns the states of Python's and NumPy's generators, and torch's for CPU and `device`."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     # int64: torch 2.15 pickles a tensor of uint32 that it cannot read again.
@@ -111,7 +110,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """What the state of an older checkpoint lacks stays as it is."""
+    """Set the generators to `state`; one that an older checkpoint lacks stays as it is."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -133,7 +132,7 @@ def random_state_restored(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def module_restored(model: nn.Module) -> Iterator[None]:
-    """Which parts train, and in which modes."""
+    """After the block, restore which parameters train and the mode of each module."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -148,7 +147,7 @@ def module_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Gradients (none within the block), buffers and random generators."""
+    """Begin without gradients; at the end restore them, buffers and random generators."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = BufferBackup(model=model)
     model.zero_grad(set_to_none=True)

@@ -32,7 +32,7 @@ _recorded = weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, torch.device]()
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One per device: the allocator reuses memory on the same stream only."""
+    """Returns the device's one stream: the allocator reuses memory on the same stream only."""
     return torch.cuda.Stream(device)
 
 
@@ -62,7 +62,9 @@ class Recorder:
             return work()
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
-        """The replay of `work`, which is not run now; each replay overwrites the result."""
+        """Record `work` without running it; returns a function that replays it and overwrites the
+        result each time. Raises RecordingError: it cannot be recorded.
+        """
         if self.stream is None:
             return work
         graph = torch.cuda.CUDAGraph()
@@ -125,7 +127,7 @@ class GraphedStep:
         return self.replay is None and not self._is_eager
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """One step; the counts of its result are float32, exact below 2**24 images."""
+        """Run one step; the counts of its result are float32, exact below 2**24 images."""
         if self._is_eager:
             return self._recorder.run(partial(train_step, self._parts, micro_batches))
         tensors = [t for batch in micro_batches for t in (batch.images, batch.targets)]
@@ -152,7 +154,9 @@ class GraphedStep:
         return StepResult(*result.clone().unbind())
 
     def _go_on_eagerly(self, error: RecordingError) -> None:
-        """A recording that failed leaves gradients in its memory, and GradScaler in mid-step."""
+        """Clean up: a failed recording leaves gradients in its memory and GradScaler in mid-step.
+        Raises RecordingError: the steps must not, or cannot, go on.
+        """
         if not (self._fall_back and CAN_GO_ON_AFTER_FAILURE):
             raise RecordingError(f"{error}; use cuda_graph=false") from error
         log.warning("cuda_graph=auto: %s; the steps run eagerly", error)
@@ -162,7 +166,7 @@ class GraphedStep:
         if scaler.is_enabled():
             # The present scale, by which the scaler forgets the step.
             scaler.update(scaler.scale(torch.ones((), device=self._parts.device)))
-            # Else the next step multiplies the scale by it.
+            # Else the next step would multiply the scale by it.
             vars(self._parts.optimizer).pop("grad_scale", None)
         self._static, self._is_eager = [], True
 
@@ -171,8 +175,8 @@ class GraphedStep:
         return torch.stack([value.float() for value in vars(result).values()])
 
     def release(self, kind: type[BaseException] | None, *_: object) -> None:
-        """For `ExitStack.push`, before the process group ends: NCCL waits for the kernels of every
-        graph. After an exception the device is not waited for: a rank may be dead.
+        """Free every graph, before the process group ends: NCCL waits for their kernels. After an
+        exception it does not wait for the device: a rank may be dead. For `ExitStack.push`.
         """
         if kind is None and self._recorder.stream is not None:
             torch.cuda.synchronize(self._parts.device)
@@ -184,7 +188,7 @@ class GraphedStep:
 
 
 def use_tensor_rates(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Learning rates become 0-d float32 tensors, which `optim.set_lr` fills in place."""
+    """Make learning rates 0-d float32 tensors, which `optim.set_lr` fills in place."""
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)

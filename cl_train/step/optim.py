@@ -38,8 +38,9 @@ def check_optimizer(cfg: OptimConfig) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
-    """Stop the training of the parts whose names match shell patterns; `backbone`: all but `head`.
-    BatchNorm in them stays in eval mode. Raises ConfigError.
+    """Stop the training of the parts whose names match the shell `patterns`; `backbone` means all
+    but `head`. Their BatchNorm stays in eval mode. Raises ConfigError: nothing matches a pattern,
+    or nothing is left to train.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     parts = {*modules, *parameters} - {""}
@@ -64,7 +65,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> 
 
 
 def _around(name: str) -> list[str]:
-    """`a.b.c`, and the modules around it: `a` and `a.b`."""
+    """Returns the names of the modules around `a.b.c`, and its own: `a`, `a.b` and `a.b.c`."""
     words = name.split(".")
     return [".".join(words[:count]) for count in range(1, len(words) + 1)]
 
@@ -75,8 +76,8 @@ def build_optimizer(
     parameters: dict[str, nn.Parameter],
     lr: float | torch.Tensor,
 ) -> torch.optim.Optimizer:
-    """A fused kernel reads loss scale and overflow flag on the device; with any other optimizer
-    GradScaler makes the host wait in each step (pytorch/pytorch#80167).
+    """Build the optimizer, if possible fused: its kernel reads loss scale and overflow flag on the
+    device; with any other one GradScaler makes the host wait in each step (pytorch/pytorch#80167).
     """
     groups = _parameter_groups(cfg, model, parameters, lr)
     keys = OPTIMIZERS[cfg.name] if cfg.library == "torch" else ("momentum", "beta1", "beta2", "eps")
@@ -122,8 +123,8 @@ def make_dense(model: nn.Module) -> None:
 @contextmanager
 def in_memory_order(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within the block, weights, gradients and states of a fused optimizer on a CPU are contiguous
-    views: the kernels copy each gradient that is not, which takes longer than the update (torch
-    2.15, docs/log.md). An update is element-wise: the order changes no value.
+    views: the kernels copy each gradient that is not contiguous, which takes longer than the update
+    (torch 2.15, docs/log.md). An update is element-wise: the order changes no value.
     """
     groups = optimizer.param_groups if optimizer.defaults.get("fused") else []
     before = []
@@ -165,7 +166,7 @@ def _permute(state: dict[str, Any], order: tuple[int, ...]) -> None:
 def _parameter_groups(
     cfg: OptimConfig, model: nn.Module, parameters: dict[str, nn.Parameter], lr: Any
 ) -> list[dict[str, Any]]:
-    """Groups of equal weight decay and `lr_scale`: `layer_decay` ** (layers after it)."""
+    """Returns groups of equal weight decay and `lr_scale`: `layer_decay` ** (later layers)."""
     exempt = set[str]()
     if not cfg.decay_norm_and_bias:
         # timm's rule: vectors, and the model's own list of tokens and position embedding.
@@ -190,9 +191,9 @@ def _parameter_groups(
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """The layer of each parameter, from 0 at the input: timm's for its models, else the entries of
-    Sequential and ModuleList and the modules outside them; one without weights counts as its
-    predecessor.
+    """Returns the layer of each parameter, from 0 at the input. timm's models number their layers;
+    of other models each entry of a Sequential or ModuleList, and each module outside them, is one.
+    A module without weights belongs to the layer before it.
     """
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is not None:
@@ -229,8 +230,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def lr_at(
     step: int, cfg: ScheduleConfig, *, lr: float, steps_per_epoch: int, total_steps: int
 ) -> float:
-    """The learning rate of step `step`, from 0, with peak `lr`: a linear warm-up, then the curve
-    `cfg.name`. Cosine and linear begin after the warm-up only with `warmup_prefix`.
+    """Returns the learning rate of `step`, from 0, with peak `lr`: a linear warm-up, then the curve
+    `cfg.name`. Cosine and linear begin at step 0, or with `warmup_prefix` after the warm-up.
     """
     if cfg.per_epoch:
         step -= step % steps_per_epoch

@@ -53,7 +53,7 @@ BY_NAME = {precision.name: precision for precision in _ALL}
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
-    """`auto`: the fastest one. Raises ConfigError: an unknown name."""
+    """Returns the precision `name`; `auto` is the fastest. Raises ConfigError: an unknown name."""
     if name not in PRECISIONS:
         near = suggest(name, PRECISIONS)
         raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{near}")
@@ -79,8 +79,8 @@ def _fast_formats(device: torch.device) -> list[str]:
 
 @cache
 def bf16_is_faster_on_cpu() -> bool:
-    """Times a matrix product and a convolution, about 0.1 s: the names of instructions do not tell.
-    With AMX bf16 was four times as fast as fp32; AVX512-BF16 alone needed twice the time.
+    """Time a matrix product and a convolution for about 0.1 s: the CPU's instructions do not tell.
+    With AMX, bf16 was four times as fast as fp32; with AVX512-BF16 alone it took twice the time.
     """
     values = torch.rand(2, 512, 512, generator=torch.Generator().manual_seed(0))
     images, weights = values.view(8, 64, 32, 32), values[0, :72].reshape(64, 64, 3, 3)
@@ -104,10 +104,10 @@ def _is_faster_in_bf16(function: Callable[..., object], *values: torch.Tensor) -
 
 @contextmanager
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
-    """Which CUDA kernels the whole process may select within the block.
+    """Set which CUDA kernels the whole process may select within the block.
 
-    tf32: in fp32 matmuls and convolutions; None: as it is. autotune: cuDNN times its convolution
-    algorithms, once per shape, which takes seconds.
+    tf32: use TF32 in fp32 matmuls and convolutions; None: leave it as it is. autotune: cuDNN times
+    its convolution algorithms, once per shape, which takes seconds.
     """
     cudnn = torch.backends.cudnn
     autotuned_before = cudnn.benchmark
@@ -121,7 +121,7 @@ def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[No
 
 @contextmanager
 def _tf32_switches(allowed: bool) -> Iterator[None]:
-    """torch's older switches and its newer ones: code that reads either, as
+    """Set torch's older switches and its newer ones, so that code that reads either, as
     `torch.backends.cudnn.flags` does, works in the block.
     """
     backends: Any = torch.backends
@@ -130,7 +130,7 @@ def _tf32_switches(allowed: bool) -> Iterator[None]:
     newer = [*of_cuda, backends.mkldnn.matmul]
     newer_before = [switch.fp32_precision for switch in newer]
     matmul_before = cudnn_before = None
-    # The older ones cannot be read in a program that has set the newer ones to something else.
+    # The older ones cannot be read if the program has set the newer ones to something else.
     with suppress(RuntimeError):
         matmul_before = torch.get_float32_matmul_precision()
     with suppress(RuntimeError):
@@ -181,7 +181,7 @@ class Fp32Weights:
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All parameters, in fp32, and all buffers, also those that a state dict leaves out."""
+        """Returns all parameters, in fp32, and all buffers, also those not in a state dict."""
         named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         return {**named, **self._full}
 
@@ -216,8 +216,9 @@ class Fp32Weights:
 
 
 class EMA:
-    """`module`, a float32 copy of `model`, with moving averages of its `Fp32Weights` and BatchNorm
-    statistics: fp16 does not resolve such small changes. Raises ConfigError: it cannot be copied.
+    """Keeps moving averages of a model's `Fp32Weights` and BatchNorm statistics in `module`, its
+    copy in float32: fp16 does not resolve such small changes. Raises ConfigError: the model cannot
+    be copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -227,15 +228,15 @@ class EMA:
         self.collect()
 
     def collect(self) -> None:
-        """The tensors of `module`, of which a checkpoint may replace some; tied ones once."""
+        """Collect the tensors of `module`, tied ones once; a checkpoint may have replaced some."""
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self._averages = {name: t for name, t in tensors.items() if t.is_floating_point()}
         self._copied = {name: t for name, t in tensors.items() if not t.is_floating_point()}
 
     @torch.no_grad()
     def update(self, source: Mapping[str, torch.Tensor]) -> None:
-        """ema += (1 - decay) * (weights - ema), for `Fp32Weights.tensors`; integer buffers are
-        copied, as are those that are new or have another shape. The host does not wait.
+        """Apply ema += (1 - decay) * (weights - ema) to `Fp32Weights.tensors`. Integer buffers are
+        copied, as are tensors that are new or have another shape. The host does not wait.
         """
         own = {**self._averages, **self._copied}
         for name, value in source.items():

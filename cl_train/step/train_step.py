@@ -31,18 +31,18 @@ class Loss:
     name: str = "cross_entropy"  # or bce, or package.module:function
     label_smoothing: float = 0.0
     bce_threshold: float | None = None  # targets become 1 above it and 0 below
-    # Of each class; empty: none. They are not part of the text by which measurements are kept.
+    # One per class; empty: none. The repr, by which measurements are kept, leaves them out.
     class_weights: tuple[float, ...] = field(default=(), repr=False)
 
     @cached_property
     def function(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """The user's, of logits and targets. Raises ConfigError: it cannot be imported."""
+        """The user's function of logits and targets. Raises ConfigError: it cannot be imported."""
         return None if self.name in LOSSES else user_function("loss", self.name)
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The float32 mean, of logits [N, classes] and targets int64 [N] or float [N, classes].
-
-        Weights do not change the divisor, the number of images: micro-batches and ranks are equal.
+        """Returns the mean, float32 [], for logits [N, classes] and targets int64 [N] or float [N,
+        classes]. Class weights do not change the divisor, the number of images: micro-batches and
+        ranks count equally.
         """
         logits = logits.float()
         if self.function is not None:
@@ -77,7 +77,7 @@ class Loss:
 
 @cache  # a copy to a GPU in each step would wait for it
 def _on_device(weights: tuple[float, ...], outputs: int, device: torch.device) -> torch.Tensor:
-    """Outputs without a class have 1."""
+    """Returns one weight per output; outputs without a class have 1."""
     return torch.tensor([*weights, *[1.0] * (outputs - len(weights))], device=device)
 
 
@@ -85,7 +85,7 @@ CROSS_ENTROPY = Loss()
 
 
 def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -> torch.Tensor:
-    """The loss of a model's output, with the auxiliary heads of Inception v3 and GoogLeNet."""
+    """Returns the loss of an output, with the auxiliary heads of Inception v3 and GoogLeNet."""
     total = loss(logits_of(output), targets)
     for name, weight in _AUX_WEIGHTS.items():
         if (logits := getattr(output, name, None)) is not None:
@@ -94,7 +94,7 @@ def loss_of(output: object, targets: torch.Tensor, loss: Loss = CROSS_ENTROPY) -
 
 
 def logits_of(output: object) -> torch.Tensor:
-    """The main head's logits [N, classes]. Raises ValueError: no tensor, and no `.logits`."""
+    """Returns the main head's logits [N, classes]. Raises ValueError: no tensor, no `.logits`."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
         needs = "training needs a tensor [N, classes], or an object with the attribute `logits`"
@@ -142,9 +142,10 @@ def make_step(
     *,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> StepParts:
-    """The model has its device, dtypes and memory format already: the average, the optimizer's
-    state, DDP's buckets and the compiled graph take its strides over (pytorch/pytorch#47163). wrap:
-    puts the model into DDP. Raises ConfigError: as `make_dense` and `EMA`.
+    """Make the step of a model that has its device, dtypes and memory format already: the average,
+    the optimizer's state, DDP's buckets and the compiled graph take over its strides
+    (pytorch/pytorch#47163). wrap: puts the model into DDP. Raises ConfigError: as `make_dense` and
+    `EMA` do.
     """
     make_dense(model)
     weights = Fp32Weights(model, settings.precision)
@@ -158,8 +159,8 @@ def make_step(
 
 
 def compiled(model: nn.Module, image_sizes: int = 1) -> nn.Module:
-    """One graph per image size: dynamic shapes are slower. The module inside stays eager, else it
-    would be compiled again for evaluation.
+    """Compile one graph per image size: dynamic shapes are slower. The module inside stays eager;
+    else it would be compiled again for evaluation.
     """
     config = torch.compiler.config
     config.recompile_limit = max(config.recompile_limit, 8 + image_sizes)
@@ -177,7 +178,7 @@ class StepResult:
     """One optimizer step on this rank: 0-d tensors on the device."""
 
     loss: torch.Tensor  # float32, mean over the images
-    correct1: torch.Tensor  # images whose top-1 prediction is correct; int64, of a graph float32
+    correct1: torch.Tensor  # images whose top-1 class is correct; int64, from a graph float32
     correct5: torch.Tensor
     skipped: torch.Tensor  # float32, 1 if a gradient was not finite
 
@@ -185,10 +186,10 @@ class StepResult:
 def labels_and_top5(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The labels, int64 [N], and the five most probable classes, int64 [N, 5 or fewer].
+    """Returns the labels, int64 [N], and the five most probable classes, int64 [N, 5 or fewer].
 
-    Of float targets (mixed images) the class with the largest weight counts, of equal ones the most
-    probable.
+    For float targets (mixed images) the label is the class with the largest weight; if several have
+    it, the most probable of them.
     """
     best = logits.detach().float().topk(min(5, logits.shape[1]), dim=1).indices
     if not targets.is_floating_point():
@@ -199,7 +200,7 @@ def labels_and_top5(
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
-    """One optimizer step over micro-batches (gradient accumulation).
+    """Take one optimizer step over micro-batches (gradient accumulation).
 
     A gradient that is not finite skips the update and lowers the loss scale, if there is one.
     """
@@ -252,7 +253,7 @@ def _scaled_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Te
 
 def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Tensor:
     optimizer = parts.optimizer
-    # Not finite if one gradient is not.
+    # The norm is not finite if one gradient is not.
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if (clip_norm := parts.settings.optim.clip_norm) is not None:
         nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cl_train.step.precision import Precision
 
-# TFLOP/s of data sheets, dense: fp16 and bf16 (tensor cores, fp32 sums), TF32, fp32. A GPU's is the
-# first whose words are all in its name.
+# TFLOP/s of data sheets, dense: fp16 and bf16 (tensor cores, fp32 sums), TF32, fp32. A GPU has the
+# first row whose words are all in its name.
 _DATA_SHEETS = {
     "GB300": (2500.0, 1250.0, 80.0), "GB200": (2500.0, 1250.0, 80.0), "GH200": (989.5, 494.7, 66.9),
     "B300": (2250.0, 1100.0, 75.0), "B200": (2250.0, 1100.0, 75.0),
@@ -49,9 +49,8 @@ def utilisation(
     precision: Precision,
     device: torch.device,
 ) -> dict[str, Any]:
-    """TFLOP/s of `images_per_s` on one device, and its percentage of the data sheet's peak.
-
-    GFLOP: of a forward pass, and of all passes of a step.
+    """Returns the TFLOP/s at `images_per_s` on one device and their percentage of the data sheet's
+    peak. gflop_per_image: of a forward pass. step_gflop_per_image: of all passes of a step.
     """
     published = data_sheet_tflop_per_s(precision, device)
     tflop_per_s = step_gflop_per_image * images_per_s / 1000
