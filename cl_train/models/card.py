@@ -17,7 +17,7 @@ from cl_train.errors import ConfigError
 
 _TEXTS = ("memory_format", "model", "precision")
 _LISTS = ("classes", "extensions")
-# The settings of `data` that are called otherwise there.
+# By key of a card: the settings of `data` that have another name.
 _SETTINGS = {"crop": "image_size", "resize": "val_resize", "interpolation": "val_interpolation"}
 _PREPROCESSING = (*_SETTINGS, "mean", "std", "exif")
 KEYS = (*_TEXTS, *_LISTS, *_PREPROCESSING)
@@ -36,7 +36,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, data: DataConfig) -> "Preprocessing":
-        """That of an evaluation with the settings `data`."""
+        """Returns the preprocessing of an evaluation with the settings `data`."""
         crop = data.eval_size
         resize = data.val_resize or default_val_resize(crop)
         mean, std = tuple(data.mean), tuple(data.std)
@@ -53,7 +53,7 @@ class Preprocessing:
         return {name: value for name, value in facts.items() if value is not None}
 
     def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
-        """A PIL image or uint8 [H, W, 3] -> float32 [3, crop, crop], as an evaluation does."""
+        """Turn a PIL image or uint8 [H, W, 3] into float32 [3, crop, crop], as evaluations do."""
         upright = self.exif != "ignore"
         pixels = rgb(image, upright=upright) if isinstance(image, Image.Image) else image
         rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
@@ -80,14 +80,14 @@ class ModelCard:
         return self.preprocessing.crop if self.preprocessing else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values without the unknown ones."""
+        """Returns plain values without the unknown ones."""
         values = {name: getattr(self, name) for name in _TEXTS}
         values |= {name: list(getattr(self, name)) for name in _LISTS}
         facts = {name: value for name, value in values.items() if value}
         return facts | (self.preprocessing.to_dict() if self.preprocessing else {})
 
     def to_texts(self) -> dict[str, str]:
-        """The same, for metadata that holds text only: lists and numbers as JSON."""
+        """Returns `to_dict` for metadata that holds text only, with lists and numbers as JSON."""
         values = self.to_dict().items()
         return {
             key: value if isinstance(value, str) else json.dumps(value) for key, value in values
@@ -95,7 +95,7 @@ class ModelCard:
 
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":
-        """What is not as `to_dict` writes it is unknown."""
+        """Read `metadata`; an entry that is not as `to_dict` writes it counts as unknown."""
         entries = metadata if isinstance(metadata, dict) else {}
         values = {key: _parsed(entries.get(key)) for key in KEYS}
         texts = {name: values[name] or None for name in _TEXTS if isinstance(values[name], str)}

@@ -1,4 +1,4 @@
-"""From file to file: what is written is read back, run, and compared with the original."""
+"""Converts a file to another one, which is read back, run, and compared with the original."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from cl_train.models.sources import dtype_of
 from cl_train.system.failures import failure_explained
 from cl_train.system.files import output_file
 
-# Of the largest output, for another order of sums; 2e-2 for 16-bit outputs
+# Shares of the largest output, as the order of sums differs; 2e-2 for 16-bit outputs
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
 PROGRAMS = (".pt2", ".onnx")
 _SUFFIXES = (".pth", ".pt", ".safetensors", *PROGRAMS)
@@ -41,8 +41,8 @@ def convert_file(
     **reading: Any,
 ) -> tuple[str, bool]:
     """Write `source` as the kind of file that the suffix of `out` names; the arguments are the
-    settings of `cl-train convert`. Returns what was done, and whether the outputs are equal; false:
-    not compared. Raises NotConverted or ConfigError.
+    settings of `cl-train convert`. Returns what was done, and whether the outputs were found equal;
+    False: they were not compared. Raises NotConverted or ConfigError.
     """
     path, target = files.weights_path(source), Path(out)
     if path is not None and target.resolve() == path.resolve():
@@ -108,7 +108,7 @@ def _convert(
 
 
 def _usual_shape(saved: SavedModel) -> Sequence[int]:
-    """Of the images a program was exported with, or of two images as the model is used."""
+    """Returns the shape of the images that a program was exported with, or of two usual images."""
     size = saved.card.image_size or 224
     example, _ = getattr(saved.program, "example_inputs", None) or ((), {})
     return next((x.shape for x in example if isinstance(x, Tensor)), (2, 3, size, size))
@@ -136,7 +136,7 @@ def _written_program(
     memory_format: torch.memory_format,
     file: Path,
 ) -> Callable[..., Any]:
-    """Export `model`, unless it is exported; returns what is read back from the file."""
+    """Export `model`, unless it is exported already; returns what is read back from the file."""
     if file.suffix == ".onnx":  # it has no strides
         memory_format = torch.contiguous_format
     # A model that fails does so here: torch.export would print a traceback before its error.
@@ -145,7 +145,7 @@ def _written_program(
     with explained, torch.no_grad(), warnings.catch_warnings(action="ignore"):
         program = saved.program if saved.kind == "exported program" else None
         if program is None:
-            # The number of images of the example, if the model takes no other.
+            # AUTO keeps the example's number of images if the model takes no other.
             any_batch = ({0: torch.export.Dim.AUTO},)
             arguments = (images_in(memory_format, images),)
             program = torch.export.export(model, arguments, dynamic_shapes=any_batch)
@@ -171,7 +171,7 @@ def _written_program(
 def _outputs(
     model: Callable[..., Any], images: Tensor, memory_format: torch.memory_format
 ) -> list[Tensor]:
-    """The outputs of `model` in `memory_format`. Raises ConfigError: the model fails."""
+    """Returns the outputs of `model` in `memory_format`. Raises ConfigError: the model fails."""
     name = MEMORY_FORMAT_NAMES[memory_format]
     what = f"the {name} model fails on {list(images.shape)}"
     if isinstance(model, nn.Module):

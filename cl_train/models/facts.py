@@ -1,4 +1,4 @@
-"""What one run of a model on shapes alone tells of it, before anything is trained or timed."""
+"""What a run of a model on shapes alone tells about it, before anything is trained or timed."""
 
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """At one shape of the batch. FLOPs, of convolutions and matrix products, may be unknown."""
+    """Facts at one shape of the batch. FLOPs are those of convolutions and matrix products."""
 
     classes: int | None  # of logits [N, classes]; None: the model is no classifier
-    gflop: float | None  # per image of a forward pass
+    gflop: float | None  # per image of a forward pass; None: unknown
     step_gflop: float | None  # per image of a forward and a backward pass, in training mode
     crash: str | None  # why a training step in channels_last on a CPU would crash
 
@@ -35,9 +35,9 @@ class ModelFacts:
 
 
 def facts_of(model: nn.Module, batch: Any, *, training: bool = True) -> ModelFacts:
-    """Run a copy of `model` on the shapes of `batch`: on the device "meta", or where the model
-    computes with values, on two images of the batch (zeros if it has no values itself) without
-    gradients. Raises what the model raises.
+    """Run a copy of `model` on the shapes of `batch`, on the device "meta". A model that computes
+    with values runs on its own device, without gradients, on two images of the batch (zeros if that
+    has no values). Raises what the model raises.
     """
     own = next((tensor.device for tensor in model.parameters()), _CPU)
     with random_state_restored(own), kernel_selection(autotune=False):
@@ -73,7 +73,7 @@ def image_count(batch: Any) -> int:
 
 
 def _on(device: torch.device, batch: Any, dtype: torch.dtype) -> Any:
-    """In the dtype of the weights, as there is no autocast on "meta"."""
+    """Move `batch` to `device`, in the dtype of the weights, as "meta" has no autocast."""
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         casted = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
@@ -86,7 +86,7 @@ def _on(device: torch.device, batch: Any, dtype: torch.dtype) -> Any:
 
 
 def image_shapes(model: nn.Module, *shape: int) -> torch.Tensor:
-    """A batch of this shape without values, in the dtype of the model."""
+    """Returns a batch of this shape without values, in the dtype of the model."""
     return torch.empty(shape, device=_META, dtype=dtype_of(model))
 
 

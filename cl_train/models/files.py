@@ -2,7 +2,7 @@
 
 The card is in `facts` of a checkpoint, `_metadata[""]` of a state dict, the metadata of
 safetensors, the extra files of a program (TorchScript, `torch.export`). Programs run code when they
-are loaded: only those that the user trusts.
+are loaded: only those that the user trusts are.
 """
 
 import os
@@ -27,7 +27,7 @@ from cl_train.models.card import KEYS, ModelCard
 from cl_train.system.checkpoints import CheckpointError, is_checkpoint, read_torch_file, snapshot
 
 Kind = Literal["state dict", "checkpoint", "safetensors", "TorchScript", "exported program", "zoo"]
-# Of a checkpoint: those that hold weights. `average` is the EMA of a run.
+# The entries of checkpoints that hold weights. `average` is the EMA of a run.
 ENTRIES = (
     *("state_dict", "model_state_dict", "model", "module"),
     *("model_ema", "state_dict_ema", "ema_state_dict", "ema", "average"),
@@ -41,7 +41,7 @@ class SavedModel:
     state: dict[str, Any]
     card: ModelCard = ModelCard()
     origin: str = ""  # the entry and the prefix that were removed, for messages
-    file: str = ""  # and the epoch of a checkpoint, for messages
+    file: str = ""  # its path, and the epoch of a checkpoint, for messages
     program: Any = None  # a ScriptModule or an ExportedProgram
     code: str | None = None  # package.module:function, which the file names as its model
 
@@ -60,8 +60,8 @@ class SavedModel:
 
 
 def weights_path(weights: str | Path) -> Path | None:
-    """The file that `weights` names: of a run folder its best checkpoint, or else the newest; None
-    for another name.
+    """Returns the file that `weights` names, for a run folder its best checkpoint or else its
+    newest; None: `weights` is another name. Raises ConfigError: the folder has no checkpoint.
     """
     path = Path(weights).expanduser()
     if not path.is_dir():
@@ -76,7 +76,9 @@ def weights_path(weights: str | Path) -> Path | None:
 
 
 def _kind_of(path: Path) -> Kind:
-    """From suffix and members; "state dict" also of a checkpoint. Raises ConfigError."""
+    """Returns the kind by suffix and members; a checkpoint's is "state dict". Raises ConfigError:
+    there is no such file.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder{suggest_path(path)}")
     if path.suffix == ".safetensors":
@@ -96,9 +98,9 @@ def read_weights(
 ) -> SavedModel:
     """Read a file to the CPU; code in it runs only with `trust`.
 
-    entry: that holds the weights, by default the first of `ENTRIES`. prefix: of the names that are
-    taken; it is removed. Raises ConfigError: no such file or entry, a damaged file, a program
-    without `trust`, more than tensors and plain types.
+    entry: holds the weights, by default the first of `ENTRIES`. prefix: only names that begin with
+    it are taken; it is removed. Raises ConfigError: no such file or entry, a damaged file, a
+    program without `trust`, more than tensors and plain types.
     """
     trained = ""
     try:
@@ -152,8 +154,8 @@ def _read_program(path: Path, kind: Kind) -> SavedModel:
 
 
 def write_weights(saved: SavedModel, path: Path) -> None:
-    """As safetensors or a plain state dict, by the suffix, contiguous, with the card. TorchScript
-    stays a program in a .pt or .pth file, with its strides.
+    """Write safetensors or a plain state dict, by the suffix, contiguous, with the card.
+    TorchScript stays a program in a .pt or .pth file, with its strides.
     """
     if path.suffix == ".safetensors":
         if len(saved.tensors) < len(saved.state):
@@ -179,7 +181,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[str, Any], str]:
-    """The state dict in a checkpoint, at most three entries deep, and which entries were taken."""
+    """Returns the state dict in a checkpoint, at most three entries deep, and the entries taken."""
     state = _mapping(content)
     names = list[str]()
     if entry is not None:
@@ -202,8 +204,8 @@ def _find_state(content: object, path: Path, entry: str | None) -> tuple[dict[st
 
 
 def _renamed(state: dict[str, Any], path: Path, prefix: str | None) -> tuple[dict[str, Any], str]:
-    """The part of `state` with `prefix` (None: what DDP and compile add), by the names in the
-    model, and what was removed, for messages.
+    """Returns the part of `state` with `prefix` (None: what DDP and compile add), by the names in
+    the model, and what was removed, for messages.
     """
     names = list(state)
     if prefix is None:
@@ -228,7 +230,7 @@ def _renamed(state: dict[str, Any], path: Path, prefix: str | None) -> tuple[dic
 
 
 def module_versions(state: object) -> dict[str, int]:
-    """The version of each module that a state dict records, by the path of the module."""
+    """Returns the version of each module that a state dict records, by the module's path."""
     recorded = _mapping(getattr(state, "_metadata", None))
     versions = {path: _mapping(entry).get("version") for path, entry in recorded.items()}
     return {path: version for path, version in versions.items() if isinstance(version, int)}
@@ -237,7 +239,7 @@ def module_versions(state: object) -> dict[str, int]:
 def with_versions(
     state: Mapping[str, Any], versions: Mapping[str, int], card: ModelCard | None = None
 ) -> dict[str, Any]:
-    """`state` as `torch.nn.Module.state_dict` returns it, and with the card."""
+    """Returns `state` as `torch.nn.Module.state_dict` does, and with the card."""
     metadata = {path: {"version": version} for path, version in versions.items()}
     metadata[""] = metadata.get("", {}) | (card.to_dict() if card else {})
     versioned = OrderedDict(state)
@@ -251,8 +253,8 @@ def load_state(
     """Copy `state`, but for `without`, into `model`; returns the names that it lacks, and those
     that the model lacks. Raises ConfigError: "`what`: reason".
 
-    torch takes a module without a version for one of the oldest: where a file has no versions, a
-    module with all of its names in the file has this code's.
+    torch takes a module without a version for one of the oldest. Where a file has no versions, a
+    module whose names are all in the file therefore gets the version of this code.
     """
     versions = module_versions(state)
     state = {name: value for name, value in state.items() if name not in without}

@@ -25,23 +25,23 @@ def load_model(
     entry: str | None = None,
     trust: bool = False,
 ) -> tuple[nn.Module, Preprocessing | None, tuple[str, ...]]:
-    """The model of a file or run folder, its preprocessing and the names of its classes.
+    """Load the model of a file or run folder, its preprocessing and the names of its classes.
 
     Args:
-        file_or_run: a file of weights, a program, or a run folder: its best checkpoint, or else its
-            newest.
+        file_or_run: a file of weights, a program, or a run folder, whose best checkpoint is read,
+            or else its newest.
         model: the name of the model that the weights belong to; needed if the file has none, or
             names a function `package.module:function`: a file may not choose the code that runs.
-        entry: the one of a checkpoint that holds the weights; "average" is the EMA of a run.
+        entry: the entry of a checkpoint that holds the weights; "average" is the EMA of a run.
         trust: load a TorchScript or exported program, which runs its code.
 
     Returns:
-        The model in eval mode, fp32, on the CPU, in its recorded memory format (contiguous if
-        unknown or mixed), a function from a PIL image, or uint8 [H, W, 3], to float32 [3, H, W], or
-        None, and the classes, or ().
+        The model in eval mode, fp32, on the CPU, in its recorded memory format (contiguous if that
+        is unknown or mixed); its preprocessing, a function from a PIL image or uint8 [H, W, 3] to
+        float32 [3, H, W], or None; and its classes, or ().
 
     Raises:
-        ConfigError: see `read_weights`; weights without a model.
+        ConfigError: `read_weights` refuses the file, or it has weights without a model.
     """
     if not isinstance(file_or_run, str | Path):
         raise ConfigError(f"load_model({file_or_run!r}): give a file or a run folder")
@@ -55,7 +55,10 @@ def load_model(
 def load_saved(
     source: str | Path, *, memory_format: torch.memory_format | None = None, **reading: Any
 ) -> tuple[nn.Module, SavedModel, torch.memory_format]:
-    """The model of a file or run, or a zoo's with `weights`. memory_format=None: as recorded."""
+    """Load a model from a file or run, or a zoo's with `weights`. memory_format=None: as recorded.
+
+    Returns the model, what was read, and the model's memory format.
+    """
     saved = read_saved(source, **reading)
     model = runnable(saved, saved.card.image_size)
     if model is None:
@@ -69,7 +72,7 @@ def load_saved(
 def read_saved(
     source: str | Path, model: str | None = None, weights: str | None = None, **reading: Any
 ) -> SavedModel:
-    """A file, the checkpoint of a run folder, or `weights` of the model `source`."""
+    """Read a file, the checkpoint of a run folder, or `weights` of the model `source`."""
     path, name = weights_path(weights or source), str(source)
     if weights is not None and path is None:
         models.check_model(name, weights)
@@ -88,7 +91,7 @@ def read_saved(
 
 
 def needed_model(saved: SavedModel) -> str:
-    """Why a file alone gives no model that can run, and what does."""
+    """Returns why a file alone gives no model that can run, and what to add."""
     if saved.code is None:
         return "these are weights without a model: give model=NAME"
     what = f"its model is your code, {saved.code}, and no file may choose the code that runs"
@@ -96,7 +99,7 @@ def needed_model(saved: SavedModel) -> str:
 
 
 def runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:
-    """The model of a file, in eval mode; None if only its weights are known."""
+    """Returns the model of a file, in eval mode; None if only its weights are known."""
     if saved.program is not None:
         return saved.program.module() if saved.kind == "exported program" else saved.program.eval()
     if saved.card.model is None:
@@ -104,7 +107,7 @@ def runnable(saved: SavedModel, image_size: int | None) -> nn.Module | None:
     build = partial(models.build_model, saved.card.model, image_size=image_size)
     model = build(num_classes=len(saved.card.classes) or 1000)
     other = [saved.tensors[key] for key in saved.names_of_other_shape(model)]
-    # The classifier's, whose first dimension is the number of classes.
+    # They are the classifier's; their first dimension is the number of classes.
     if other and other[0].dim() > 0:
         model = build(num_classes=len(other[0]))
     models.load_weights(model, saved, f"model={saved.card.model} does not fit the file")

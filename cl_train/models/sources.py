@@ -28,7 +28,7 @@ from cl_train.system.failures import explain_failure
 log = logging.getLogger(__name__)
 
 _NETWORK = ("httpx", "huggingface_hub", "requests")  # modules of errors that are no OSError
-# Settings of `data`.
+# Settings of `data` that belong together.
 _TOGETHER = (("image_size", "val_size", "val_resize"), ("val_interpolation",), ("mean", "std"))
 
 
@@ -37,17 +37,17 @@ def model_names() -> list[str]:
 
 
 def video_model_names() -> list[str]:
-    """All models of torchvision for video; some accept one size only."""
+    """Returns all models of torchvision for video; some accept one size only."""
     return torchvision.models.list_models(module=torchvision.models.video)
 
 
 def timm_model_names() -> list[str]:
-    """All models of timm, which must be installed, as `timm/<name>`."""
+    """Returns all models of timm, which must be installed, as `timm/<name>`."""
     return [f"timm/{name}" for name in optional_module("timm", "timm/").list_models()]
 
 
 def usual_image_size(name: str) -> int:
-    """Height and width in pixels that a model was designed for."""
+    """Returns height and width in pixels that a model was designed for."""
     return 299 if name == "inception_v3" else 224
 
 
@@ -84,11 +84,12 @@ def build_model(
     keep_classifier: bool = False,
     entry: str | None = None,
 ) -> nn.Module:
-    """A model with `num_classes` outputs, in fp32, contiguous, on the CPU, in training mode.
+    """Returns a model with `num_classes` outputs, fp32, contiguous, on the CPU, in training mode.
 
-    drop_path: Huang et al. 2016. image_size: that vision transformers are built for. A classifier
-    of another number of classes than the weights is new, which `keep_classifier` refuses; a file's
-    rows of `classes` that it names are kept. Raises ConfigError.
+    drop_path: the rate of Huang et al. 2016. image_size: the pixels that vision transformers are
+    built for. If the weights have another number of classes, the classifier is new, which
+    `keep_classifier` refuses; it takes the rows of the `classes` that a file names. Raises
+    ConfigError: a name is unknown, or the model cannot be built or take the weights.
     """
     check_model(name, weights)
     file = weights_path(weights) if weights is not None else None
@@ -182,7 +183,7 @@ def _size_options(name: str, image_size: int | None) -> dict[str, int]:
 
 
 def zoo_classes(name: str, weights: str) -> tuple[int, tuple[str, ...]]:
-    """The number of classes of a zoo's weights, and their names, which timm does not have."""
+    """Returns the number of classes of a zoo's weights, and their names, which timm lacks."""
     if name.startswith("timm/"):
         return int(_timm_facts(name)["num_classes"]), ()
     names = torchvision_weights(name, weights).meta["categories"]
@@ -212,7 +213,7 @@ def replace_classifier(model: nn.Module, num_classes: int) -> None:
 
 
 def _classifiers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The last Linear (SqueezeNet: 1x1 Conv2d) by its path; then those of the auxiliary heads."""
+    """Returns the last Linear (SqueezeNet: 1x1 Conv2d) by path, then the auxiliary heads'."""
     last: dict[str, tuple[str, Any]] = {}  # by the auxiliary part of the model; "": the main part
     for path, module in model.named_modules():
         part = path.split(".")[0] if path.startswith(("AuxLogits.", "aux1.", "aux2.")) else ""
@@ -228,7 +229,7 @@ def head_parameters(model: nn.Module) -> set[str]:
 
 
 def classes_of(weights: str | None) -> tuple[str, ...]:
-    """The names of classes in a file or run; empty if it has none, or `weights` is another name."""
+    """Returns the class names of a file or run; () if it has none, or `weights` is no file."""
     path = weights_path(weights) if weights else None
     return read_weights(path).card.classes if path else ()
 
@@ -236,8 +237,8 @@ def classes_of(weights: str | None) -> tuple[str, ...]:
 def load_weights_file(
     model: nn.Module, path: Path, entry: str | None = None, classes: Sequence[str] = ()
 ) -> bool:
-    """Load a file of weights into `model`, which has `classes`; whether its classifier is new, but
-    for the rows of the classes that the file names.
+    """Load a file of weights into `model`, which has `classes`; returns whether its classifier is
+    new, but for the rows of the classes that the file names.
     """
     weights = read_weights(path, entry=entry)
     if weights.origin:
@@ -288,12 +289,12 @@ def load_weights(
 # --- preprocessing --------------------------------------------------------------------------------
 
 
-@cache  # an evaluation follows it, and then logs it
+@cache  # an evaluation asks twice: to follow it, and to log it
 def published_preprocessing(
     model: str, weights: str, entry: str | None = None
 ) -> Preprocessing | None:
-    """Of torchvision's weights, of timm's at their test size, or of a file. None: unknown, or no
-    centre crop after a resize of the short side.
+    """Returns the preprocessing of torchvision's weights, of timm's at their test size, or of a
+    file. None: unknown, or no centre crop after a resize of the short side.
     """
     if path := weights_path(weights):
         return read_weights(path, entry=entry).card.preprocessing if path.is_file() else None
@@ -316,8 +317,8 @@ def published_preprocessing(
 def follow_published_preprocessing(
     data: DataConfig, model: str, weights: str, keys: Collection[str], entry: str | None = None
 ) -> DataConfig:
-    """`data` with the preprocessing of `weights`, if it is known; settings in `keys`, such as
-    `data.image_size`, are kept with those that belong to them.
+    """Returns `data` with the preprocessing of `weights`, if known; settings in `keys`, such as
+    `data.image_size`, stay as they are, and so do those that belong to them.
     """
     published = published_preprocessing(model, weights, entry)
     settings = {**published.settings(), "val_size": None} if published else {}
@@ -349,9 +350,10 @@ def log_preprocessing(
 
 
 def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """A deep copy, eager, on `device` (None: each tensor where it is; "meta": shapes and strides).
-    A result kept as an attribute (`torch.nn.utils.weight_norm`'s weight), which `copy.deepcopy`
-    refuses, is copied as a constant. Raises ConfigError: lazy, or it cannot be copied.
+    """Returns a deep, eager copy on `device` (None: each tensor stays where it is; "meta": shapes
+    and strides only). A result kept as an attribute (`torch.nn.utils.weight_norm`'s weight), which
+    `copy.deepcopy` refuses, is copied as a constant. Raises ConfigError: the model is lazy, or
+    cannot be copied.
     """
     model = uncompiled(model)
     refuse_lazy(model)
@@ -378,5 +380,5 @@ def copy_model(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Of the first floating-point parameter; float32 if there is none."""
+    """Returns the dtype of the first floating-point parameter; float32 if there is none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
