@@ -21,8 +21,8 @@ from cl_train.system.processes import end_with_parent, exit_without_teardown
 
 
 def program(*command: str) -> NoReturn:
-    """The process `cl-train`, `python -m cl_train`, or with the name of a command `python train.py`
-    and scripts/.
+    """Runs `command` with this process's arguments, and exits. `python train.py` and scripts/ give
+    a command; `cl-train` and `python -m cl_train` give none.
     """
     exit_without_teardown(main([*command, *sys.argv[1:]]))
 
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def exit_code(command: Callable[[list[str]], int], words: list[str]) -> int:
-    """Expected errors of `command` become one message and an exit code."""
+    """Calls `command`; an expected error of it becomes one message and an exit code."""
     try:
         return command(words)
     except ConfigError as error:

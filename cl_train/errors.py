@@ -13,8 +13,8 @@
         RecordingError     the step cannot be recorded as a CUDA graph
       LayoutLost           an operator lost channels_last (`layout_guard`)
 
-The message of each is complete: it says what happened, why if that is known, and what to do. Any
-other exception is a bug, or comes from code of the user. Imports nothing of cl_train.
+Each message is complete: it says what happened, why if that is known, and what to do. Any other
+exception is a bug, or comes from code of the user. This module imports nothing of cl_train.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 class ConfigError(ValueError):
     """The user's request is impossible.
 
-    Holds every problem found, one line each; programs exit with 2.
+    `problems` holds every problem found; the message has a line for each. Programs exit with 2.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 
 class LockHeld(ConfigError):
-    """Names the holder: `process 4711 on host since 2025-01-31 12:00:00`."""
+    """Another process uses the folder; the message names it: `process 4711 on host since ...`."""
 
 
 class Fault(RuntimeError):
@@ -64,4 +64,4 @@ class RecordingError(Fault):
 
 
 class LayoutLost(RuntimeError):
-    """An operator returned contiguous although its input was channels_last."""
+    """An operator returned a contiguous tensor although its input was channels_last."""

@@ -1,4 +1,4 @@
-"""Images that cannot be used: named, counted, and at some number too many."""
+"""Images that cannot be used: they are named and counted, and above a limit the run ends."""
 
 from dataclasses import dataclass, field
 
@@ -21,9 +21,9 @@ class BadImages:
     skipped: int = 0
 
     def add(self, name: str, reason: str, *, skipped: bool) -> None:
-        """Notes a sample; `skipped`: it was read for its own row, not in the place of another.
+        """Records a sample; `skipped`: it was read for its own row, not in the place of another.
 
-        Raises BadImageError.
+        Raises BadImageError: without `skip`, or above `limit`.
         """
         self.skipped += skipped
         self.reasons[name] = reason

@@ -1,4 +1,4 @@
-"""From the `data` settings to both splits of a data set as batches on the device: images, or
+"""Makes both splits of a data set, as batches on the device, from the `data` settings: images or
 synthetic data.
 """
 
@@ -44,9 +44,9 @@ from cl_train.system.files import cache_folder
 
 log = logging.getLogger(__name__)
 _CHECKOUT = Path(__file__).resolve().parents[2]
-# For generated data: in the checkout, or for an installed package in the user's cache.
+# Generated data lies in the checkout, or for an installed package in the user's cache folder.
 DATA_DIR = (_CHECKOUT if (_CHECKOUT / "pyproject.toml").is_file() else cache_folder()) / "data"
-_SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), of `data.name`
+_SOURCES: dict[str, Callable[..., ImageSource]] = {  # by `data.name`; (root, cfg, training=)
     "sample": list_sample,
     "imagenet": list_folder,
     "folder": list_folder,
@@ -60,8 +60,8 @@ _SOURCES: dict[str, Callable[..., ImageSource]] = {  # (root, cfg, training=), o
 class ImageData:
     """The training and validation images of one run, as this rank sees them.
 
-    `fingerprint`: of the list of files and the classes, not of their content. `bad_images`: of this
-    rank, so far. Raises ConfigError: the images do not fit the settings.
+    `fingerprint` identifies the list of files and the classes, not their content. `bad_images` are
+    those of this rank so far. Raises ConfigError: the images do not fit the settings.
     """
 
     def __init__(self, source: ImageSource, settings: DataSettings) -> None:
@@ -115,38 +115,38 @@ class ImageData:
         return HostLoader(reader, sizes, settings, self.bad_images, order_of)
 
     def evaluate_as(self, classes: Sequence[str], what: str) -> None:
-        """The labels of the validation become those of `classes`, which `what` has, by name. Raises
-        ConfigError: the data has others.
+        """Gives the validation images the labels of `classes`, matched by name; `what` has these
+        classes. Raises ConfigError: the data has others.
         """
         self._label_of = torch.tensor(matched_all(self.classes, classes, what))
         self.classes, self.num_classes = tuple(classes), len(classes)
 
     def start(self) -> None:
-        """Starts the workers: best before the model is built, whose memory each fork would share
-        page by page.
+        """Starts the workers. Call it before the model is built: each fork would share the memory
+        of the model page by page.
         """
         self.train_loader.start()
         self.val_loader.start()
 
     def batch_count(self) -> int:
-        """Full batches of all ranks in an epoch; the remaining images are dropped."""
+        """Returns the full batches of each rank in an epoch; other images are dropped."""
         return self.train_loader.batch_count()
 
     @property
     def times(self) -> WorkerTimes:
-        """Of the training images."""
+        """The seconds that workers spent on training images."""
         return self.train_loader.times
 
     def train(
         self, epoch: int, form: DeviceFormat, first_batch: int = 0
     ) -> Generator[Batch, None, None]:
-        """This rank's share of the batches of `epoch`, from `first_batch` on."""
+        """Yields this rank's batches of `epoch`, from number `first_batch` on."""
         batches = self.train_loader.batches(epoch, first_batch)
         yield from to_device(batches, self._normalise(form), self._mix)
 
     def validation(self, form: DeviceFormat) -> Iterator[Batch]:
-        """Rank r's images `r::world_size`: no padding, no duplicates; without bad ones, if they are
-        skipped.
+        """Returns the batches of this rank's images, `rank::world_size`: no padding, no duplicates,
+        and no bad images if these are skipped.
         """
         batches = to_device(self.val_loader.batches(), self._normalise(form))
         if self._label_of is None:
@@ -155,7 +155,7 @@ class ImageData:
         return (replace(batch, targets=label_of[batch.targets]) for batch in batches)
 
     def validation_indices(self) -> list[int]:
-        """The images of this rank's last `validation`; none for an IterableDataset."""
+        """Returns the images of this rank's last `validation`; none for an IterableDataset."""
         if isinstance(self.val_loader, StreamLoader):
             return []
         bad, dist = self.bad_images.reasons, self._settings.dist
@@ -187,7 +187,7 @@ class ImageData:
 
 
 def class_counts(images: Any, classes: int) -> list[int] | None:
-    """Images of each class, of a Dataset by its `targets`, as torchvision's have; None: unknown."""
+    """Counts the images per class; a Dataset needs `targets`, as in torchvision. None: unknown."""
     labels = images.labels if isinstance(images, Split) else getattr(images, "targets", None)
     with suppress(TypeError, ValueError):
         counts: list[int] = np.bincount(np.asarray(labels), minlength=classes).tolist()
@@ -196,8 +196,8 @@ def class_counts(images: Any, classes: int) -> list[int] | None:
 
 
 class SyntheticData:
-    """Has the public members of `ImageData`. All steps get the same batch of noise, one per format
-    and size: do not write into it.
+    """Stands in for `ImageData` in training. All steps of one format and image size get the same
+    batch of noise: do not write into it.
     """
 
     def __init__(self, settings: DataSettings) -> None:
@@ -214,7 +214,7 @@ class SyntheticData:
         self._batch = cache(self._noise)
 
     def start(self) -> None:
-        """There are no workers."""
+        """Does nothing: there are no workers."""
 
     def batch_count(self) -> int:
         return self._settings.batch_count(self.train_images, training=True)
@@ -247,8 +247,8 @@ Data = ImageData | SyntheticData
 
 
 def build_data(settings: DataSettings) -> Data:
-    """The data of `settings` for this rank. Raises ConfigError: it is missing, or does not fit the
-    settings or memory.
+    """Returns the data of `settings` for this rank. Raises ConfigError: it is missing, or does not
+    fit the settings or memory.
     """
     data = SyntheticData(settings) if settings.data.name == "synthetic" else _image_data(settings)
     if settings.training and data.train_images < settings.global_batch_size:
@@ -291,8 +291,8 @@ def size_schedule(cfg: DataConfig) -> SizeSchedule:
 def images_of_folder(
     cfg: DataConfig, classes: tuple[str, ...], batch_size: int, dist: Dist
 ) -> ImageData:
-    """For predictions: all images below `data.root` or its folder of validation images, or those
-    that `data.csv` names.
+    """Returns the images to predict: all below `data.root` or its folder of validation images, or
+    those that `data.csv` names.
     """
     assert cfg.root is not None
     root = Path(cfg.root).expanduser()

@@ -10,10 +10,11 @@ _KINDS = {"numbers": r"(class_)?\d+", "WordNet ids": r"n\d{8}", "words": r".*"}
 
 
 def matched(own: Sequence[str], known: Sequence[str]) -> list[int]:
-    """The place in `known` of each name of `own`; -1: it is not there.
+    """Returns the place in `known` of each name of `own`, or -1 if it is not there.
 
-    Where no name is in both, lists of equal length whose names are of two kinds, or numbers, name
-    the same classes: shards have only numbers, published weights words instead of WordNet ids.
+    If no name is in both, lists of equal length name the same classes where one has numbers, or the
+    two have different kinds of names: shards have only numbers, published weights words instead of
+    WordNet ids.
     """
     place_of = {name: place for place, name in enumerate(known)}
     places = [place_of.get(name, -1) for name in own]
@@ -24,7 +25,7 @@ def matched(own: Sequence[str], known: Sequence[str]) -> list[int]:
 
 
 def matched_all(own: Sequence[str], known: Sequence[str], what: str) -> list[int]:
-    """The place in `known` of each name of `own`. Raises ConfigError: `what` lacks some of them."""
+    """Returns the place in `known` of each name of `own`. Raises ConfigError: `what` lacks some."""
     places = matched(own, known)
     if others := [name for name, place in zip(own, places, strict=True) if place < 0]:
         raise ConfigError(

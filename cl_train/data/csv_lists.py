@@ -53,7 +53,7 @@ def list_csv(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
 
 
 def list_csv_images(root: Path, cfg: DataConfig, classes: Sequence[str]) -> ImageSource:
-    """The images of `data.csv` in its order, as `val`; a label that is no class is -100."""
+    """Returns the images of `data.csv` in its order as `val`; a label that is no class is -100."""
     rows, notes = _rows(str(cfg.csv), _Images(root, cfg.extensions), needs_label=False)
     label_of = {name: label for label, name in enumerate(classes)}
     labels = np.array([label_of.get(row.label, -100) for row in rows], np.int64)
@@ -64,7 +64,7 @@ def list_csv_images(root: Path, cfg: DataConfig, classes: Sequence[str]) -> Imag
 def _index(
     root: Path, tables: Sequence[str], cfg: DataConfig, *, training: bool
 ) -> tuple[ImageSource, Sequence[str | bytes]]:
-    """The source, and the files and folders that it was made from if it is worth to be stored."""
+    """Returns the source, and the files and folders it was made from if it is worth storing."""
     images = _Images(root, cfg.extensions)
     (rows, notes), *of_val = (_rows(table, images) for table in tables)
     val_name = cfg.val_split or next((n for n in VAL_NAMES if any(n == r.split for r in rows)), "")
@@ -116,7 +116,7 @@ class _Images:
         return self._what
 
     def find(self, named: str) -> str | None:
-        """The path below `root` of the image that a row names."""
+        """Returns the path below `root` of the image that a row names, or None."""
         path = os.path.relpath(named, self._root) if os.path.isabs(named) else named
         return self._named.get(os.path.normpath(path))
 
@@ -124,7 +124,7 @@ class _Images:
 def _rows(
     table: str, images: _Images, *, needs_label: bool = True
 ) -> tuple[list[_Row], tuple[str, ...]]:
-    """Each image once, and a note on repetitions. Raises ConfigError."""
+    """Returns the rows, each image once, and a note on repetitions. Raises ConfigError."""
     first, problems, repeated = dict[str, _Row](), list[str](), 0
     for line, named, label, split in _cells(table, needs_label=needs_label):
         image = images.find(named) if named else None
@@ -148,7 +148,7 @@ def _rows(
 
 
 def _cells(table: str, *, needs_label: bool) -> Iterator[tuple[int, str, str, str]]:
-    """Line, image, label and split of each row. Raises ConfigError."""
+    """Yields line, image, label and split of each row. Raises ConfigError."""
     try:
         with open(
             os.path.expanduser(table), newline="", encoding="utf-8-sig", errors="surrogateescape"
@@ -182,7 +182,7 @@ def _delimiter(header: str) -> str:
 
 
 def _sorted(labels: set[str]) -> list[str]:
-    """As numbers if all are."""
+    """Sorts labels as numbers if all of them are."""
     are_numbers = all(re.fullmatch(r"[-+]?\d*\.?\d+", label) for label in labels)
     return sorted(labels, key=lambda label: (float(label) if are_numbers else 0, label))
 

@@ -27,9 +27,9 @@ JPEG_MAGIC, PNG_MAGIC = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 100_000_000  # ten times the largest image of ImageNet; 300 MB decoded
 MAX_FILE_BYTES = 256 * 2**20
 ORIENTATION = 0x0112  # EXIF: 1 is upright, 2 to 8 are turned or mirrored
-_TRANSPOSED = 5  # from here on height and width are exchanged
-_LEAST_WHITE = 4096  # 16-bit values that are all below are of 12 bits: the image would be black
-_DEFAULT_FORMATS = ("JPEG", "PNG")  # that Pillow may parse: fewer parsers, fewer vulnerabilities
+_TRANSPOSED = 5  # from this orientation on height and width are exchanged
+_LEAST_WHITE = 4096  # a 16-bit image with no value above it has 12 bits, and would be black
+_DEFAULT_FORMATS = ("JPEG", "PNG")  # for Pillow: fewer parsers, fewer vulnerabilities
 
 
 class BadImage(Exception):
@@ -37,7 +37,7 @@ class BadImage(Exception):
 
 
 def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
-    """The whole file, or its `first` bytes. Raises BadImage: empty, too large, or not readable."""
+    """Returns a file, or its `first` bytes. Raises BadImage: it is empty, too large, unreadable."""
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -52,8 +52,8 @@ def read_file(path: str | bytes | Path, first: int = -1) -> bytes:
 
 
 class EncodedImage:
-    """An image of `height` x `width`. `size`: of what `decode` returns unless Pillow turns it.
-    `needs_pillow`: simplejpeg is known not to decode it.
+    """An image of `height` x `width`. `size` is that of what `decode` returns unless Pillow turns
+    it. `needs_pillow`: simplejpeg is known not to decode it.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class EncodedImage:
         *,
         upright: bool = False,
     ) -> None:
-        """`decoder`: simplejpeg, or pillow for all. `formats`: Pillow's names. `upright`: `decode`
-        turns the pixels as EXIF says. Raises BadImage.
+        """`decoder` is simplejpeg, or pillow for all; `formats` are Pillow's names. With `upright`,
+        `decode` turns the pixels as EXIF says. Raises BadImage.
         """
         self._data, self._formats, self._upright, self._turn = data, formats, upright, 1
         self.needs_pillow = not data.startswith(JPEG_MAGIC) or decoder != "simplejpeg"
@@ -88,9 +88,9 @@ class EncodedImage:
             )
 
     def decode(self, scratch: Pixels | None = None, reduction: int = 1) -> Pixels:
-        """The pixels, uint8 [height, width, 3], of any strides, perhaps in the buffer `scratch`.
-        `reduction`: 1, 2, 4 or 8; simplejpeg shrinks the sides so much, in less time. Raises
-        BadImage.
+        """Returns the pixels, uint8 [height, width, 3], of any strides, perhaps in the buffer
+        `scratch`. simplejpeg divides the sides by `reduction` (1, 2, 4 or 8), which takes less
+        time. Raises BadImage.
         """
         if not self.needs_pillow:
             height, width = (-(-side // reduction) for side in (self.height, self.width))
@@ -106,7 +106,7 @@ class EncodedImage:
         return self._with_pillow(partial(rgb, upright=self._upright))
 
     def _exif_orientation(self) -> int:
-        """Of EXIF, 1 to 8. A JPEG without an APP1 segment, which holds it, costs 2 us."""
+        """Returns the orientation in EXIF, 1 to 8. A JPEG without its segment (APP1) costs 2 us."""
         if self._data.startswith(JPEG_MAGIC) and not _has_app1(self._data):
             return 1
         with contextlib.suppress(BadImage):
@@ -114,7 +114,7 @@ class EncodedImage:
         return 1
 
     def _with_pillow(self, use: Callable[[Image.Image], Result]) -> Result:
-        """Ignores Pillow's warnings, such as of corrupt EXIF data. Raises BadImage."""
+        """Returns `use(image)`, without Pillow's warnings about corrupt EXIF. Raises BadImage."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -136,7 +136,7 @@ def _has_app1(data: bytes) -> bool:
 
 
 def turned(pixels: Pixels, orientation: int) -> Pixels:
-    """A view of `pixels` that is upright."""
+    """Returns a view of `pixels` that is upright."""
     rows = -1 if orientation in (3, 4, 6, 7) else 1
     columns = -1 if orientation in (2, 3, 7, 8) else 1
     view = pixels[::rows, ::columns]
@@ -144,10 +144,10 @@ def turned(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def rgb(image: Image.Image, *, upright: bool) -> Pixels:
-    """The first frame, uint8 [H, W, 3], on white where it is transparent. Raises BadImage: the
-    white level is not known.
+    """Returns the first frame, uint8 [H, W, 3], on white where it is transparent. Raises BadImage:
+    its white level is not known.
     """
-    image.load()  # turns a TIFF, and says so
+    image.load()  # this turns a TIFF, and removes its orientation
     if image.mode in ("I", "F"):
         raise BadImage(f"32 bits per pixel (mode {image.mode}) without a white level: use 8 or 16")
     if image.mode.startswith("I"):  # 16-bit grey: convert("RGB") would clip at 255, not scale
@@ -164,7 +164,7 @@ def rgb(image: Image.Image, *, upright: bool) -> Pixels:
 
 
 def _orientation(image: Image.Image) -> int:
-    with contextlib.suppress(Exception):  # of EXIF that cannot be read
+    with contextlib.suppress(Exception):  # EXIF may be unreadable
         orientation = int(image.getexif().get(ORIENTATION, 1))
         return orientation if orientation in range(2, 9) else 1
     return 1

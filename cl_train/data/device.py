@@ -15,7 +15,7 @@ from cl_train.system.torch_state import own_torch_state
 
 # (images, targets, epoch, number of the batch) -> (images, targets)
 MixLabels = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-COPIES_UNDER_WAY = 1  # at most, of the loader's batches to a GPU, when the next batch is requested
+COPIES_UNDER_WAY = 1  # the most that run to a GPU when the next batch of the loader is requested
 _CHUNK_IMAGES = 8  # 5 MB of float32 at 224 px
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -30,7 +30,7 @@ class DeviceFormat:
     memory_format: torch.memory_format
 
     def place(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] in this format, without a copy if they have it."""
+        """Returns images [N, C, H, W] in this format, without a copy if they have it."""
         return images.to(self.device, self.dtype, memory_format=self.memory_format)
 
 
@@ -45,8 +45,8 @@ class Batch:
 
 
 class RawBatch(NamedTuple):
-    """Batch `number` of `epoch`, not normalised: uint8 [N, 3, H, W] in channels_last, int64 [N], in
-    the loader's memory (see `HostLoader.batches`), or copied to the device.
+    """Batch `number` of `epoch`, not normalised: images uint8 [N, 3, H, W] in channels_last and
+    targets int64 [N], in the loader's memory (see `HostLoader.batches`) or copied to the device.
     """
 
     images: Tensor
@@ -56,7 +56,9 @@ class RawBatch(NamedTuple):
 
 
 class Normalise:
-    """(x / 255 - mean) / std in float32, in the requested dtype and memory format."""
+    """Computes (x / 255 - mean) / std in float32, for the dtype and memory format of `form`. Raises
+    ValueError.
+    """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], form: DeviceFormat) -> None:
         are_numbers = all(map(math.isfinite, [*mean, *std]))
@@ -80,7 +82,7 @@ class Normalise:
         self._offset = torch.tensor(offset, dtype=torch.float32, device=form.device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """uint8 [N, C, H, W] on the device, in any layout -> floats; floats are only cast."""
+        """Normalises uint8 [N, C, H, W] on the device, of any layout; floats are only cast."""
         form = self.format
         if images.is_floating_point():
             on_host = form.device.type == "cpu"  # in the loader's memory, which is filled again
@@ -102,14 +104,18 @@ class Normalise:
         return out
 
     def in_one_kernel(self, images: Tensor, out: Tensor) -> None:
-        """uint8 -> `out`'s dtype and layout by float32: on CUDA without an intermediate tensor."""
+        """Writes the normalised images, computed in float32, into `out`: on CUDA without an
+        intermediate tensor.
+        """
         torch.addcmul(self._offset.view(-1, 1, 1), images, self._scale.view(-1, 1, 1), out=out)
 
 
 def to_device(
     batches: Iterable[RawBatch], normalise: Normalise, mix: MixLabels | None = None
 ) -> Iterator[Batch]:
-    """The loader's batches on the device, normalised, then mixed; on CUDA one in advance."""
+    """Returns the loader's batches on the device, normalised, then mixed; on CUDA one is ready in
+    advance.
+    """
     device = normalise.format.device
 
     def prepare(moved: RawBatch) -> tuple[Tensor, Tensor]:
@@ -121,7 +127,7 @@ def to_device(
     return (Batch(*pair) for pair in _prepared(batches, prepare, device, ahead=1))
 
 
-@cache  # the allocator caches memory per stream: one per epoch would keep that of each epoch
+@cache  # memory is cached per stream: a stream per epoch would keep that of every epoch
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
@@ -129,8 +135,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _prepared(
     batches: Iterable[Any], prepare: Callable[[Any], Any], device: torch.device, ahead: int
 ) -> Iterator[Any]:
-    """Each batch on the device and through `prepare`; on CUDA on a side stream, `ahead` of them in
-    advance.
+    """Yields what `prepare` makes of each batch on the device; on CUDA it works on a side stream,
+    `ahead` batches in advance.
     """
     if device.type != "cuda":
         for host in batches:
@@ -172,14 +178,14 @@ class DevicePrefetcher:
 
     Batches are tensors, or tuples, lists and dicts of them, at any depth. Tensors uint8 [N, C, H,
     W] with a channel for each entry of `mean` are images: they become (x / 255 - mean) / std in
-    `dtype` and `memory_format`. Without them, the first floating-point tensor [N, C, H, W] is
+    `dtype` and `memory_format`. If there are none, the first floating-point tensor [N, C, H, W] is
     assumed to be normalised images, and is converted too. Other tensors are only moved, everything
     else is passed on.
 
     Args:
         loader: iterable over batches, such as a `torch.utils.data.DataLoader`.
-        mean, std: per channel, on the 0-1 scale. Default: ImageNet's.
-        ahead: batches on the device that are prepared in advance.
+        mean, std: a number per channel, on the 0-1 scale. Default: ImageNet's.
+        ahead: the number of batches that are prepared in advance on CUDA.
 
     Raises:
         ValueError: `mean` and `std` of different length, a `std` that is not positive, or a dtype

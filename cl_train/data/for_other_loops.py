@@ -1,4 +1,4 @@
-"""For any training loop: the loader of train.py, and `channels_last_collate` for
+"""For any training loop: `image_loader`, the loader of train.py, and `channels_last_collate` for
 `torch.utils.data.DataLoader`.
 """
 
@@ -27,8 +27,8 @@ from cl_train.system.torch_state import each_in_own_state, own_torch_state
 
 
 class ImageLoader(AbstractContextManager["ImageLoader"]):
-    """Iterates over the batches of one split; `image_loader` makes it. `classes`: in the order of
-    the labels. `bad_images`: names and reasons so far.
+    """Iterates over the batches of one split; `image_loader` makes it. `classes` are in the order
+    of the labels; `bad_images` has names and reasons so far.
     """
 
     def __init__(self, data: ImageData, split: str, normalise: Normalise | None) -> None:
@@ -89,30 +89,32 @@ def image_loader(
     val_fraction: float | None = None,
     extensions: Sequence[str] = EXTENSIONS,
 ) -> ImageLoader:
-    """Batches of a folder of images, loaded as in train.py.
+    """Returns a loader of the images in a folder, which loads them as train.py does.
 
     Training images get torchvision's RandomResizedCrop and horizontal flip; order and random
     numbers depend only on `seed` and the epoch; the last, smaller batch is dropped. Validation
-    images are resized and centre-cropped, each once. Each iteration is the next epoch;
+    images are resized and centre-cropped, and each comes once. Each iteration is the next epoch;
     `set_epoch(epoch, first_batch)` resumes at any batch.
 
     Args:
-        root, split: folder that holds `train/<class>/*` and `val/<class>/*`; "train" or "val".
+        root: folder that holds `train/<class>/*` and `val/<class>/*`.
+        split: "train" or "val".
         batch_size: images per rank.
         workers: processes; None = usable cores / ranks of this machine, at most 32; 0 = none.
         device: where batches go; None = uint8 batches stay on the host, not normalised.
         dtype, memory_format, mean, std: of batches on a device: (x / 255 - mean) / std.
         rank, world_size: None = those of `torch.distributed` if it is initialised, else 0 and 1.
-        skip_bad_images: replace unreadable images, in val leave them out; see `bad_images`.
-        val_fraction, extensions: as the settings of these names.
+        skip_bad_images: replace unreadable images by the following ones, in val leave them out;
+            `bad_images` of the loader lists them.
+        val_fraction, extensions: as the settings `data.val_fraction` and `data.extensions`.
 
     Returns:
-        An iterable over (images [N, 3, image_size, image_size], targets int64 [N]) with a length,
-        and workers that `close()`, or the end of a `with` block, ends.
+        An iterable over (images [N, 3, image_size, image_size], targets int64 [N]). It has a
+        length; `close()`, or the end of a `with` block, ends its workers.
 
     Raises:
-        ConfigError: a wrong type or range, no such folder, no classes, or less than a batch. It
-            names the settings `data.*`, which are arguments of the same names here.
+        ConfigError: a wrong type or range, no such folder, no classes, or less than a batch. The
+            message names settings `data.*`, which are arguments of the same names here.
         BadImageError, WorkerError: while iterating; the message names the image.
     """
     dist = _dist(rank, world_size, torch.device(device or "cpu"))
@@ -171,8 +173,8 @@ def channels_last_collate(samples: Sequence[Any]) -> Any:
     tuples that hold images stay tuples, which it would turn into lists.
 
     Raises:
-        ValueError: samples of different structure, or images of different shape or dtype; names the
-        sample's index.
+        ValueError: no samples; a PIL image of another mode; or samples that differ in structure,
+            or in the shape or dtype of an image: the message names the sample's index.
     """
     if not samples:
         raise ValueError("cannot collate an empty list of samples")
@@ -226,7 +228,9 @@ def _described(value: Any) -> tuple[Any, ...]:
 
 
 def _stack(images: list[Any]) -> Tensor:
-    """Images of equal size -> [N, C, H, W] in channels_last, also where N, C, H or W is 1."""
+    """Returns images of equal size as one batch [N, C, H, W] in channels_last, also where N, C, H
+    or W is 1.
+    """
     first = images[0]
     if isinstance(first, Tensor):
         channels, height, width = first.shape
@@ -236,7 +240,7 @@ def _stack(images: list[Any]) -> Tensor:
             torch.cat([image.permute(1, 2, 0) for image in images], out=rows)
         else:
             for row, image in zip(batch, images, strict=True):
-                # contiguous images: half the time of one strided copy
+                # contiguous images: this takes half the time of one strided copy
                 for channel in range(channels):
                     row[:, :, channel].copy_(image[channel])
         return batch.permute(0, 3, 1, 2)
@@ -252,7 +256,9 @@ def _stack(images: list[Any]) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised; in a worker in shared memory, so that sending it does not copy it."""
+    """Returns an uninitialised tensor. In a worker it is in shared memory, so that sending it does
+    not copy it.
+    """
     size = math.prod(shape) * dtype.itemsize
     if get_worker_info() is None:  # NumPy asks for huge pages, which fault in faster
         return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)

@@ -36,8 +36,9 @@ _NAMED = 5  # names in a message; a folder can hold a thousand
 class Split:
     """The encoded images of one split, in a fixed order.
 
-    `names` holds the encoded names one after the other, each from its `starts`: a forked worker
-    that reads a list of Python objects copies its memory page by page.
+    `names` holds the encoded names one after the other; name i begins at `starts[i]`. They are
+    arrays, because a forked worker that reads a list of Python objects copies its memory page by
+    page.
     """
 
     names: npt.NDArray[np.uint8]
@@ -48,18 +49,18 @@ class Split:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        """In messages: a path, or a path and a member."""
+        """Returns the name for messages: a path, or a path and a member."""
         return os.fsdecode(self.names[self.starts[index] : self.starts[index + 1]].tobytes())
 
     def read(self, index: int) -> bytes:
-        """The encoded file. Raises BadImage."""
+        """Returns the encoded file. Raises BadImage."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Both splits of a data set; `classes` in the order of the labels; `fingerprint`: of the list,
-    not of the files; `notes`: remarks for the user, a sentence each.
+    """Both splits of a data set. `classes` are in the order of the labels, `fingerprint` identifies
+    the list of images and not their content, `notes` are remarks for the user, a sentence each.
     """
 
     classes: tuple[str, ...]
@@ -70,13 +71,13 @@ class ImageSource:
 
 
 def packed(names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], Indices]:
-    """`names` and `starts` of a `Split`."""
+    """Returns `names` and `starts` of a `Split`."""
     starts = np.cumsum([0, *map(len, names)], dtype=np.int64)
     return np.frombuffer(b"".join(names), np.uint8), starts
 
 
 def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str]) -> str:
-    """Of the class names and of these arrays of each split."""
+    """Returns a hash of the class names and of these arrays of each split."""
     content = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape"))
     for split in splits:
         for name in arrays:
@@ -85,7 +86,7 @@ def digest(classes: Sequence[str], splits: Sequence[Split], arrays: Sequence[str
 
 
 def listed(names: Sequence[object]) -> str:
-    """The first few, and the number of the others, for a message."""
+    """Returns the first few names and the number of the others, for a message."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (", ".join(map(str, names[:_NAMED])) or "nothing") + more
 
@@ -95,7 +96,7 @@ def listed(names: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class FolderSplit(Split):
-    """Sorted by class and name; names are paths relative to `folder`."""
+    """Image files below `folder`; `names` are relative to it."""
 
     folder: Path
 
@@ -107,8 +108,8 @@ class FolderSplit(Split):
 
 
 def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = True) -> ImageSource:
-    """List the images below `root`, or take the list from the user's cache folder. Raises
-    ConfigError: a folder that is missing or cannot be read, classes that do not fit.
+    """Lists the images below `root`, or takes the list from the user's cache folder. Raises
+    ConfigError: a folder is missing or cannot be read, or the classes do not fit.
     """
     cfg = cfg or DataConfig()
     key = f"folders {root.resolve()}{(cfg.val_split, cfg.val_fraction, cfg.extensions, training)}"
@@ -118,9 +119,9 @@ def list_folder(root: Path, cfg: DataConfig | None = None, *, training: bool = T
 
 
 def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -> ImageSource:
-    """All images below `root`, or below its folder of validation images if it has one, sorted by
-    name, as `val`. An image below the folder of a class has its label, others -100. Raises
-    ConfigError.
+    """Returns as `val` all images below `root`, or below its folder of validation images if it has
+    one, sorted by name. An image below the folder of a class has its label, others have -100.
+    Raises ConfigError.
     """
     folder = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
     found = files_below(folder, extensions)
@@ -135,8 +136,8 @@ def list_images(root: Path, classes: Sequence[str], extensions: Sequence[str]) -
 
 
 def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, Path]:
-    """The folders of the classes of both splits; the same folder if it is to be split, or without
-    training.
+    """Returns the folders of the classes of both splits: the same one twice if it is to be split,
+    or without training.
     """
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
@@ -161,7 +162,7 @@ def _split_folders(root: Path, cfg: DataConfig, training: bool) -> tuple[Path, P
 def _index(
     base: Path, val: Path, cfg: DataConfig, *, training: bool
 ) -> tuple[ImageSource, list[bytes]]:
-    """The source, and the folders that it was made from if it is worth to be stored."""
+    """Returns the source, and the folders that it was made from if it is worth storing."""
     classes = class_names(base)
     if unknown := sorted(set(class_names(val)) - set(classes)):
         raise ConfigError(
@@ -183,7 +184,7 @@ def _index(
 
 
 def class_names(folder: Path) -> list[str]:
-    """Raises ConfigError: there are none."""
+    """Returns the names of the class folders in `folder`. Raises ConfigError: there are none."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -204,7 +205,7 @@ def ignored_files(
     extensions: Sequence[str],
     hidden: Sequence[str] = (),
 ) -> str:
-    """A line on names without one of the extensions, and on hidden ones; empty without any."""
+    """Returns a line on names without one of the extensions, and on hidden ones; else empty."""
     names = [*others, *hidden]
     if not names:
         return ""
@@ -221,8 +222,8 @@ def ignored_files(
 def _list(
     folder: Path, classes: list[str], extensions: Sequence[str], *, needs_all: bool
 ) -> tuple[list[list[bytes]], list[bytes], str]:
-    """Each class's images, relative to `folder`, the folders that were read, and a note. Raises
-    ConfigError: a class without images; unless it `needs_all`, one with other files only.
+    """Returns each class's images, relative to `folder`, the folders that were read, and a note.
+    Raises ConfigError: a class has no images; without `needs_all` only if it has other files.
     """
     found = files_below(folder, extensions)
     images: dict[bytes, list[bytes]] = {os.fsencode(name): [] for name in classes}
@@ -250,8 +251,9 @@ def _list(
 def divided(
     files: list[list[bytes]], val_fraction: float
 ) -> tuple[list[list[bytes]], list[list[bytes]]]:
-    """Per class, the share with the smallest hashes of their names: adding a file moves at most one
-    other. At least one image of each class is trained, and one of two or more is validated.
+    """Splits the files: in each class those with the smallest hashes of their names are for
+    validation, so that adding a file moves at most one other. At least one image of each class is
+    trained, and one of two or more is validated.
     """
     train, val = [], []
     for names in files:
@@ -277,8 +279,8 @@ def stored(
 ) -> ImageSource:
     """Returns the list that is stored as `key`, or makes it and stores it.
 
-    `make` returns the list and the paths that it was made from: it is valid while their `_status`
-    is the same. `splits` make each split of its stored arrays.
+    `make` returns the list and the paths that it was made from; the stored list is valid while
+    their `_status` is the same. `splits` make each split from its stored arrays.
     """
     name = hashlib.sha256(os.fsencode(key)).hexdigest()[:16]
     path, started_ns = cache_folder() / f"index-{name}.npz", time.time_ns()
@@ -293,7 +295,9 @@ def stored(
 
 
 def _status(paths: Collection[str | bytes]) -> dict[str, list[int]]:
-    """Size, inode and times in ns: a tool that sets the modification's cannot set the change's."""
+    """Returns size, inode and times (ns): a tool can set the time of modification, but not that of
+    the inode's change.
+    """
     pairs = zip(paths, map(os.stat, paths), strict=True)
     return {
         os.fsdecode(path): [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]

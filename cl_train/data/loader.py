@@ -43,19 +43,19 @@ from cl_train.system.machine import available_bytes
 from cl_train.system.processes import cores_of_process
 
 log = logging.getLogger(__name__)
-_NICE = 5  # of workers beside a GPU: the thread that launches its kernels never waits for a core
-_MORE_ON_CPU = 2  # prefetched batches: there none is kept until it is copied
+_NICE = 5  # of workers beside a GPU, so that the thread that launches kernels never waits for one
+_MORE_ON_CPU = 2  # more batches are prefetched on a CPU, where none is kept until it is copied
 _MAX_WORKERS = 32
-_MIN_ROWS = 8  # of a part: smaller ones cost more in messages than the even distribution gains
-_SLOT_POLL_S = 0.002  # of a worker that is ahead of the others by all slots
+_MIN_ROWS = 8  # of a part: smaller parts cost more in messages than their even distribution gains
+_SLOT_POLL_S = 0.002  # how often a worker looks for a free slot if it is ahead by all slots
 _SUBSTITUTES = 100  # following samples that are tried instead of a bad one
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What a run wants of its data; `batch_size`: of a rank and micro-step.
+    """What a run wants of its data. `batch_size` is the number of images of a rank and micro-step.
 
-    Without `training` no training images are read: those of the validation take their place.
+    Without `training` no training images are read: the validation images take their place.
     """
 
     data: DataConfig
@@ -78,14 +78,14 @@ class DataSettings:
         return min(_MAX_WORKERS, cores_of_process(self.dist.world_size))
 
     def batch_count(self, sample_count: int, *, training: bool) -> int:
-        """The batches of this rank; training drops the last one, which is incomplete."""
+        """Returns the number of this rank's batches; training drops the last, incomplete one."""
         if training:
             return sample_count // (self.batch_size * self.dist.world_size)
         return -(-len(range(self.dist.rank, sample_count, self.dist.world_size)) // self.batch_size)
 
 
 class BatchRequest(NamedTuple):
-    """Rows of batch `number` from `first_row` on, for the samples `indices`."""
+    """Asks a worker to fill batch `number`, from row `first_row` on, with samples `indices`."""
 
     iteration: int
     epoch: int
@@ -95,11 +95,11 @@ class BatchRequest(NamedTuple):
     indices: Indices
 
 
-_NO_BATCH, _NO_INDICES = sys.maxsize, np.empty(0, np.int64)  # of a request for nothing
+_NO_BATCH, _NO_INDICES = sys.maxsize, np.empty(0, np.int64)  # in a request for nothing
 
 
 class Filled(NamedTuple):
-    """What a worker reports of a request; pixels and labels are in the slot."""
+    """A worker's answer to a request; the pixels and labels are in the slot."""
 
     number: int  # of the batch
     first_row: int
@@ -117,9 +117,9 @@ class SlotDataset(Dataset[Any]):
     `__getitems__` with each in a worker. That fills the requested rows in place and returns only a
     `Filled`, which DataLoader hands out as soon as it is there.
 
-    `running`: the number of the iteration, 0 for none, and that of its first batch which must wait,
-    because its slot still holds an earlier batch.
-    `attempts`: samples that are tried for a row; 1: a bad one is left out.
+    `running` holds the number of the iteration (0: none) and the number of its first batch that
+    must wait, because its slot still holds an earlier batch. `attempts` is the number of samples
+    that are tried for a row; with 1 a bad one is left out.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SlotDataset(Dataset[Any]):
         self._reader, self._attempts = reader, attempts
 
     def batch(self, number: int, image_size: int) -> tuple[Tensor, Tensor]:
-        """Returns batch `number`: images [rows that fit, 3, image_size, image_size], targets."""
+        """Returns batch `number`: images [rows that fit, 3, image_size, image_size] and targets."""
         slot = number % len(self.pixels)
         rows = self.pixels.shape[1] // (image_size**2 * 3)
         shape = (rows, image_size, image_size, 3)
@@ -139,7 +139,9 @@ class SlotDataset(Dataset[Any]):
         return images, self.targets[slot]
 
     def _may_write(self, request: BatchRequest) -> bool:
-        """Whether its slot is free; of an iteration that was left, all are (`_end_requests`)."""
+        """Returns whether the slot is free. A request of an iteration that was left need not wait:
+        see `_end_requests`.
+        """
         iteration, end = self.running
         return bool(request.iteration != iteration or request.number < end)
 
@@ -165,7 +167,7 @@ class SlotDataset(Dataset[Any]):
                         break
                 else:
                     missing.append(row)
-        except Exception as error:  # a bug or lack of memory; perhaps not picklable
+        except Exception as error:  # a bug or lack of memory; the exception may not be picklable
             bad, missing, message = [], [], f"{type(error).__name__}: {error}"
             return Filled(request.number, request.first_row, bad, missing, error=message)
         return Filled(request.number, request.first_row, bad, missing, times)
@@ -173,7 +175,7 @@ class SlotDataset(Dataset[Any]):
 
 class _Requests:
     """The batch sampler. It never ends, so that workers live on between epochs: without `pending`
-    requests it asks for nothing, which a worker answers once the iteration is over.
+    requests it yields requests for nothing, which a worker answers once the iteration is over.
     """
 
     def __init__(self) -> None:
@@ -191,9 +193,9 @@ class _Requests:
 class HostLoader:
     """One rank's batches of one split in shared memory, filled by workers that live until `close`.
 
-    `order_of`: an epoch's samples of all ranks; the last incomplete batch is dropped, and bad
-    samples are replaced by the following ones. None: each sample once, without bad ones.
-    `sample_count`: of all ranks. Raises ConfigError: lack of memory.
+    `order_of` returns an epoch's samples of all ranks: the last incomplete batch is dropped, and
+    bad samples are replaced by the following ones. None: each sample comes once, without bad ones.
+    `sample_count` is that of all ranks. Raises ConfigError: lack of memory.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class HostLoader:
         self._filled = defaultdict[int, list[Filled]](list)  # parts of each batch
         self._slots: SlotDataset | None = None
         self._pool: Workers | None = None
-        self._thread: threading.Thread | None = None  # that is iterating
+        self._thread: threading.Thread | None = None  # the one that iterates
         self._pinned: list[Tensor] = []
 
     def batch_count(self) -> int:
@@ -231,9 +233,10 @@ class HostLoader:
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
         """Yields batch `first_batch`, `first_batch` + 1, ... of `epoch`.
 
-        A batch may be overwritten once the next one is requested; on CUDA once `COPIES_UNDER_WAY`
-        more were. Ends an earlier iteration of the same thread. Raises BadImageError, WorkerError;
-        RuntimeError: another iteration has begun, or another thread has not ended its own.
+        A batch may be overwritten once the next one is requested; on CUDA it stays for
+        `COPIES_UNDER_WAY` more requests. The call ends an earlier iteration of the same thread.
+        Raises BadImageError, WorkerError; RuntimeError: another iteration has begun, or another
+        thread has not ended its own.
         """
         thread, other = threading.current_thread(), self._thread
         if other and other is not thread and other.is_alive():
@@ -252,7 +255,7 @@ class HostLoader:
         self._requests.pending = requests
         try:
             for number in numbers:
-                workers.check()  # the others would fill all of it
+                workers.check()  # the others would fill the batch, and hide that one died
                 free = number + self._slot_count - self._copied
                 slots.running[:] = self._requests.iteration, free
                 filled = self._filled_parts(number, workers)
@@ -279,7 +282,7 @@ class HostLoader:
         return sorted(self._filled.pop(number), key=lambda part: part.first_row)
 
     def _end_requests(self, workers: Workers, slots: SlotDataset) -> None:
-        """Nothing more is written into the slots for an iteration that was left."""
+        """Waits until nothing more is written into the slots for an iteration that was left."""
         self._requests.pending = iter(())
         slots.running[0] = 0
         while self._requests.under_way:
@@ -341,9 +344,9 @@ class HostLoader:
         return [row for row in range(rows) if row not in missing]
 
     def _pin(self, slots: SlotDataset) -> None:
-        """Page-locks the slots: copies to the GPU overlap with computation. Only after the fork: a
-        driver may withhold registered memory from later children (MADV_DONTFORK), and workers that
-        write to it would crash.
+        """Page-locks the slots, so that copies to the GPU overlap with computation. It must follow
+        the fork: a driver may withhold registered memory from later children (MADV_DONTFORK), and
+        workers that write to it would crash.
         """
         if self._pinned or self._settings.dist.device.type != "cuda":
             return
@@ -371,7 +374,7 @@ class HostLoader:
 def _parts_of(
     whole: BatchRequest, numbers: range, batch_size: int, parts: int
 ) -> Iterator[BatchRequest]:
-    """Yields `parts` requests for each batch of the epoch that is `whole`."""
+    """Yields `parts` requests for each batch in `numbers`; `whole` requests the whole epoch."""
     for number in numbers:
         share = whole.indices[number * batch_size : (number + 1) * batch_size]
         bounds = [len(share) * part // parts for part in range(parts + 1)]

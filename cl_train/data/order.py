@@ -16,19 +16,19 @@ from cl_train.data.images import Indices
 
 # The last counter word separates the streams, so that no two purposes share a number.
 _ORDER, SAMPLES, BATCHES = 1, 2, 3
-_GRID = 32  # of growing image sizes: the total stride of most networks
+_GRID = 32  # image sizes grow in these steps: the total stride of most networks
 
 
 def permutation(seed: int, epoch: int, count: int) -> Indices:
-    """The order of `count` training images. It sorts Philox words, because NumPy may change
-    `Generator.permutation`.
+    """Returns a random order of `count` training images. It sorts Philox words, because NumPy may
+    change `Generator.permutation`.
     """
     words = np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, _ORDER]).random_raw(count)
     return np.argsort(words, kind="stable")
 
 
 def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
-    """The order of repeated augmentation (Hoffer et al., "Augment your batch", 2020).
+    """Returns the order of repeated augmentation (Hoffer et al., "Augment your batch", 2020).
 
     Each global batch, of all ranks and micro-steps, holds its images `repeats` times, in an epoch
     of the same length. Copy c of image i is index i + c * images, with random numbers of its own.
@@ -44,8 +44,8 @@ def repeated(order: Indices, repeats: int, global_batch_size: int) -> Indices:
 
 
 class RandomNumbers:
-    """A generator for each sample or batch, valid until the next call. A new one would take five
-    times as long.
+    """Returns a generator for each sample or batch, valid until the next call. It is always the
+    same one, set anew: a new one would take five times as long.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class RandomNumbers:
         self._generator = np.random.Generator(self._philox)
 
     def of(self, seed: int, epoch: int, index: int, stream: int = SAMPLES) -> np.random.Generator:
-        """Of item `index` in `stream`; in `BATCHES`, for MixUp and CutMix, `index` also
-        distinguishes ranks.
+        """Returns the generator of item `index` in `stream`. In `BATCHES`, for MixUp and CutMix,
+        `index` also distinguishes ranks.
         """
         numbers = self._state["state"]
         numbers["key"][:] = seed, epoch
@@ -65,7 +65,7 @@ class RandomNumbers:
 
 
 def order_of_rank(order: Indices, batch_size: int, rank: int, world_size: int) -> Indices:
-    """The rank's share of each of the ranks' full batches."""
+    """Returns the samples of `rank`: its share of each full batch of all ranks."""
     batches = len(order) // (batch_size * world_size)
     whole = order[: batches * batch_size * world_size]
     return whole.reshape(batches, world_size, batch_size)[:, rank].reshape(-1)
@@ -73,8 +73,8 @@ def order_of_rank(order: Indices, batch_size: int, rank: int, world_size: int) -
 
 @dataclass(frozen=True)
 class SizeSchedule:
-    """Growing images (Howard et al., DAWNBench 2018). `points`: (epoch from 0, image size in
-    pixels).
+    """Image sizes that grow (Howard et al., DAWNBench 2018). `points` are (epoch from 0, image size
+    in pixels).
     """
 
     points: tuple[tuple[int, int], ...]
@@ -88,8 +88,8 @@ class SizeSchedule:
         return self.image_sizes[-1]
 
     def image_size_at(self, epoch: int) -> int:
-        """Linear between `points`, rounded to a multiple of 32, or of the largest power of two that
-        divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, 32, ...
+        """Returns the size in pixels: linear between `points`, rounded to a multiple of 32, or of
+        the largest power of two that divides both sizes: [0, 16], [4, 32] gives 16, 16, 32, 32, ...
         """
         for (first, start), (last, end) in pairwise(self.points):
             if epoch < last:

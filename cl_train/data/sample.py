@@ -1,6 +1,6 @@
 """The sample data: ten classes of textures, generated with ImageNet's layout and proportions.
 
-A class is a pattern; all else differs in every image, its mean colour too.
+A class is a pattern; everything else, such as the mean colour, differs in every image.
 """
 
 import shutil
@@ -39,7 +39,7 @@ class SampleSpec:
     scale: float = 1.0
 
 
-# of data=sample: 160 x 120 pixels, generated and decoded in seconds
+# what data=sample makes: 160 x 120 pixels, generated and decoded in seconds
 FIRST_RUN = SampleSpec(scale=0.32)
 
 
@@ -68,7 +68,7 @@ def _from_centre(x: Field, y: Field) -> Field:
 
 
 _lines = partial(_wave, duty=0.3)
-Pattern = Callable[[Field, Field], Field]  # of coordinates in periods, 0 to 1
+Pattern = Callable[[Field, Field], Field]  # from coordinates in periods to 0 to 1
 PATTERNS: dict[str, Pattern] = {  # sorted by name
     "clouds": _clouds,
     "columns": lambda x, y: _wave(x),
@@ -131,8 +131,8 @@ def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -
 
 
 def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
-    """Generate the sample if it is missing; several processes may do so. Raises ConfigError:
-    `folder` holds something else.
+    """Generates the sample if it is missing; several processes may do so. Returns `folder`. Raises
+    ConfigError: it holds something else.
     """
     marker, version = folder / "VERSION", f"{VERSION} {spec}\n"
 
@@ -157,6 +157,6 @@ def ensure_sample(folder: Path, spec: SampleSpec = SampleSpec()) -> Path:
 
 
 def list_sample(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
-    """Reads `data.root` if it is given, else generates the sample in `root`."""
+    """Lists `data.root` if it is given, else the sample data, which it generates in `root`."""
     folder = ensure_sample(root, FIRST_RUN) if cfg.root is None else root
     return list_folder(folder, cfg, training=training)

@@ -1,4 +1,4 @@
-"""An IterableDataset of the user. It controls its order, and a resumed epoch begins anew."""
+"""Loads an IterableDataset of the user, which controls its order: a resumed epoch begins anew."""
 
 import itertools
 import logging
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class StreamLoader(IterableDataset[Any]):
-    """Has the public members of `HostLoader`; `sample_count`: of all ranks and workers together.
+    """Stands in for `HostLoader`. `sample_count` is that of all ranks and workers together.
 
-    Each worker collects batches of its own from the stream, in training full ones only.
+    Each worker collects its own batches from the stream, in training only full ones.
     """
 
     times = WorkerTimes()  # not measured
@@ -78,8 +78,8 @@ class StreamLoader(IterableDataset[Any]):
             yield images[: len(labels)], torch.tensor(labels)
 
     def batches(self, epoch: int = 0, first_batch: int = 0) -> Iterator[RawBatch]:
-        """Yields the samples; in training `batch_count()` batches in an epoch, for which the stream
-        begins again when it ends.
+        """Yields the batches of `epoch`. In training there are `batch_count()` of them; a stream
+        that ends earlier begins again.
 
         Raises BadImageError; WorkerError: a worker died or hangs, or the stream has no full batch.
         """
@@ -87,7 +87,7 @@ class StreamLoader(IterableDataset[Any]):
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         batch_size, number, seen = self._settings.batch_size, first_batch, 0
-        wanted = self.sample_count + 1  # the evaluation refuses so many
+        wanted = self.sample_count + 1  # one too many, which the evaluation refuses
         if self._is_training:
             wanted = (self.batch_count() - first_batch) * batch_size
         while seen < wanted:

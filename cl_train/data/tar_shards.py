@@ -45,7 +45,9 @@ _MAX_MEMBER_BYTES = 64 * 2**20  # the largest image of ImageNet has 16 MB
 
 @dataclass(frozen=True)
 class ShardSplit(Split):
-    """The images of one split, sorted by label and name: shards, and places there in bytes."""
+    """The images of one split, sorted by label and name: the number of each image's shard in
+    `shards`, and its place there in bytes.
+    """
 
     shards: tuple[str, ...]
     shard: Indices
@@ -56,7 +58,7 @@ class ShardSplit(Split):
         return f"{self.shards[self.shard[index]]}/{super().name(index)}"
 
     def read(self, index: int) -> bytes:
-        """Opens the shard each time: workers share no descriptor."""
+        """Opens the shard for each image, so that workers share no descriptor."""
         size = int(self.sizes[index])
         try:
             with open(self.shards[self.shard[index]], "rb", buffering=0) as file:
@@ -71,8 +73,9 @@ class ShardSplit(Split):
 def list_shards(
     root: Path, cfg: DataConfig | None = None, *, training: bool = True, workers: int | None = None
 ) -> ImageSource:
-    """Index the shards of a folder or shell pattern in `workers` processes, or take the index from
-    the user's cache. Without `training` the val shards may stand for both. Raises ConfigError.
+    """Indexes the shards of a folder or shell pattern in `workers` processes, or takes the index
+    from the user's cache folder. Without `training` the val shards may stand for both splits.
+    Raises ConfigError.
     """
     shards = _find_shards(str(root), training)
     manifest = Path(shards["val"][0]).parent / MANIFEST
@@ -84,7 +87,7 @@ def list_shards(
 
 
 def _split_of(path: str) -> str:
-    """train, val, or nothing."""
+    """Returns train, val, or nothing, by the file's name."""
     match = _SPLIT_NAME.fullmatch(os.path.basename(path))
     return _SPLITS[match[1]] if match else ""
 
@@ -147,10 +150,10 @@ def _index(
 def index_shard(
     path: str, extensions: Sequence[str] = EXTENSIONS
 ) -> tuple[list[_Image], list[str]]:
-    """The images of a shard, and the members that belong to no sample.
+    """Returns the images of a shard, and the members that belong to no sample.
 
-    A sample's image and label have a name up to the last dot; a key with other dots may lack one.
-    Raises ConfigError: the shard is damaged, or a sample has not one image and one label.
+    A sample's image and label have the same name up to the last dot; a key with other dots may lack
+    one. Raises ConfigError: the shard is damaged, or a sample has not one image and one label.
     """
     names, ignored = set[str](), list[str]()
     images: dict[str, list[tuple[str, int, int]]] = {}
@@ -208,8 +211,8 @@ def _split(contents: dict[str, list[_Image]]) -> ShardSplit:
 
 
 def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, ...]:
-    """The classes. Raises ConfigError: shards of these splits have other numbers of images than it
-    lists.
+    """Returns the classes that `shards.json` lists. Raises ConfigError: shards of these splits have
+    other numbers of images than it lists.
     """
     counts = {os.path.basename(shard): len(images) for shard, images in contents.items()}
     splits = set(map(_split_of, counts))  # an evaluation needs no train shards
@@ -236,7 +239,7 @@ def _read_manifest(path: Path, contents: dict[str, list[_Image]]) -> tuple[str, 
 
 @contextmanager
 def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
-    """An uncompressed tar file, or a tar within a tar; `what` names it in messages. Raises
+    """Opens an uncompressed tar file, or a tar within a tar; `what` names it in messages. Raises
     ConfigError, also from within the block: it is damaged.
     """
     try:
@@ -252,8 +255,8 @@ def open_tar(source: Path | IO[bytes], what: str) -> Iterator[tarfile.TarFile]:
 
 
 def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarInfo]:
-    """Raises ConfigError: a link or device; TarError: a damaged or missing header, or no end mark,
-    which `tarfile` takes for the end of the archive.
+    """Yields the files. Raises ConfigError: a link or device; TarError: a damaged header, or no end
+    mark, which `tarfile` takes for the end of the archive.
     """
     for member in archive:
         if member.isdir() and member.size == 0:
@@ -268,7 +271,7 @@ def regular_files(archive: tarfile.TarFile, what: str) -> Iterator[tarfile.TarIn
 
 
 def read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, what: str) -> bytes:
-    """Raises ConfigError unless it has 1 byte to 64 MiB, all in the archive."""
+    """Returns its bytes. Raises ConfigError unless it has 1 byte to 64 MiB, all in the archive."""
     content = b""
     if 0 < member.size <= _MAX_MEMBER_BYTES:
         content = cast(IO[bytes], archive.extractfile(member)).read()

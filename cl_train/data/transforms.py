@@ -38,8 +38,8 @@ RANDOM_NUMBERS = 1 + 2 * _ATTEMPTS + 2  # flip, (area, ratio) of each attempt, p
 def random_resized_crop(
     height: int, width: int, augment: AugmentConfig, uniform: Sequence[float]
 ) -> tuple[int, ...]:
-    """Top, left, height and width as of torchvision's RandomResizedCrop (Szegedy et al., "Going
-    deeper with convolutions", 2014), by `2 * _ATTEMPTS + 2` numbers in [0, 1).
+    """Returns top, left, height and width of a crop as in torchvision's RandomResizedCrop (Szegedy
+    et al., "Going deeper with convolutions", 2014), by `2 * _ATTEMPTS + 2` numbers in [0, 1).
     """
     area, least = height * width, augment.crop_scale_min
     if least == 1:  # the whole image, whatever its shape
@@ -95,7 +95,7 @@ class Reader(Protocol):
     ) -> tuple[int, WorkerTimes]:
         """Writes sample `index` into `row`, [3, size, size]; returns its label and the seconds.
 
-        `random_index`: whose random numbers it gets; not `index` for a repeated image, or one in
+        It gets the random numbers of `random_index`: not `index` for a repeated image, or one in
         the place of a bad one. Raises BadImage.
         """
 
@@ -153,14 +153,14 @@ class ImageTransform:
         return decode_s
 
     def _reduction(self, size: Sequence[int], side: int, epoch: int, random_index: int) -> int:
-        """The largest of 1, 2, 4 and 8 by which an image of `size` can be decoded smaller: its crop
-        still has at least 2 x `side` pixels.
+        """Returns the largest of 1, 2, 4 and 8 by which an image of `size` can be decoded smaller:
+        its crop still has at least 2 x `side` pixels.
         """
         if not self.training:
             side = self._short_side(side)
         if self._cfg.decode_scale == "whole" or min(size) < 4 * side:
             return 1
-        if self.training:  # of the smaller image the crop is the same, within a pixel
+        if self.training:  # the crop of the smaller image is the same, within a pixel
             generator = self._random_numbers.of(self.seed, epoch, random_index)
             uniform = generator.random(RANDOM_NUMBERS).tolist()
             height, width = size
@@ -204,8 +204,8 @@ class ImageTransform:
 
 
 def resized(pixels: Pixels, size: Sequence[int], interpolation: str = "bilinear") -> Tensor:
-    """`pixels` (uint8 [H, W, 3]) at `size`, with antialiasing: uint8 [3, h, w] in channels_last."""
-    if pixels.strides[0] < 0 or pixels.strides[1] != 3:  # turned
+    """Resizes `pixels` (uint8 [H, W, 3]) with antialiasing to uint8 [3, h, w] in channels_last."""
+    if pixels.strides[0] < 0 or pixels.strides[1] != 3:  # a turned view
         pixels = np.ascontiguousarray(pixels)
     # In this order torch sees that it is channels_last: else the kernel takes 1.7 times as long.
     image = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
@@ -237,10 +237,11 @@ def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 
 def image_augment(cfg: AugmentConfig, data: DataConfig) -> Callable[[Tensor, int], Tensor] | None:
-    """Returns (uint8 [3, H, W], seed) -> the same after the policy and random erasing, or None.
+    """Returns a function of (image, seed) that applies the policy and random erasing to an image,
+    uint8 [3, H, W]; None if there is neither.
 
-    Rotations and shears interpolate as in the reference scripts: torchvision's policies bilinear,
-    timm's as the crop. Erased pixels take the data's mean colour. Raises ConfigError: timm is
+    Rotations and shears interpolate as in the reference scripts: torchvision's policies bilinearly,
+    timm's like the crop. Erased pixels take the data's mean colour. Raises ConfigError: timm is
     missing, or its policy fails.
     """
     fill = [round(255 * mean) for mean in data.mean]
@@ -303,7 +304,9 @@ def _timm_policy(name: str, fill: list[int], interpolation: str) -> Callable[[Te
 
 
 def label_mix(cfg: AugmentConfig, num_classes: int, seed: int, dist: Dist) -> MixLabels | None:
-    """MixUp and CutMix of normalised images on the device; of both, one at random per batch."""
+    """Returns a function that mixes normalised images on the device by MixUp or CutMix; of both,
+    one at random per batch. None: neither is set.
+    """
     kinds = ((v2.MixUp, cfg.mixup), (v2.CutMix, cfg.cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha > 0]
     if not mixes:

@@ -26,8 +26,8 @@ from cl_train.system.failures import explain_failure
 
 
 def open_datasets(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
-    """What the user's function gives for ("train", image_size) and ("val", val_size). Raises
-    ConfigError.
+    """Returns what the user's function makes for ("train", image_size) and ("val", val_size).
+    Raises ConfigError: these are no Datasets with classes.
     """
     assert cfg.dataset is not None, "`load` requires data.dataset"
     function, built = user_function("data.dataset", cfg.dataset), list[Any]()
@@ -60,8 +60,8 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
 class SampleForm:
     """Checks samples (image, label, ...) of the user and writes their images into rows.
 
-    An encoded file (bytes), a PIL image, a uint8 array [H, W, 3], or a uint8 tensor [3, H, W] of
-    another size than the required one gets the transforms of the settings. Other tensors [3, size,
+    The transforms of the settings are applied to encoded files (bytes), PIL images, uint8 arrays
+    [H, W, 3], and uint8 tensors [3, H, W] of another size than the required one. Tensors [3, size,
     size] are not transformed: uint8 is normalised on the device, floating point is assumed to be
     normalised. The first sample decides the `dtype` of the images.
     """
@@ -74,7 +74,7 @@ class SampleForm:
         return f"sample {index} of the {'train' if self.transform.training else 'val'} dataset"
 
     def take_from(self, sample: Any) -> None:
-        """Sets `dtype` by the first sample. Raises TypeError, ValueError."""
+        """Checks the first sample and sets `dtype` by it. Raises TypeError, ValueError."""
         image, _ = _image_and_label(sample)
         if isinstance(image, Tensor) and image.is_floating_point():
             self.dtype = torch.float32
@@ -123,9 +123,9 @@ class DatasetReader:
 
 
 def check_first(form: SampleForm, dataset: Any, timeout_s: float) -> None:
-    """Sets `form` by the first sample. Raises ConfigError.
+    """Sets the `dtype` of `form` by the first sample. Raises ConfigError.
 
-    It is read in a worker: the workers must not share a file that the dataset opens when it reads.
+    A worker reads it: workers would share a file that the dataset opens here.
     """
 
     def first(index: int) -> tuple[torch.dtype, str]:
@@ -155,8 +155,8 @@ def _image_and_label(sample: Any) -> tuple[Any, Any]:
 
 
 def _checked_image(image: Any, row: Tensor, *, upright: bool) -> Pixels | Tensor:
-    """uint8 [H, W, 3] of an image that needs transforms, or a tensor to copy into `row`. Raises
-    TypeError.
+    """Returns the pixels, uint8 [H, W, 3], of an image that needs transforms, or a tensor to copy
+    into `row`. Raises TypeError.
     """
     pixels = image
     if isinstance(image, Tensor):
@@ -177,7 +177,7 @@ def _checked_image(image: Any, row: Tensor, *, upright: bool) -> Pixels | Tensor
 
 
 def _checked_label(label: Any, classes: int) -> int:
-    """The number of a class. Raises TypeError, ValueError."""
+    """Returns the number of a class. Raises TypeError, ValueError."""
     is_scalar = isinstance(label, Tensor | np.ndarray | np.generic) and math.prod(label.shape) == 1
     value = label.item() if is_scalar else label
     if not isinstance(value, int):

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from cl_train.errors import ConfigError
 
-_DROPPINGS = (b"@eaDir", b"__MACOSX", b"Thumbs.db")  # of network storage, archives, Windows
+_DROPPINGS = (b"@eaDir", b"__MACOSX", b"Thumbs.db")  # left by network storage, archives, Windows
 
 
 def is_hidden(name: bytes) -> bool:
@@ -18,7 +18,7 @@ def is_hidden(name: bytes) -> bool:
 
 @dataclass
 class Files:
-    """Images, sorted, and other names, all relative to a folder; the folders that were read."""
+    """The images below a folder, sorted, and other names, relative to it; the folders read."""
 
     images: list[bytes] = field(default_factory=list)
     folders: list[bytes] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Files:
 
 
 def files_below(folder: Path, extensions: Sequence[str]) -> Files:
-    """Links to folders are followed, as in torchvision and timm, but for those that lead back to a
+    """Follows links to folders, as torchvision and timm do, but for those that lead back to a
     folder above. Raises ConfigError.
     """
     suffixes = tuple(os.fsencode(extension.lower()) for extension in extensions)
@@ -61,7 +61,7 @@ def files_below(folder: Path, extensions: Sequence[str]) -> Files:
 
 
 def unreadable(error: OSError) -> NoReturn:
-    """Raises ConfigError: a folder left out would be images left out."""
+    """Raises ConfigError: without this folder, its images would be left out unnoticed."""
     raise ConfigError(f"'{os.fsdecode(error.filename)}' cannot be read: {error.strerror}") from None
 
 

@@ -1,5 +1,5 @@
-"""torch's DataLoader, whose workers end with this process in any case, and whose failures name the
-sample.
+"""Wraps torch's DataLoader: its workers end with this process in any case, and its failures name
+the sample.
 """
 
 import gc
@@ -24,26 +24,26 @@ from torch.utils.data import DataLoader
 from cl_train.errors import WorkerError
 from cl_train.system.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_parent, handles_signals
 
-_POLL_S = 2.0  # a dead worker is noticed so late at most
+_POLL_S = 2.0  # a dead worker is noticed within this time
 _PARENTS_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL, signal.SIGUSR2)
 
-# Of this process, if it is a worker: how many samples it has begun, and the last one.
+# If this process is a worker: how many samples it has begun, and the number of the last one.
 _begun: npt.NDArray[np.int64] = np.zeros(2, np.int64)
 _ending: npt.NDArray[np.int64] = np.zeros(1, np.int64)
 
 
 def begin_sample(number: int) -> None:
-    """A dataset calls it: if the worker dies or hangs, `number` is the sample that is named."""
+    """A dataset calls it: if the worker then dies or hangs, the message names sample `number`."""
     _begun[:] = _begun[0] + 1, number
 
 
 def is_ending() -> bool:
-    """Whether the worker that asks is to finish its item, even if that is of no use any more."""
+    """Returns whether this worker is to finish its item, even if that is of no use any more."""
     return bool(_ending[0])
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns zeros in memory that later forks share; no name of it could outlive a crash."""
+    """Returns zeros in memory that later forks share; it has no name that could outlive a crash."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -51,8 +51,8 @@ def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class Workers:
     """A DataLoader (`options`) with `count` forks that live until `close`; with 0 the caller loads.
 
-    `name_of`: the name of a sample that has begun. `nice`: of the workers. WorkerError: one died,
-    or none has begun a sample for `timeout_s`; then none is left.
+    `name_of` returns the name of a sample that has begun; `nice` is that of the workers.
+    WorkerError: one died, or none has begun a sample for `timeout_s`; then none is left.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Workers:
             start = partial(_start_worker, self._begun, self._ending, handles_signals(), nice)
             options |= {"multiprocessing_context": context, "worker_init_fn": start}
             options |= {"num_workers": count, "timeout": self._poll_s}
-        options["generator"] = torch.Generator()  # the training's own numbers stay as they are
+        options["generator"] = torch.Generator()  # draws none of the training's own numbers
         handler = signal.getsignal(signal.SIGCHLD)
         # A signal that comes earlier would end the worker, or call the parent's handler in it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of many workers, of forking a threaded process
+                warnings.simplefilter("ignore")  # about many workers, and a fork with threads
                 self._items = iter(DataLoader(dataset, **{"collate_fn": _unchanged, **options}))
         except (OSError, RuntimeError) as error:
             self.close()
@@ -93,7 +93,7 @@ class Workers:
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            if handles_signals():  # torch's raises for a dead worker anywhere, as within a step
+            if handles_signals():  # torch's raises for a dead worker anywhere, even in a step
                 signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
     @property
@@ -102,7 +102,7 @@ class Workers:
 
     def next(self) -> Any:
         """Returns the next item; None: there is no more. Raises WorkerError."""
-        begun, quiet_s = -1, 0.0  # counted in polls: a program that was suspended has one
+        begun, quiet_s = -1, 0.0  # counted in polls: a time of suspension is one poll
         try:
             while quiet_s < self._timeout_s:
                 try:
@@ -124,7 +124,7 @@ class Workers:
             raise
 
     def check(self) -> None:
-        """Raises WorkerError: one has ended."""
+        """Raises WorkerError: a worker has ended."""
         if death := self._death():
             self.close()
             raise WorkerError(death)
@@ -137,7 +137,7 @@ class Workers:
         self.processes.clear()
 
     def _death(self) -> str:
-        """What happened to a worker that has ended."""
+        """Returns what happened to a worker that has ended."""
         for worker, process in enumerate(self.processes):
             if not process.is_alive():
                 code = process.exitcode or 0
@@ -156,7 +156,7 @@ class Workers:
 
 
 class _Fork(ForkContext):
-    """Knows the processes that it has made."""
+    """A fork context that knows the processes it has made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,9 @@ def _start_worker(
     nice: int,
     worker: int,
 ) -> None:
-    """`by_kernel`: its signal follows the end of the thread that forked."""
+    """Sets up a worker. `by_kernel`: as in `end_with_parent`; the kernel's signal follows the end
+    of the thread that forked.
+    """
     global _begun, _ending
     _begun, _ending = begun[worker], ending
     gc.freeze()  # freeing the parent's garbage may wait for its threads

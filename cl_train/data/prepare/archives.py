@@ -32,9 +32,9 @@ def unpack(
     devkit: Path | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Make `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar and
-    ILSVRC2012_devkit_t12.tar.gz, which has the labels; again after an interruption. Returns the
-    number of images in each requested split. Raises ConfigError.
+    """Makes `out/train` from ILSVRC2012_img_train.tar, and `out/val` from ILSVRC2012_img_val.tar
+    and ILSVRC2012_devkit_t12.tar.gz, which has the labels. After an interruption, call it again.
+    Returns the number of images in each requested split. Raises ConfigError.
     """
     paths = {"train": train, "val": val, "devkit": devkit}
     missing = [(name, path) for name, path in paths.items() if path and not path.is_file()]
@@ -68,7 +68,7 @@ def _unpack_train(archive: Path, folder: Path) -> int:
 
 
 def _unpack_class(stream: IO[bytes], what: str, folder: Path) -> None:
-    """The folder is created only when it is complete."""
+    """Creates the folder of a class only when it is complete."""
     if folder.exists():
         return
     partial = folder.with_name(".partial")  # after an interruption the next run removes it
@@ -122,7 +122,7 @@ def _official_members(
 
 
 def validation_labels(devkit: Path) -> list[str]:
-    """The WordNet id of validation image 1, 2, 3, ... Raises ConfigError: it has no labels."""
+    """Returns the WordNet ids of images 1, 2, 3, ... Raises ConfigError: `devkit` has no labels."""
     what = f"devkit={devkit}"
     # in the order of ILSVRC2012_ID, which is not alphabetical
     wnids = (files("cl_train.data.prepare") / "synsets.txt").read_text(encoding="ascii").split()

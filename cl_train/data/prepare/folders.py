@@ -1,4 +1,4 @@
-"""Output folders that repeated calls complete; folders checked: counts, classes, files."""
+"""Output folders that repeated calls complete, and the check of a folder's counts and files."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ SETTINGS, _LOCK = ".settings.json", ".settings.lock"
 def resumable_folder(
     out: Path, settings: dict[str, Any], *, overwrite: bool, outside: Sequence[Path] = ()
 ) -> Iterator[None]:
-    """Create and lock `out`, for calls with the same settings; in it, a file with its final name is
-    whole. Raises ConfigError: `out` was started with others, holds files of something else without
-    `overwrite`, or lies in one of the folders `outside`, which are read.
+    """Creates and locks `out` for the block; calls with the same settings go on in it. A file with
+    its final name is whole. Raises ConfigError: `out` was started with other settings, holds files
+    of something else without `overwrite`, or lies in one of the folders `outside`, which are read.
     """
     for folder in outside:
         if out.resolve().is_relative_to(folder.resolve()):
@@ -48,7 +48,7 @@ def resumable_folder(
 
 
 def write_image(path: Path, data: bytes) -> None:
-    """The temporary name is used again by a repeated call."""
+    """Writes a file under a temporary name, which a repeated call uses again, and renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, path.with_name(f".{path.name}.part")) as temporary:
         temporary.write_bytes(data)
@@ -96,7 +96,9 @@ def verify(
 
 
 def _split_folders(root: Path, expect: str) -> dict[str, Path]:
-    """By split; `root` itself if it holds classes. Raises ConfigError: ImageNet lacks one."""
+    """Returns the folder of each split; `root` itself if it holds classes. Raises ConfigError:
+    ImageNet lacks one.
+    """
     if not root.is_dir():
         raise ConfigError(f"data.root '{root}' is not a folder{suggest_path(root)}")
     names = ("train", "val") if expect == "imagenet" else ("train", *VAL_NAMES)

@@ -69,7 +69,8 @@ def _copy(
 ) -> tuple[int, int] | str | None:
     """Write an image of the required size, upright, never enlarged; a small JPEG keeps its bytes.
 
-    Returns the bytes of the image and of its copy; path and reason of a bad image; None: it exists.
+    Returns the bytes of the image and of its copy; path and reason of a bad image; None if the
+    copy exists.
     """
     if (out / name).is_file():
         return None

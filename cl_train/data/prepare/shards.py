@@ -60,10 +60,10 @@ def write_shards(
 def _write_share(
     out: Path, split: Split, classes: tuple[str, ...], share: tuple[str, Indices]
 ) -> tuple[int, list[str]]:
-    """Unless a whole one exists."""
+    """Writes a shard, unless a whole one exists; returns its images and the unreadable ones."""
     path, bad, written = out / share[0], [], 0
     if path.exists():
-        with suppress(ConfigError):  # damaged since
+        with suppress(ConfigError):  # it was damaged since
             return len(index_shard(str(path))[0]), []
     with (
         replacing(path, path.with_name(f".{path.name}.part")) as part,
@@ -91,8 +91,8 @@ def _shard_name(root: Path, split: str, number: int) -> str:
 
 
 def _sample_name(class_name: str, index: int, file_name: str) -> str:
-    """`class/00000042-stem`: sorted by name, samples are in the order of their index. A key cannot
-    contain a dot.
+    """Returns `class/00000042-stem`: sorted by name, samples are in the order of their index. A key
+    cannot contain a dot.
     """
     stem = os.path.splitext(os.path.basename(file_name))[0]
     return f"{class_name}/{index:08d}-{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[:60]}"
