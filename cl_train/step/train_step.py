@@ -263,8 +263,10 @@ def _plain_update(parts: StepParts, parameters: list[torch.Tensor]) -> torch.Ten
     with in_memory_order(optimizer):
         if skips_itself and optimizer.defaults["fused"]:
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
-            optimizer.step()
-            del optimizer.found_inf  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
         # The host waits: an optimizer without a fused kernel cannot skip on the device.
         elif not skipped.item():
             optimizer.step()

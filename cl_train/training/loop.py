@@ -53,7 +53,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
             run.save()
         run.checkpoints.store.finish()
         steps, skipped = run.progress.step, run.progress.skipped_steps
-        if steps >= 20 and skipped > steps / 2:
+        if not run.stop_signal and steps >= 20 and skipped > steps / 2:
             what = f"{skipped} of {steps} updates were skipped because gradients overflowed"
             raise TrainingFault(f"{what}. {ADVICE}")
         return finish(run)

@@ -179,6 +179,9 @@ def test_a_run_that_cannot_continue_says_why(train, tmp_path, monkeypatch):
         summary = Run(folder, 1).summary
         assert summary["status"] == "failed" and re.search(problem, summary["why"])
         assert re.search(f"the run failed: {problem}", (folder / "train.log").read_text())
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=1e19))
+    stopped = "model=tests.networks:terminated_in_evaluation batch_size=4"
+    assert train(*f"{fp16} {stopped}".split(), folder=tmp_path / "stopped").exit_code == 143
 
 
 @pytest.mark.parametrize(("on_nonfinite", "bad_step"), [("skip", 8), ("skip", 10), ("stop", 8)])
