@@ -1,4 +1,4 @@
-"""Checkpoint files, and their folder; `training/checkpointing.py` has the content of one.
+"""Checkpoint files and their folder; `training/checkpointing.py` makes the content of one.
 
 A file of `torch.save` is written under a temporary name, synced and renamed: a `.pt` file is always
 whole. `torch.load` verifies no checksum, so every load does.
@@ -64,8 +64,8 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint. Raises CheckpointError: it cannot be read, is none of cl_train's,
-    or of a newer format.
+    """Returns the state in a checkpoint. Raises CheckpointError: it cannot be read, is none of
+    cl_train's, or of a newer format.
     """
     state = read_torch_file(path)
     if not is_checkpoint(state) or state.get("format_version") != FORMAT_VERSION:
@@ -79,7 +79,7 @@ def is_checkpoint(content: object) -> bool:
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Atomically and durably; `state`: a `snapshot`. Raises OSError; `path` is unchanged."""
+    """Writes `state`, a `snapshot`, atomically and durably. Raises OSError; `path` is unchanged."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         try:
             torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **state}, file)
@@ -103,7 +103,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _step_of(path: Path) -> int | None:
-    """The step of a checkpoint, without its tensors; None: there is none that can be read."""
+    """Returns the step of a checkpoint without reading its tensors; None: it cannot be read."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return int(content["progress"]["step"])
@@ -112,9 +112,9 @@ def _step_of(path: Path) -> int | None:
 
 
 def snapshot(tree: Any, where: str = "state") -> Any:
-    """A deep copy on the CPU with contiguous tensors; the host waits for the device. A state dict
-    keeps its attributes: the versions of its modules. Raises TypeError: a value or key of another
-    type.
+    """Returns a deep copy on the CPU with contiguous tensors; the host waits for the device. A
+    state dict keeps its attributes, the versions of its modules. Raises TypeError: a value or key
+    is of another type.
     """
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -133,10 +133,10 @@ def snapshot(tree: Any, where: str = "state") -> Any:
 
 
 class CheckpointStore:
-    """`step-<n>.pt` (the last `keep`) and `best.pt` (a hard link). A thread writes them.
+    """Keeps `step-<n>.pt` (the last `keep`) and `best.pt` (a hard link). A thread writes them.
 
-    A failed write is logged and keeps the earlier files; the next one, or `finish`, repeats that of
-    the best model and the last one.
+    A failed write is logged and keeps the earlier files. The next write, or `finish`, repeats it
+    for the best model and the last one.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
@@ -159,7 +159,7 @@ class CheckpointStore:
         self._writing = self._executor.submit(self._write)
 
     def link_best(self, step: int) -> None:
-        """Make `best.pt` the checkpoint of `step`, the last one."""
+        """Makes `best.pt` the checkpoint of `step`, the last one."""
         self.wait()
         if step in self._unwritten:
             self._best = step
@@ -167,8 +167,9 @@ class CheckpointStore:
             self._try_to_link_best(self._path(step))
 
     def take_best(self, resumed: Path, step: int | None, last: int) -> None:
-        """`best.pt` becomes the one of `step` in the folder of `resumed`, or if that is unknown,
-        one up to `last`: another one is of a way that the run has left.
+        """Makes `best.pt` the checkpoint of `step`, if need be from the folder of `resumed`. If
+        `step` is unknown, a `best.pt` up to step `last` is taken: a later one is of a way that the
+        run has left.
         """
         best = self.folder / "best.pt"
         saved = [] if step is None else [resumed, resumed.with_name(self._path(step).name)]
@@ -188,7 +189,9 @@ class CheckpointStore:
             self._writing.result()
 
     def finish(self) -> None:
-        """Wait until all is written, and repeat failed writes. CheckpointError: the last failed."""
+        """Waits until all is written; repeats failed writes. Raises CheckpointError: the last
+        failed.
+        """
         self.wait()
         try:
             retry(self._write_all)
@@ -197,7 +200,7 @@ class CheckpointStore:
             raise CheckpointError(f"{what}; free some space and use resume=auto") from error
 
     def _write(self) -> None:
-        """In the thread."""
+        """Runs in the thread."""
         try:
             self._write_all()
         except OSError as error:
@@ -207,7 +210,7 @@ class CheckpointStore:
     def _write_all(self) -> None:
         for step in sorted(self._unwritten):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Of a killed process: a run folder has one writer.
+            # Left by a killed process: a run folder has one writer.
             for path in self.folder.glob(".*.pt.tmp-*"):
                 path.unlink()
 
@@ -223,7 +226,7 @@ class CheckpointStore:
             del self._unwritten[step]
 
     def _link_best(self, path: Path) -> None:
-        """Atomically; a copy if the file system has no hard links."""
+        """Links it atomically, or copies it if the file system has no hard links."""
         with replacing(self.folder / "best.pt") as temporary:
             try:
                 os.link(path, temporary)
@@ -246,8 +249,8 @@ class CheckpointStore:
         return {int(match[1]): path for path in paths if (match := _STEP_FILE.fullmatch(path.name))}
 
     def newest(self) -> tuple[Path, dict[str, Any], list[str]] | None:
-        """The newest whole checkpoint: path, state, and why newer ones were skipped; None without
-        a checkpoint. CheckpointError: none of several is whole.
+        """Returns the newest whole checkpoint: path, state, and why newer ones were skipped; None
+        without a checkpoint. Raises CheckpointError: none of several is whole.
         """
         skipped: list[str] = []
         newest_first = [path for _, path in sorted(self._steps().items(), reverse=True)]
@@ -273,7 +276,7 @@ def resume_path(resume: str) -> Path:
 def load_for_resume(
     resume: str, store: CheckpointStore
 ) -> tuple[Path, dict[str, Any], list[str]] | None:
-    """The checkpoint that `resume=` names, as `newest` returns it. Raises ConfigError: there is
+    """Returns the checkpoint that `resume=` names, as `newest` does. Raises ConfigError: there is
     none, or it cannot be used; CheckpointError: none of this run can.
     """
     if resume == "auto":

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 GPU_FILE = Path("/dev/nvidia0")
 _groups = 0  # process groups that this process has joined
-# Of gloo's messages.
+# Parts of gloo's messages.
 _LOST = ("gloo", "pair closure", "Connection closed by peer", "Connection reset by peer")
 
 
@@ -38,8 +38,9 @@ class Dist:
 
 
 def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch.device:
-    """The device of a setting `device=`: `cuda` is the GPU of this rank, `auto` the same, or the
-    CPU where torch can use no GPU, with a warning if there is one. Raises ConfigError: no such GPU.
+    """Returns the device that `device=` names: `cuda` is the GPU of this rank; `auto` is the same,
+    or the CPU where torch can use no GPU, with a warning if there is one. Raises ConfigError: there
+    is no such GPU.
     """
     if name != "cpu" and torch.cuda.is_available():
         _, is_named, index = name.partition(":")
@@ -62,15 +63,17 @@ def choose_device(name: str, local_rank: int = 0, *, warn: bool = True) -> torch
 
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:
-    """The block's GPU, where code names none: compiled kernels, events, libraries."""
+    """Makes a GPU current in the block, for code that names none: compiled kernels, events,
+    libraries.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def processes(device: str) -> Iterator[Dist]:
-    """The process group of torchrun (NCCL on CUDA, gloo on a CPU), if there is one.
+    """Joins the process group of torchrun, if there is one: NCCL on CUDA, gloo on a CPU.
 
-    Raises ConfigError as `read_launch` and `choose_device`, RankFault if a collective fails.
+    Raises ConfigError as `read_launch` and `choose_device`; RankFault: a collective failed.
     """
     launch = read_launch()
     if launch is None:
@@ -113,7 +116,7 @@ def processes(device: str) -> Iterator[Dist]:
 
 @contextmanager
 def rank_faults() -> Iterator[None]:
-    """A RankFault instead of the error of a collective."""
+    """Turns the error of a collective in the block into a RankFault."""
     try:
         yield
     except RuntimeError as error:  # gloo's errors have no type of their own
@@ -125,20 +128,22 @@ def rank_faults() -> Iterator[None]:
 
 
 def _store_prefix() -> str:
-    """A prefix that no earlier attempt has used; a node that joins is no restart to torchrun."""
+    """Returns a prefix that no earlier attempt has used; a node that joins is no restart to
+    torchrun.
+    """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"attempt-{restarts}-{os.environ['WORLD_SIZE']}-{_groups}"
 
 
 def sum_over_ranks(values: torch.Tensor, dist: Dist) -> torch.Tensor:
-    """In place. The host waits for the device only when it reads the result."""
+    """Sums `values` in place. The host waits for the device only when it reads them."""
     if dist.world_size > 1:
         torch.distributed.all_reduce(values)
     return values
 
 
 def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
-    """Of each flag; it does not wait for a device."""
+    """Returns the maximum of each flag over the ranks, without waiting for a device."""
     if dist.world_size == 1:
         return flags
     maxima = torch.tensor(flags)
@@ -165,7 +170,7 @@ def on_main(work: Callable[[], T], dist: Dist) -> T:
 
 
 def gather_objects(value: Any, dist: Dist) -> list[Any]:
-    """The values of all ranks, in their order, on every rank; they are pickled."""
+    """Returns the values of all ranks, in their order, on every rank. They are pickled."""
     values: list[Any] = [value] * dist.world_size
     if dist.world_size > 1:
         torch.distributed.all_gather_object(values, value, group=dist.hosts)
@@ -173,8 +178,8 @@ def gather_objects(value: Any, dist: Dist) -> list[Any]:
 
 
 def check_ranks_agree(facts: dict[str, Any], dist: Dist) -> None:
-    """Raises ConfigError: the ranks differ. DDP's own check fails on the other ranks alone, and its
-    broadcast permutes weights of another layout (NVIDIA/physicsnemo#1614).
+    """Raises ConfigError on every rank if `facts` differ. DDP's own check fails only on the ranks
+    other than 0, and its broadcast permutes weights of another layout (NVIDIA/physicsnemo#1614).
     """
     ranks = gather_objects({name: repr(value) for name, value in facts.items()}, dist)
     for rank, other in enumerate(ranks):

@@ -16,7 +16,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 @contextmanager
 def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Iterator[None]:
-    """Turn an exception of a model into a ConfigError; one of memory only with `memory_too`."""
+    """Turns an exception of a model into a ConfigError; one of memory only with `memory_too`."""
     try:
         yield
     except ConfigError:
@@ -28,7 +28,7 @@ def failure_explained(what: str, remedy: str, *, memory_too: bool = True) -> Ite
 
 
 def explain_failure(error: BaseException, remedy: str = "") -> str:
-    """One line about an exception of a model; `remedy`: where the cause is not known."""
+    """Returns one line about an exception of a model, with `remedy` if its cause is not known."""
     if isinstance(error, ConfigError):
         return str(error)
     if known := _known_cause(error):
@@ -52,7 +52,7 @@ def _known_cause(error: BaseException) -> str | None:
 
 
 def _where(error: BaseException) -> str:
-    """The last line that is neither torch's nor ours."""
+    """Returns the last line of code that is neither torch's nor ours, or nothing."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((TORCH, _PACKAGE)):
             return f" at {short_path(frame.filename)}:{frame.lineno} `{frame.line}`"
@@ -60,7 +60,7 @@ def _where(error: BaseException) -> str:
 
 
 def short_path(path: str) -> str:
-    """Relative to site-packages or to the current folder."""
+    """Makes `path` relative to site-packages or to the current folder."""
     _, separator, tail = path.rpartition("site-packages/")
     if separator:
         return tail

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 60.0
 _OWN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "train.log")
 _RESULTS = (*_OWN_FILES[:3], "checkpoints/step-*.pt", "checkpoints/best.pt")
-_LOGS = ("train.log", "bad_images.csv", "events.out.tfevents.*")  # alone: of a refused run
+_LOGS = ("train.log", "bad_images.csv", "events.out.tfevents.*")  # alone: a refused run left them
 
 
 # What a run or a sweep leaves may come from a stranger, with links to files of the user's: no file
@@ -35,8 +35,8 @@ _LOGS = ("train.log", "bad_images.csv", "events.out.tfevents.*")  # alone: of a 
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """A descriptor of a file; as `opener` of `open`, too. Raises OSError: it is a link, or a pipe
-    that nobody reads.
+    """Returns the descriptor of a file; it is also an `opener` for `open`. Raises OSError: it is a
+    link, or a pipe that nobody reads.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -68,7 +68,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """An OSError of the block names the file, as that of a failed read or write does not."""
+    """Adds the file's name to an OSError of the block: that of a read or write does not have it."""
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """In UTF-8, or the bytes of file names."""
+    """Writes UTF-8; names of files in `text` keep their bytes."""
     with naming(path), replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
 
@@ -95,7 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def retry(write: Callable[[], None]) -> None:
-    """Raises the OSError of the last try, after `RETRY_S`."""
+    """Calls `write` until it succeeds. Raises the OSError of the last try, after `RETRY_S`."""
     deadline = None
     while True:
         try:
@@ -133,8 +133,8 @@ def safe_name(text: str) -> str:
 
 @contextmanager
 def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Path]:
-    """A new file, which replaces `path` at the end of the block. Raises ConfigError before: it is
-    no file, cannot be written, or exists without `overwrite`.
+    """Yields a new file, which replaces `path` at the end of the block. Raises ConfigError before
+    that: `path` is no file, cannot be written, or exists without `overwrite`.
     """
     if not _is_file_or_absent(path):
         raise ConfigError(f"{key}={path} is a folder, a link or a device: choose another name")
@@ -145,12 +145,12 @@ def output_file(path: Path, *, overwrite: bool, key: str = "out") -> Iterator[Pa
     with replacing(path, temporary):
         mode = temporary.stat().st_mode
         yield temporary
-        temporary.chmod(mode)  # safetensors creates the file anew, for its owner alone
+        temporary.chmod(mode)  # safetensors makes a new file, for its owner alone
 
 
 def claim_output(path: Path, *, overwrite: bool, markers: Collection[str] = ()) -> None:
-    """Create a folder, or go on in one that has a file of the names `markers`. Raises ConfigError:
-    it cannot be written, or has files of others without `overwrite`.
+    """Creates a folder, or accepts one that has a file with a name in `markers`. Raises
+    ConfigError: it cannot be written, or has other files without `overwrite`.
     """
     probe = path / f".tmp-{os.getpid()}"
     create(probe, f"out={path}")
@@ -162,7 +162,7 @@ def claim_output(path: Path, *, overwrite: bool, markers: Collection[str] = ()) 
 
 
 def create(path: Path, setting: str) -> None:
-    """Create a file, unless it exists, and the folders around it. Raises ConfigError, which names
+    """Creates a file, unless it exists, and the folders around it. Raises ConfigError, which names
     `setting`, such as out=FOLDER.
     """
     try:
@@ -179,8 +179,8 @@ def _is_file_or_absent(path: Path) -> bool:
 
 @contextmanager
 def claimed_folder(folder: Path, *, resume: str | None, overwrite: bool) -> Iterator[None]:
-    """Lock a run folder; `overwrite` deletes an earlier run, but nothing else. Raises ConfigError:
-    it cannot be written, or another run, or results that `resume` does not continue, are in it.
+    """Locks a run folder; `overwrite` deletes an earlier run, but nothing else. Raises ConfigError:
+    it cannot be written, another run uses it, or it has results that `resume` does not continue.
     """
     is_continued = continues(resume, folder)
     if overwrite and is_continued:
@@ -216,7 +216,7 @@ def continues(resume: str | None, folder: Path) -> bool:
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raises ConfigError: the disk has less."""
+    """Raises ConfigError: the disk has less free space."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         free, needed = (f"{size / 2**20:,.1f} MiB" for size in (free_bytes, needed_bytes))
@@ -236,11 +236,11 @@ class AppendFile:
         try:
             self.flush()
         except OSError as error:
-            if len(self._waiting) == 1:  # once, also if the log itself is the file that fails
+            if len(self._waiting) == 1:  # told once, also if the log itself is what fails
                 log.warning("%s; the records stay in memory; free some space", error)
 
     def flush(self) -> None:
-        """Raises OSError; the records remain pending."""
+        """Writes what waits. Raises OSError; the records remain pending."""
         if self._waiting:
             with naming(self.path):
                 self._write(b"".join(self._waiting))
@@ -262,9 +262,9 @@ _held: set[int] = set()  # descriptors of the locks of this process
 
 @contextmanager
 def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[None]:
-    """Hold a lock on a file, which stays, against all others, also in this process; forked children
-    do not hold it. While another holds it: LockHeld, or with a `waiting_for` a line on stderr and a
-    wait until `is_stopped`.
+    """Holds a lock on a file, which stays, for the block: against all others, also in this process;
+    forked children do not hold it. Raises LockHeld if another holds it; with `waiting_for` it
+    prints a line to stderr and waits instead.
     """
     descriptor = _locked(Path(path), waiting_for)
     _held.add(descriptor)
@@ -281,7 +281,7 @@ def lock_file(path: str | Path, *, waiting_for: str | None = None) -> Iterator[N
 
 
 def _locked(path: Path, waiting_for: str | None) -> int:
-    """By flock: a record lock would end when any other descriptor of the file is closed."""
+    """Locks by flock: a record lock would end when any other descriptor of the file is closed."""
     descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT)
     is_told = False
     while True:
@@ -303,7 +303,7 @@ def _locked(path: Path, waiting_for: str | None) -> int:
 
 
 def _leave_locks() -> None:
-    """A forked child shares the descriptors, and would hold the locks when this process is dead."""
+    """Closes a forked child's locks, which it would hold when this process is dead."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

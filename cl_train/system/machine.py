@@ -96,11 +96,11 @@ def _output_of(command: list[str]) -> str | None:
 
 
 class GpuWatch:
-    """The worst state of a GPU while it works: an idle one has neither heat nor power."""
+    """Finds the worst state of a GPU while it works: an idle one has neither heat nor power."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._next_at = device, 0.0
-        self._queries: list[subprocess.Popen[str]] = []  # that run
+        self._queries: list[subprocess.Popen[str]] = []  # under way
         self._states: list[dict[str, Any]] = []
 
     def look(self) -> None:
@@ -163,8 +163,8 @@ def problem_of_gpu(state: Mapping[str, Any] | None) -> str | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU with torch's reserve; on a CPU without swapping, or what its container
-    allows.
+    """Returns the free memory: of a GPU with torch's reserve; of a CPU without swapping, or what
+    its container allows.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -185,9 +185,9 @@ def available_bytes(device: torch.device) -> int | None:
 def peak_memory_of_step_gib(
     step: Callable[[], object], held_bytes: int, device: torch.device
 ) -> float:
-    """Peak memory of a process with only this step, after warm-up: `held_bytes`, its memory between
-    steps, plus the peak of torch's allocations within a step, which on a CPU lack oneDNN's scratch
-    memory.
+    """Returns the peak memory of a process with only this step, after warm-up: `held_bytes`, its
+    memory between steps, plus the peak of torch's allocations within a step. On a CPU these lack
+    oneDNN's scratch memory.
     """
     if device.type == "cuda":
         wait_for(device)
@@ -211,7 +211,7 @@ def peak_memory_of_step_gib(
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """So far: allocated by torch on a GPU, resident on a CPU."""
+    """Returns the peak so far: of torch's allocations on a GPU, of resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     with suppress(OSError, IndexError):  # KiB; unlike ru_maxrss, it can be reset
@@ -221,7 +221,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """The run's peak is not that of measurements and trials."""
+    """Resets the peak, so that a run's is not that of measurements and trials."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -231,7 +231,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Only torch's own allocators have an exception of their own."""
+    """Whether memory ran out; only torch's own allocators have an exception for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     message = str(error).lower()
@@ -239,7 +239,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """The first line of the error, of torch's to the GPU's free memory."""
+    """Returns the first line of the error; torch's is cut after the GPU's free memory."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     reason, is_free, _ = first_line.partition(" is free")
     return f"out of memory: {reason.rstrip('.')}{is_free}"
@@ -271,11 +271,11 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-MAX_STEPS_AHEAD = 2  # that the device may be behind the host: each holds a batch in memory
+MAX_STEPS_AHEAD = 2  # steps of the host ahead of the device: each holds a batch in memory
 
 
 class DeviceClock:
-    """Marks in the work of a device, which a GPU reaches later than the host sets them."""
+    """Sets marks in the work of a device; a GPU reaches them later than the host sets them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -290,7 +290,7 @@ class DeviceClock:
         return event
 
     def has_reached(self, mark: Any) -> bool:
-        """Whether a GPU has, without waiting; a CPU never works behind the host."""
+        """Whether a GPU has reached it, without waiting. False on a CPU, never behind the host."""
         return self._is_cuda and mark.query()
 
     def wait(self, mark: Any) -> None:

@@ -22,8 +22,8 @@ from cl_train.errors import ConfigError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-BUSY_PCT = 10.0  # of the cores, used by others: reported with the result
-LOST_PCT = 5.0  # of the time, waiting for a core that others had: such a speed cannot be compared
+BUSY_PCT = 10.0  # share of the cores used by others: reported with the result
+LOST_PCT = 5.0  # share of the time waiting for a core that others had: not comparable
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed
 SAVE_SIGNAL = signal.SIGUSR1
 
@@ -42,8 +42,8 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The variables of torchrun, or None. Raises ConfigError: some are wrong, or `srun` started
-    several tasks without torchrun.
+    """Returns what the variables of torchrun say; None without them. Raises ConfigError: some are
+    wrong, or `srun` started several tasks without torchrun.
     """
     ranks = (environment.get("RANK"), environment.get("WORLD_SIZE"))
     if ranks == (None, None) or (ranks == ("0", "1") and "MASTER_ADDR" not in environment):
@@ -69,7 +69,7 @@ def cores_of_process(world_size: int, environment: Mapping[str, str] = os.enviro
 
 
 def _position_of_core(core: int) -> tuple[int, int, int]:
-    """Socket, physical core and number: hyperthreads become neighbours."""
+    """Returns socket, physical core and number, by which hyperthreads sort as neighbours."""
     topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
         socket = int((topology / "physical_package_id").read_text())
@@ -79,14 +79,16 @@ def _position_of_core(core: int) -> tuple[int, int, int]:
 
 
 def usable_cores() -> list[int]:
-    """Of this process, those of a physical core adjacent; empty on macOS."""
+    """Returns the cores of this process; hyperthreads of one physical core are adjacent. Empty on
+    macOS.
+    """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return sorted(cores, key=_position_of_core)
 
 
 def with_threads(command: str, device_name: str = "") -> str:
-    """`command` with OMP_NUM_THREADS of a record's `device_name`, else of this process: another
-    number makes runs not comparable.
+    """Returns `command` with OMP_NUM_THREADS of a record's `device_name`, else of this process:
+    runs with another number are not comparable.
     """
     recorded = re.search(r"\((\d+) threads?\)", device_name)
     threads = recorded[1] if recorded else os.environ.get("OMP_NUM_THREADS")
@@ -123,8 +125,8 @@ def map_in_processes(
     description: str,
     unit: str,
 ) -> Iterator[Result]:
-    """`function` of each item, in order, in `workers` forked processes (None: one per core; one is
-    this process), with a progress bar. Raises RuntimeError: a process died.
+    """Yields `function` of each item, in order, with a progress bar. It runs in `workers` forked
+    processes (None: one per core; 1: this process). Raises RuntimeError: a process died.
     """
     from tqdm import tqdm
 
@@ -134,7 +136,7 @@ def map_in_processes(
     chunk = min(32, 1 + len(items) // (100 * max(1, count)))  # items sent at once
     bar = tqdm(desc=description, total=len(items), unit=unit, mininterval=1.0)
     with bar, warnings.catch_warnings():
-        # Of the fork of a threaded process, whose workers start no threads.
+        # The warning is about a fork with threads; these workers start none.
         warnings.simplefilter("ignore", DeprecationWarning)
         results = pool.map(function, items, chunksize=chunk) if pool else map(function, items)
         try:
@@ -152,13 +154,13 @@ def map_in_processes(
 def _start_worker() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends them
-    if torch := sys.modules.get("torch"):  # some tasks do not need it
+    if torch := sys.modules.get("torch"):  # if the task has imported it
         torch.set_num_threads(1)
 
 
 class MachineLoad:
-    """From construction on: the load of others on this process's cores, and what it cost the
-    process.
+    """Measures from its construction on: the load of others on this process's cores, and what it
+    cost the process.
     """
 
     def __init__(self) -> None:
@@ -167,7 +169,9 @@ class MachineLoad:
         self._threads_before, self._throttled_before_s = thread_times(), throttled_s()
 
     def others_pct(self) -> float | None:
-        """Percent of the cores' time that others, also of the hypervisor, used; None: unknown."""
+        """Returns the percentage of the cores' time that others used, also other guests of the
+        hypervisor; None: unknown.
+        """
         before, now = self._before, self._clocks()
         if before is None or now is None:
             return None
@@ -175,8 +179,9 @@ class MachineLoad:
         return max(0.0, 100 * (busy_s - own_s) / (max(elapsed_s, 1e-9) * len(self._cores)))
 
     def lost_pct(self) -> tuple[float, float] | None:
-        """Percent of the time that the threads of this process, and those of the child that waited
-        most, waited for a core which others had, or were throttled; None: unknown.
+        """Returns two percentages of the time: how long the threads of this process waited for a
+        core that others had, or were throttled, and how long those of the child that waited most.
+        None: unknown.
 
         The threads and workers of a run wait for each other, too: of each one's waiting, others
         caused their share of all else that ran.
@@ -204,7 +209,7 @@ class MachineLoad:
         return of_threads, of_children
 
     def _clocks(self) -> tuple[float, float, float] | None:
-        """Seconds: now, of the busy cores, of this process's own work; None except on Linux."""
+        """Returns seconds: now, of busy cores, of this process's own work; None except on Linux."""
         try:
             lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         except OSError:
@@ -222,7 +227,7 @@ def own_cpu_s() -> float:
 
 
 def cpu_ticks(root: int) -> dict[int, int]:
-    """CPU time of a process and of all its descendants."""
+    """Returns the CPU time, in clock ticks, of a process and of each of its descendants."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for number in _numbers_in("/proc"):
@@ -239,8 +244,8 @@ def cpu_ticks(root: int) -> dict[int, int]:
 
 
 def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
-    """Seconds that each thread of a process, by default this one, ran, and that it was ready and
-    had no core; empty: unknown, as on other systems than Linux.
+    """Returns for each thread of a process, by default this one, the seconds that it ran, and those
+    that it was ready and had no core. Empty: unknown, as on other systems than Linux.
     """
     times, folder = {}, f"/proc/{pid or os.getpid()}/task"
     for thread in _numbers_in(folder):
@@ -252,8 +257,8 @@ def thread_times(pid: int | None = None) -> dict[int, tuple[float, float]]:
 
 
 def _numbers_in(folder: str) -> list[int]:
-    """Of processes or threads; none if the folder is gone. `Path.glob` raises if a process ends
-    between its name and its file.
+    """Returns numbers of processes or threads; none if the folder is gone. `Path.glob` raises if a
+    process ends between its name and its file.
     """
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]
@@ -262,7 +267,7 @@ def _numbers_in(folder: str) -> list[int]:
 
 
 def ran_and_waited_s(schedstat: bytes) -> tuple[float, float]:
-    """Of a thread's `schedstat`: nanoseconds running and waiting, and slices."""
+    """Returns the seconds that a thread ran and waited; `schedstat` has both in ns, and slices."""
     ran_ns, waited_ns = map(int, schedstat.split()[:2])
     return 1e-9 * ran_ns, 1e-9 * waited_ns
 
@@ -282,7 +287,7 @@ _active: "StopRequest | None" = None
 
 
 def handles_signals() -> bool:
-    """Python runs handlers of signals in the main thread only."""
+    """Whether this is the main thread: Python runs handlers of signals in no other."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -303,7 +308,7 @@ class StopRequest:
 
     @property
     def save_requested(self) -> bool:
-        """Once after each SIGUSR1."""
+        """True once after each SIGUSR1."""
         if not self._save:
             return False
         self._save = False
@@ -345,7 +350,7 @@ class StopRequest:
 
 
 def _reset_in_child() -> None:
-    """SIGTERM ends a forked child; Ctrl-C and SIGUSR1 are left to the parent."""
+    """Lets SIGTERM end a forked child; Ctrl-C and SIGUSR1 are left to the parent."""
     global _active
     if _active is not None:
         _active = None
@@ -360,6 +365,6 @@ os.register_at_fork(after_in_child=_reset_in_child)
 def exit_without_teardown(code: int) -> NoReturn:
     """Exit after `atexit`'s functions, but without freeing torch's modules, which takes 1-3 s."""
     atexit._run_exitfuncs()
-    with suppress(OSError):  # nobody reads
+    with suppress(OSError):  # nobody reads it
         print(end="", flush=True)
     os._exit(code)

@@ -1,8 +1,8 @@
-"""What a run leaves in its folder, written and read back, without torch: `metrics.jsonl` and
+"""Writes and reads what a run leaves in its folder, without torch: `metrics.jsonl` and
 `summary.json`.
 
-Which windows count is decided here and nowhere else: `summary.json` has the speed of its process,
-a comparison that of the whole run, all its processes.
+Which windows count is decided here and nowhere else. `summary.json` has the speed of its process; a
+comparison takes that of the whole run, in all its processes.
 """
 
 import json
@@ -21,7 +21,7 @@ from cl_train.system.processes import LOST_PCT
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 BAD_IMAGES = "bad_images.csv"
-FAULTY_SHARE = 0.1  # of windows, updates or images: the speed is no longer that of training
+FAULTY_SHARE = 0.1  # faulty windows, updates or images: the speed is no longer that of training
 # Facts that a resume may change; a comparison refuses runs in which they changed.
 MAY_CHANGE = ("memory_format", "precision", "world_size", "device_name")
 Record = dict[str, Any]  # a line of metrics.jsonl: of a window, kind "train", or of an evaluation
@@ -31,7 +31,7 @@ Record = dict[str, Any]  # a line of metrics.jsonl: of a window, kind "train", o
 class Window:
     """The training between two log lines, over all ranks; a record of kind "train".
 
-    What older records lack has a default.
+    Fields that older records lack have defaults.
     """
 
     step: int  # the last one of the window
@@ -47,7 +47,7 @@ class Window:
     images: int = 0
     seconds: float = 0.0  # without pauses, such as for a checkpoint
     step_ms: float = math.nan
-    host_bound_pct: float = 0.0  # of the steps: before them the device was idle
+    host_bound_pct: float = 0.0  # share of the steps before which the device was idle
     warmup: bool = False
     loss_scale: float | None = None
     skipped_steps: int = 0  # since the run began
@@ -116,7 +116,7 @@ class Speed:
 
     @classmethod
     def of(cls, windows: Sequence[Window], image_size: int, *, has_loader: bool = True) -> Self:
-        """image_size: without a window."""
+        """Returns the speed over the windows that count; without any, `image_size` is used."""
         speeds: dict[str, Any] = {"end_to_end": None, "compute": None, "loader": None}
         if not windows:
             return cls(image_size, speeds)
@@ -148,19 +148,19 @@ class Results:
     best: dict[str, Any] | None
     amp: dict[str, Any]
     skipped_images: int
-    resumed_with: list[str] | None  # settings that an earlier process had otherwise
+    resumed_with: list[str] | None  # settings that differed in an earlier process
 
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """Of the last process of the run."""
+    """Facts of the last process of the run."""
 
-    others_pct: float | None  # of the cores' time, that other processes used; None: unknown
-    lost_pct: float | None  # of the run's time, that it waited for a core; None: unknown
+    others_pct: float | None  # share of the cores' time that others used; None: unknown
+    lost_pct: float | None  # share of the run's time waiting for a core; None: unknown
     utilisation: dict[str, Any] | None  # as `step.utilisation`
     peak_memory_gib: float
     reserved_memory_gib: float | None  # of a GPU, by torch's allocator
-    first_step_s: float | None  # until its end: selecting, compiling
+    first_step_s: float | None  # from the start to its end: selecting, compiling
     gpu: dict[str, Any] | None  # as `machine.GpuWatch.worst`; None: unknown, or a CPU
     ended: str
     seconds: float
@@ -168,14 +168,14 @@ class ProcessFacts:
 
 @dataclass(frozen=True)
 class Summary:
-    """`summary.json`: percent is 0-100, what is absent is null."""
+    """`summary.json`: percentages are 0 to 100, and what is absent is null."""
 
     status: str  # completed, interrupted or failed
     facts: RunFacts
     speed: Speed
     results: Results
     process: ProcessFacts
-    why: str | None  # of a run that failed
+    why: str | None  # why it failed
 
     def to_dict(self) -> dict[str, Any]:
         content = {"schema_version": 1, "status": self.status, "why": self.why}
@@ -185,8 +185,8 @@ class Summary:
 
 
 def read_records(folder: Path) -> tuple[list[Record], list[int]]:
-    """The records of metrics.jsonl, and the numbers of damaged lines, but for the last one, which a
-    killed process leaves incomplete. Raises OSError, UnicodeDecodeError.
+    """Returns the records of metrics.jsonl, and the numbers of damaged lines except the last line,
+    which a killed process leaves incomplete. Raises OSError, UnicodeDecodeError.
     """
     path = folder / METRICS
     lines = path.read_text(encoding="utf-8").rstrip().splitlines() if path.is_file() else []
@@ -222,8 +222,8 @@ def counted_windows(windows: Sequence[Window]) -> list[Window]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 5th and 95th percentile (linear interpolation) of at least one window's value, and
-    the number of windows.
+    """Returns median, 5th and 95th percentile (linear interpolation) and number of `values`, one
+    per window; there is at least one.
     """
     percentiles = list(values)
     if len(values) > 1:
@@ -237,7 +237,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def finite_or_null(value: Any) -> Any:
-    """JSON has no NaN or Infinity: they become null."""
+    """Replaces NaN and Infinity, which JSON does not have, by null."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -258,7 +258,7 @@ class Run:
     val_losses: dict[int, float]  # the same of the evaluations
     times: tuple[float, float]  # unix time of the first and the last window, seconds
     problems: list[str]  # why this run cannot be compared with any other
-    is_damaged: bool = False  # lines of metrics.jsonl cannot be read: its first problems
+    is_damaged: bool = False  # lines of metrics.jsonl cannot be read: see `problems`
     repeat: int | None = None  # number of the repeat in a sweep
 
     def fact(self, name: str) -> Any:
@@ -288,13 +288,13 @@ class Run:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other processes took too much of its time; a GPU's speed suffers less."""
+        """Whether other processes took too much of a CPU's time; a GPU's speed suffers less."""
         return self.lost_pct >= LOST_PCT and self.fact("device") == "cpu"
 
     @property
     def results(self) -> dict[str, float]:
         """Median speed of the windows that count (images/s), accuracy of the last evaluation
-        (percent), memory; without what is unknown.
+        (percent) and memory (GiB); what is unknown is left out.
         """
         results = {"images_per_s": statistics.median(self.window_speeds)}
         for name in ("val.top1", "peak_memory_gib"):
@@ -304,7 +304,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """A run from its files; summary.json may be missing.
+    """Reads a run from its files; summary.json may be missing.
 
     Raises ConfigError: not a run folder, damaged, or without a window.
     """
@@ -350,7 +350,7 @@ def read_run(folder: Path) -> Run:
 
 
 def run_problems(windows: Sequence[Window], summary: dict[str, Any]) -> Iterator[str]:
-    """Why the speed of a run is not that of training with its settings."""
+    """Yields reasons why the speed of a run is not that of training with its settings."""
     if not summary:
         yield "no summary.json: the run was killed or has not ended"
     elif summary.get("status") not in ("completed", "interrupted", None):

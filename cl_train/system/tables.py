@@ -10,7 +10,7 @@ from cl_train.system.files import write_text
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], header: Sequence[str] = ()) -> None:
-    """The columns are `header`, and what else any row has."""
+    """Writes `rows`; the columns are `header`, then whatever else a row has."""
     names = dict.fromkeys([*header, *(name for row in rows for name in row)])
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(names))
@@ -26,7 +26,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def two_digits(value: float) -> str:
-    """110 and 0.53, where `.2g` has 1.1e+02."""
+    """Rounds to two digits: 110 and 0.53, where `.2g` has 1.1e+02."""
     return f"{float(f'{value:.2g}'):g}"
 
 

@@ -10,7 +10,7 @@ import torch
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """At any depth of mappings, lists, tuples and dataclasses."""
+    """Returns the tensors at any depth of mappings, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     items: Iterable[Any] = ()
@@ -24,17 +24,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def strided_tensors_in(value: Any) -> list[torch.Tensor]:
-    """Those that have strides: not the sparse ones."""
+    """Returns the tensors in `value` that have strides, which sparse ones do not."""
     return [tensor for tensor in tensors_in(value) if tensor.layout == torch.strided]
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`function` of the tensors at any depth of `value`; anything else stays the same object."""
+    """Applies `function` to the tensors at any depth of `value`; all else stays the same object."""
     return map_leaves(lambda one: function(one) if isinstance(one, torch.Tensor) else one, value)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """`function` of all that is in dicts, lists and tuples, at any depth, which are new."""
+    """Returns new dicts, lists and tuples, at any depth, with `function` of all that they hold."""
     if isinstance(value, tuple):
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,4 +1,4 @@
-"""What a caller has set in torch, kept out of the public functions, and given back.
+"""Keeps what a caller has set in torch out of the public functions, and gives it back.
 
 torch is imported by the first call: the command line is checked without it.
 """
@@ -24,7 +24,7 @@ def own_torch_state(function: Callable[Parameters, Result]) -> Callable[Paramete
 
 
 def each_in_own_state(items: Iterator[Result]) -> Iterator[Result]:
-    """Yield `items`, each made in `new_torch_state`, but used in the caller's."""
+    """Yields `items`: each is made in `new_torch_state`, but used in the caller's state."""
     while True:
         with new_torch_state():
             try:
@@ -36,8 +36,8 @@ def each_in_own_state(items: Iterator[Result]) -> Iterator[Result]:
 
 @contextmanager
 def new_torch_state() -> Iterator[None]:
-    """The block has gradients, no autocast, and torch's default dtype and device, whatever this
-    thread has; then all is as it was, deterministic algorithms too.
+    """The block runs with gradients, without autocast, and with torch's default dtype and device,
+    whatever this thread has set. Afterwards everything is as it was, also deterministic algorithms.
     """
     import torch
 
@@ -49,7 +49,7 @@ def new_torch_state() -> Iterator[None]:
             # Without a cache: only the end of the outermost one drops the cast weights, which an
             # optimizer changes.
             stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-        if torch.get_default_device().type != "cpu":  # it costs time in every call of torch
+        if torch.get_default_device().type != "cpu":  # it would cost time in every call of torch
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
         try:
