@@ -136,7 +136,8 @@ class Config:
     best_by: str | None = loss_setting(
         None,
         "what best.pt and patience follow: top1, balanced_accuracy, loss (the lowest), a number of "
-        "`metrics`, or that of the EMA, such as average.top1; null = top1",
+        "`metrics`, or that of the EMA, such as average.top1; null = top1, or balanced_accuracy "
+        "with class_weight=balanced",
     )
     patience: int | None = loss_setting(
         None, "stop after this many evaluations in a row without a gain", Range(1)

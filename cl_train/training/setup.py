@@ -263,7 +263,8 @@ def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, 
     """Set switches of the whole process; `cl_train.train` restores those of torch at its end.
 
     Returns `cfg` as it applies to the process, and the precision: `cfg` is deterministic if the
-    program has asked torch for it, and has the micro-steps that `global_batch_size` requires.
+    program has asked torch for it, and has the micro-steps that `global_batch_size` requires and
+    the `best_by` that fits `class_weight`.
     """
     deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
     if deterministic:
@@ -277,7 +278,9 @@ def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, 
     precision = on_main(lambda: resolve_precision(cfg.precision, dist.device), dist)
     stack.enter_context(kernel_selection(tf32=precision.tf32, autotune=not deterministic))
     micro_steps = micro_steps_of(cfg, dist.world_size)
-    return replace(cfg, deterministic=deterministic, accumulate_steps=micro_steps), precision
+    best_by = cfg.best_by or ("balanced_accuracy" if cfg.class_weight else None)
+    cfg = replace(cfg, deterministic=deterministic, accumulate_steps=micro_steps, best_by=best_by)
+    return cfg, precision
 
 
 def micro_steps_of(cfg: Config, world_size: int) -> int:
