@@ -13,14 +13,14 @@ from cl_train.config.schema import CHOSEN_BY_GROUP, OPTIMIZERS
 from cl_train.config.start_file import StartFile, refuse_code
 from cl_train.config.validation import T, from_mapping, kind_of, show
 
-# What `config=` gives to a command that has one; the layout is what these commands ask for.
+# What a command takes from `config=`: not the layout, which these commands vary themselves.
 _OF_RUN = "model precision batch_size compile cuda_graph device conversion select data.image_size"
 
 
 def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
-    """The key=value arguments of a command line as a dataclass; lists are written a,b,c.
+    """Returns the key=value arguments of a command line as a dataclass; lists are written a,b,c.
 
-    Raises ConfigError.
+    Raises ConfigError: every problem found.
     """
     fields = setting_fields(schema)
     problems: list[str] = []
@@ -52,7 +52,7 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
 
 
 def _of_run(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the run or file that `config=` names. Raises ConfigError."""
+    """Returns the settings of the run or file that `config=` names. Raises ConfigError."""
     start = StartFile.of({"config": typed.get("config")})
     if start is None:
         return {}
@@ -71,7 +71,7 @@ def is_setting(word: str) -> bool:
 
 
 def _value_of(text: str) -> Any:
-    """`text` read as YAML, or unchanged if it is none, such as a shell pattern."""
+    """Reads `text` as YAML; returns it unchanged if it is none, such as a shell pattern."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -81,11 +81,11 @@ def _value_of(text: str) -> Any:
 def command_help(
     usage: str, doc: str, settings: Mapping[str, type], choices: Sequence[str] = ()
 ) -> str:
-    """The help page of a command.
+    """Returns the help page of a command.
 
     Args:
         doc: the docstring of its module: a summary, a blank line, then examples and notes.
-        settings: dataclasses by the title of their section; those in them have their own.
+        settings: dataclasses by the title of their section; one in another has its own section.
         choices: the groups of settings, one line each.
     """
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))

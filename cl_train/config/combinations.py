@@ -99,7 +99,7 @@ def _run_problems(cfg: Config) -> Iterator[str]:
 
 
 def graph_conflict(optim: OptimConfig) -> str | None:
-    """Why a step of this optimizer cannot be recorded as a CUDA graph; None where it can."""
+    """Returns why a step of this optimizer cannot be recorded as a CUDA graph; None if it can."""
     if optim.library == "torch" and optim.name in defined.FUSED_OPTIMIZERS:
         return None
     name = optim.name if optim.library == "torch" else f"timm's {optim.name}"

@@ -1,4 +1,4 @@
-"""From train.py's arguments to checked settings, before torch is imported or a file is created.
+"""Turns train.py's arguments into checked settings, before torch is imported or a file is created.
 
 Hydra composes the files of `conf/`; a file of `config=` and then the typed settings come on top.
 """
@@ -89,14 +89,18 @@ def _unknown_option(word: str, words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Composed:
-    """The settings of a run: checked, and as composed, with the names of its folders in `hydra`."""
+    """The settings of a run: `cfg` is checked; `raw` is as composed, with the names of the run's
+    folders in `hydra`.
+    """
 
     cfg: Config
     raw: DictConfig
     words: tuple[str, ...]  # the arguments that give this run alone
 
     def folder(self, kind: str) -> Path:
-        """That of the "run" or the "sweep". ConfigError: its name cannot be resolved."""
+        """Returns the folder of the "run" or the "sweep". Raises ConfigError: its name cannot be
+        resolved.
+        """
         try:
             return Path(str(self.raw.hydra[kind].dir))
         except OmegaConfBaseException as error:
@@ -110,7 +114,7 @@ def check_command_line(words: Sequence[str]) -> list[Config]:
 
 
 def compose(line: CommandLine) -> list[Composed]:
-    """The runs asked for: one, or with --multirun one per combination, the last key varying
+    """Returns the runs asked for: one, or with --multirun one per combination, the last key varying
     fastest. Raises ConfigError: every problem found.
     """
     problems: list[str] = []
@@ -148,7 +152,7 @@ def _parsed(word: str) -> Override:
 
 
 def _expanded(word: str, line: CommandLine) -> list[str]:
-    """The arguments that key=value stands for: one, or one per value of a sweep."""
+    """Returns the arguments that key=value stands for: one, or one per value of a sweep."""
     try:
         override = _parsed(word)
     except HydraException:
@@ -201,7 +205,7 @@ def _values_of_sweep(override: Override, folders: Sequence[Path]) -> list[str]:
 
 
 def _key_problem(key: str, value: str, folders: Sequence[Path]) -> str | None:
-    """Where there is no such setting, or no such choice of a group."""
+    """Returns a message if there is no such setting, or no such choice of a group."""
     if removed := removal_of(key):
         return removed
     if key in GROUPS:
@@ -240,7 +244,7 @@ def _misplaced(run: Composed, line: CommandLine) -> list[str]:
 
 
 def as_word(value: Any) -> str:
-    """A Python value as it is typed after the `=`."""
+    """Returns a Python value as it is typed after the `=`."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_word, value))}]"
     if isinstance(value, float):
@@ -249,7 +253,7 @@ def as_word(value: Any) -> str:
 
 
 def quoted(path: Path | str) -> str:
-    """A text as the value of a setting, quoted so that commas and equal signs are literal."""
+    """Returns a text quoted as the value of a setting: commas and equal signs are literal."""
 
     # Hydra reads a backslash as an escape only before a quote or the end.
     def doubled(match: re.Match[str]) -> str:
@@ -262,14 +266,16 @@ def quoted(path: Path | str) -> str:
 
 
 def settings_folders(config_dir: Path | None = None) -> tuple[Path, ...]:
-    """Where files of settings are: --config-dir, `conf/` of the working folder, the project's."""
+    """Returns the folders that hold settings: --config-dir, `conf/` of the working folder, and that
+    of the project.
+    """
     users = (config_dir or CONF_DIR, Path.cwd() / "conf")
     own = [folder for folder in users if folder.is_dir() and folder.resolve() != CONF_DIR]
     return (*own, CONF_DIR)
 
 
 def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """The names of the files of `conf/<group>/`."""
+    """Returns the names of the files in `conf/<group>/`."""
     folders = folders or settings_folders()
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
@@ -277,7 +283,9 @@ def group_choices(group: str, folders: Sequence[Path] = ()) -> list[str]:
 def _composed(
     words: tuple[str, ...], line: CommandLine, files: Callable[[tuple[str, ...]], DictConfig]
 ) -> Composed:
-    """The files of the groups, then the file to start from, then what is typed."""
+    """Composes a run from the files of the groups, the file to start from, and what is typed, each
+    on top of the former.
+    """
     typed = {_parsed(word).key_or_group: _parsed(word).value() for word in words}
     start = StartFile.of(typed)
     from_file = {} if start is None else start.settings(typed)
@@ -285,7 +293,7 @@ def _composed(
     if start is not None and (wrong := list(filter(None, found))):
         raise ConfigError([f"{start.path}: {problem}" for problem in wrong])
     chosen = [f"{key}={value}" for key, value in from_file.items() if key in GROUPS]
-    # The images of an own folder are of any size, unlike the sample's.
+    # Images in a folder of the user's have any size, unlike the sample's.
     if start is None and "data.root" in typed and not typed.keys() & {"data", "experiment"}:
         chosen.append("data=folder")
     chosen += [word for word in words if _parsed(word).key_or_group in GROUPS]
@@ -314,8 +322,8 @@ def _composed(
 
 
 def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
-    """What Hydra's composition makes of the chosen files, on top of the defaults of the schema."""
-    # From Hydra's store, as ./conf/config.yaml may belong to another program.
+    """Returns what Hydra composes from the chosen files, on top of the defaults of the schema."""
+    # Through Hydra's store: ./conf/config.yaml may belong to another program.
     ConfigStore.instance().store("cl_train", OmegaConf.load(CONF_DIR / "config.yaml"))
     main, *others = folders
     searched = [quoted(f"file://{folder}") for folder in others]
@@ -338,8 +346,8 @@ def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
 
 
 def epoch_at(share: float, epochs: Any) -> int:
-    """The last epoch of this share of the run; `${epoch_at:0.75,${epochs}}` in a recipe."""
-    return round(share * epochs) - 1 if isinstance(epochs, int) else 0  # else: checked later
+    """Returns the last epoch of this share of the run: `${epoch_at:0.75,${epochs}}` in a recipe."""
+    return round(share * epochs) - 1 if isinstance(epochs, int) else 0  # a wrong type: refused later
 
 
 def without_hydra(raw: DictConfig) -> DictConfig:

@@ -20,13 +20,13 @@ class Environment:
     variables: Mapping[str, str]
 
     def is_current(self) -> bool:
-        """Whether this process runs in it; PYTHONPATH of a job has the project's folder, too."""
+        """Whether this process runs in it; a job's PYTHONPATH has the project's folder, too."""
         has_variables = all(v in os.environ.get(name, "") for name, v in self.variables.items())
         return self.python == sys.executable and has_variables
 
 
 def parse_environment(text: str) -> Environment:
-    """That of `environment=WORD,...`: a Python, variables (`A=1`), both, or `here`. Raises
+    """Reads `environment=WORD,...`: a Python, variables (`A=1`), both, or `here`. Raises
     ConfigError.
     """
     words = text.split(",")

@@ -47,7 +47,7 @@ class Range:
 
 
 def setting(default: Any, help: str, range: Range = Range(), **details: Any) -> Any:
-    """A dataclass field; `range` is that of a number, `details` as in `Setting`."""
+    """Returns a dataclass field; `range` is that of a number, `details` are fields of `Setting`."""
     help = f"multirun: {help}" if details.get("multirun") else help
     metadata = {"default": default, "help": help, "range": range, **details}
     if isinstance(default, list):
@@ -69,16 +69,16 @@ class Setting:
     help: str
     range: Range
     choices: Collection[str] = ()  # the allowed values of a setting of type str
-    null_word: str | None = None  # that users write for null: repeats=auto
-    # What runs with different values cannot be compared in: "speed" means also the loss.
+    null_word: str | None = None  # what users write for null: repeats=auto
+    # In what runs with different values cannot be compared; "speed" includes the loss.
     affects: Literal["speed", "loss", "nothing"] = "speed"
     multirun: bool = False  # of a whole sweep, not of each of its runs
     required: bool = False  # the user must give a value; the default is not used
-    key: str = ""  # that users write, if it is not the field's name: `data.root` for a field `root`
+    key: str = ""  # what users write, if it is not the field's name: `data.root` for a field `root`
 
 
 def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
-    """Every leaf setting of a dataclass by its full key: required ones first, inherited last."""
+    """Returns every setting in a dataclass by its full key: required ones first, inherited last."""
     leaves: dict[str, Setting] = {}
     own = {name: number for number, name in enumerate(schema.__annotations__)}
 
@@ -100,7 +100,7 @@ def setting_fields(schema: type, prefix: str = "") -> dict[str, Setting]:
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean a, b?` for the nearest of the `names`, or an empty string."""
+    """Returns `; did you mean a, b?` for the nearest of the `names`, or an empty string."""
     names = sorted(names)
     last = name.rpartition(".")[2]
     last = _OF_OTHER_PROGRAMS.get(last, last)
@@ -110,6 +110,6 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def suggest_path(path: Path) -> str:
-    """The end of a message about a `path` that does not exist: what is beside it."""
+    """Returns the end of a message about a `path` that does not exist: similar names beside it."""
     beside = [] if path.exists() or not path.parent.is_dir() else path.parent.iterdir()
     return suggest(path.name, [other.name for other in beside])

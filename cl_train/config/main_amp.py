@@ -1,5 +1,5 @@
-"""The flags of NVIDIA apex's `examples/imagenet/main_amp.py`, which PyTorch's tutorial on
-channels_last runs, as settings of this program.
+"""Translates the flags of NVIDIA apex's `examples/imagenet/main_amp.py`, which PyTorch's tutorial
+on channels_last runs, into settings of this program.
 """
 
 import argparse
@@ -30,12 +30,15 @@ _ITS_OWN = {"-a", "--arch", "--b", "--opt-level", "--channels-last"}  # timm's t
 
 
 def setting_of_flag(flag: str) -> str:
-    """The setting of a flag that timm's and torchvision's scripts have too; empty if none has."""
+    """Returns the setting of a flag, which timm's and torchvision's scripts may have too; or
+    nothing.
+    """
     return next((key for *flags, key in _SETTINGS if flag in flags and "=" not in key), "")
 
 
 def settings_of_main_amp(words: Sequence[str]) -> list[str]:
-    """What a command line of main_amp.py becomes here; empty if it is none."""
+    """Returns the settings that a command line of main_amp.py becomes here; none for another one.
+    """
     if not _ITS_OWN & {word.partition("=")[0] for word in words}:
         return []
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)

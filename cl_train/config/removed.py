@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# With the value that is always used now.
+# Their values that are always used now.
 ALWAYS: dict[str, Any] = {
     "optim.alpha": 0.9,
     "optim.head_lr_ratio": 1.0,
@@ -41,7 +41,7 @@ _INSTEAD = {
 
 
 def removal_of(key: str) -> str | None:
-    """The answer to a setting that was removed; None for others."""
+    """Returns the message about a setting that was removed; None for others."""
     if key not in ALWAYS | _INSTEAD:
         return None
     instead = _INSTEAD.get(key, "see `Removed` of 0.3.0 in CHANGELOG.md")
@@ -49,5 +49,5 @@ def removal_of(key: str) -> str | None:
 
 
 def was_default(key: str, value: Any) -> bool:
-    """Whether an older file says by a removed setting only what now always holds."""
+    """Whether an older file gives a removed setting the value that is always used now."""
     return key in ALWAYS and ALWAYS[key] == value

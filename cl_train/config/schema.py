@@ -33,7 +33,7 @@ FUSED_OPTIMIZERS = {"sgd": ("momentum", "nesterov"), "adamw": ("beta1", "beta2",
 OPTIMIZERS = FUSED_OPTIMIZERS | {"rmsprop": ("eps", "momentum")}
 LOSSES = ("cross_entropy", "bce")
 CONVERSIONS = ("full", "conv", "select")
-LAYOUT_NAMES = {"true": "channels_last", "false": "contiguous"}  # of the values of channels_last=
+LAYOUT_NAMES = {"true": "channels_last", "false": "contiguous"}  # by the value of channels_last=
 
 
 class _Devices(tuple[str, ...]):
@@ -51,10 +51,10 @@ PRECISION_HELP = (
     "is faster, else fp32"
 )
 OVERWRITE_HELP = "replace an existing file, or write into a folder that holds other files, of `out`"
-# Users write schedule=step, which loads its defaults too. optim.name is in addition a setting if
-# optim=timm.
+# Users write schedule=step, which also loads the defaults of that choice. With optim=timm,
+# optim.name is a setting too.
 CHOSEN_BY_GROUP = ("data.name", "optim.library", "schedule.name")
-# They take package.module:function, which is imported and called.
+# These settings take package.module:function, which is imported and called.
 SETTINGS_OF_CODE = ("model", "loss", "metrics", "log_to", "data.dataset")
 HERE = "here"  # environment=here: that of the sweep itself
 
@@ -211,7 +211,9 @@ GROUPS = ("data", "augment", "optim", "schedule", "experiment")  # of files in c
 
 
 def affects(key: str) -> str:
-    """What a setting of a run changes, as in `Setting`; an unknown one may affect the speed."""
+    """Returns what a setting of a run changes, as in `Setting`; an unknown one may affect the
+    speed.
+    """
     return FIELDS[key].affects if key in FIELDS else "speed"
 
 
@@ -245,7 +247,7 @@ class JsonResult:
     json: bool = setting(False, "print the result as JSON")
 
 
-# Of a benchmark; the last one converts convolutions only.
+# Layouts of a benchmark; the last one converts only convolutions.
 LAYOUT_CHOICES = ["contiguous", "channels_last", "channels_last_conv"]
 
 

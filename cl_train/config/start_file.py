@@ -1,4 +1,4 @@
-"""The file that a run starts from, of `config=` or of an evaluation, and the code that it names.
+"""The file that a run starts from, which `config=` or an evaluation names, and the code in it.
 
 A file that the user names is trusted like a script; what a run left is data.
 """
@@ -19,20 +19,22 @@ from cl_train.config.schema import (
 from cl_train.config.validation import flatten, read_yaml, show
 from cl_train.errors import ConfigError
 
-# Of the run that left a file: how it started, not what it trained.
+# They tell how the run that left a file started, not what it trained.
 _HOW_STARTED = ("config", "resume", "overwrite", "environment")
 
 
 @dataclass(frozen=True)
 class StartFile:
-    """A file of settings, which come before what is typed."""
+    """A file of settings; what is typed overrides them."""
 
     path: Path
     is_trusted: bool  # not the config.yaml of a run
 
     @classmethod
     def of(cls, typed: Mapping[str, Any]) -> "StartFile | None":
-        """The file of `config=`, or that of the run that is evaluated. Raises ConfigError."""
+        """Returns the file that `config=` names, or that of the run to evaluate; None: neither.
+        Raises ConfigError.
+        """
         if typed.get("config") is not None:
             path = Path(str(typed["config"])).expanduser()
             is_run = path.is_dir()
@@ -56,8 +58,9 @@ class StartFile:
         return cls(path, is_trusted=False) if path.is_file() else None
 
     def settings(self, typed: Mapping[str, Any]) -> dict[str, Any]:
-        """Its settings by full key, without what is typed and how its own run started. A section
-        of a group says its choice: `optim: adamw`, or `optim: {name: adamw, ...}`.
+        """Returns its settings by full key, without those that are typed and those that tell how
+        its own run started. A section of a group holds its choice: `optim: adamw`, or `optim:
+        {name: adamw, ...}`.
         """
         settings: dict[str, Any] = {}
         evaluates = typed.get("evaluate_only")
@@ -79,7 +82,7 @@ class StartFile:
         return settings
 
     def _trained_in(self) -> str:
-        """The choice of a run with channels_last=auto; auto if it left none."""
+        """Returns the choice of a run with channels_last=auto; auto if it left none."""
         try:
             memory_format = read_yaml(self.path.with_name("summary.json"))["memory_format"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -102,14 +105,14 @@ def on_one_line(error: Exception) -> str:
 
 
 def code_named(config: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that name code of the user's, and their values as they are typed."""
+    """Returns the settings that name code of the user's, with their values as they are typed."""
     values = dict(flatten(config, FIELDS))
     typed = {key: show(values[key]) for key in SETTINGS_OF_CODE}
     return {key: value for key, value in typed.items() if ":" in value}
 
 
 def refuse_code(source: Path, words: Sequence[str]) -> None:
-    """Refuses a `source`, which is data, if it names code: these `words`."""
+    """Raises ConfigError if `source`, which is data, names code: these `words`."""
     if words:
         what = "names code, and what a run left never runs any: to run it, repeat"
         raise ConfigError(f"{source} {what} {' '.join(words)}")

@@ -1,4 +1,4 @@
-"""From plain values to checked settings, and the code that some of them name.
+"""Turns plain values into checked settings, and imports the code that some of them name.
 
 Every problem is reported at once, one line each.
 """
@@ -27,9 +27,9 @@ T = TypeVar("T")
 def from_mapping(
     schema: type[T], values: Mapping[str, Any], earlier_problems: Sequence[str] = ()
 ) -> T:
-    """A dataclass of settings from nested plain values.
+    """Returns a dataclass of settings from nested plain values.
 
-    Raises ConfigError: `earlier_problems`, and all of keys, types and ranges.
+    Raises ConfigError: `earlier_problems`, and all wrong keys, types and values.
     """
     fields = setting_fields(schema)
     problems = list(earlier_problems)
@@ -54,7 +54,7 @@ def from_mapping(
 
 
 def _built(schema: Any, checked: Mapping[str, Any], prefix: str = "") -> Any:
-    """The dataclass and those in its fields, with these values by key, or their defaults."""
+    """Builds the dataclass, and those in its fields, from the values by key or the defaults."""
     values: dict[str, Any] = {}
     for item in dataclasses.fields(schema):
         key = prefix + (item.metadata.get("key") or item.name)
@@ -68,7 +68,9 @@ def _built(schema: Any, checked: Mapping[str, Any], prefix: str = "") -> Any:
 def flatten(
     values: Mapping[Any, Any], leaves: Collection[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested settings by full key; a mapping whose key is in `leaves` is one."""
+    """Yields the leaves of nested settings by full key; a mapping is a leaf if its key is in
+    `leaves`.
+    """
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in leaves:
@@ -78,7 +80,9 @@ def flatten(
 
 
 def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
-    """`value`, as YAML or Hydra reads it, in the setting's type (YAML reads 1e-3 as text)."""
+    """Returns `value`, as YAML or Hydra reads it, in the setting's type (YAML reads 1e-3 as text).
+    Raises ValueError: it is not allowed.
+    """
     kind, choices = setting.base_type, setting.choices
     if setting.optional and value in (None, setting.null_word):
         return None
@@ -103,7 +107,7 @@ def _converted(value: Any, setting: Setting, list_depth: int) -> Any:
 
 
 def kind_of(setting: Setting) -> str:
-    """The allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
+    """Returns the allowed values: `whole number >= 1 or auto`, `fp32|fp16`, `list of number`."""
     names = {int: "whole number", float: "number", bool: "true|false", str: "text"}
     kind = "list of " * setting.list_depth
     kind += "|".join(setting.choices) or names[setting.base_type]
@@ -112,7 +116,7 @@ def kind_of(setting: Setting) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Returns a value as it is written on a command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(show, value))}]"
     if isinstance(value, float):
@@ -123,7 +127,7 @@ def show(value: Any) -> str:
 
 
 def checked_config(values: Mapping[str, Any]) -> Config:
-    """`from_mapping`, and the checks of combinations."""
+    """Calls `from_mapping`, then checks combinations. Raises ConfigError."""
     cfg = from_mapping(Config, values)
     if problems := [*combination_problems(cfg)]:
         raise ConfigError(problems)
@@ -135,7 +139,9 @@ def train_program() -> str:
 
 
 def user_function(setting: str, name: str) -> Callable[..., Any]:
-    """The function `package.module:function`, also of a module in the working folder."""
+    """Imports `package.module:function`, also of a module in the working folder. Raises
+    ConfigError.
+    """
     module_name, _, function_name = name.partition(":")
     if ":" not in name:
         raise ConfigError(f"{setting}={name}: use package.module:function")
@@ -155,7 +161,7 @@ def user_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def optional_module(module: str, setting: str) -> types.ModuleType:
-    """A module of an optional package, which `setting` needs."""
+    """Imports a module of an optional package, which `setting` needs. Raises ConfigError."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -164,7 +170,7 @@ def optional_module(module: str, setting: str) -> types.ModuleType:
 
 
 class _WithoutAliases(yaml.SafeLoader):
-    """A few lines of aliases of aliases are gigabytes of values."""
+    """Refuses aliases: a few lines of aliases of aliases are gigabytes of values."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -173,8 +179,8 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, *, is_trusted: bool = False) -> Any:
-    """The values in a file, without aliases unless the user wrote it. OSError, ValueError: it
-    cannot be read.
+    """Returns the values in a file, without aliases unless the user wrote it. Raises OSError,
+    ValueError: it cannot be read.
     """
     try:
         loader = yaml.SafeLoader if is_trusted else _WithoutAliases
