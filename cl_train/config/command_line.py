@@ -347,7 +347,7 @@ def _compose_files(folders: Sequence[Path], words: Sequence[str]) -> DictConfig:
 
 def epoch_at(share: float, epochs: Any) -> int:
     """Returns the last epoch of this share of the run: `${epoch_at:0.75,${epochs}}` in a recipe."""
-    return round(share * epochs) - 1 if isinstance(epochs, int) else 0  # a wrong type: refused later
+    return round(share * epochs) - 1 if isinstance(epochs, int) else 0  # checked later
 
 
 def without_hydra(raw: DictConfig) -> DictConfig:

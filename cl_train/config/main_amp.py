@@ -37,8 +37,7 @@ def setting_of_flag(flag: str) -> str:
 
 
 def settings_of_main_amp(words: Sequence[str]) -> list[str]:
-    """Returns the settings that a command line of main_amp.py becomes here; none for another one.
-    """
+    """Returns a command line of main_amp.py as settings of this program; none if it is another."""
     if not _ITS_OWN & {word.partition("=")[0] for word in words}:
         return []
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
