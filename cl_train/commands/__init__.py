@@ -1,7 +1,7 @@
 """The commands of `cl-train`: one short file each.
 
-Each has `main(words)`, which returns the exit code, and for --help a docstring, SETTINGS and where
-it takes files USAGE. Other packages are imported inside functions: --help does not need torch.
+Each has `main(words)`, which returns the exit code. --help prints its docstring, SETTINGS and, if
+it takes files, USAGE. Other packages are imported inside functions: --help does not need torch.
 """
 
 import json
@@ -31,13 +31,13 @@ COMMANDS = {
 
 
 def settings_and_files(schema: type[T], words: list[str]) -> tuple[T, list[str]]:
-    """The settings (key=value) among the arguments, and the others."""
+    """Returns the settings (key=value) among the arguments, and the others."""
     typed = [word for word in words if is_setting(word)]
     return settings_from_arguments(schema, typed), [word for word in words if word not in typed]
 
 
 def optional_file(settings: Any, key: str) -> AbstractContextManager[Path | None]:
-    """`output_file` of the setting `key`; None where it is not given."""
+    """Opens the `output_file` of the setting `key`; yields None if it is not given."""
     path = getattr(settings, key)
     return output_file(Path(path), overwrite=settings.overwrite, key=key) if path else nullcontext()
 

@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: BenchmarkSettings) -> Result:
-    """The result, and for several combinations one line: the verdicts."""
+    """Returns the result, and of several combinations the verdicts."""
     from cl_train.measure.suite import run_suite
 
     document = run_suite(settings)

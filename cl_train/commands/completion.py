@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """For key=value only the value, as bash expects."""
+    """Returns what completes `line`: of key=value only the value, as bash expects."""
     *before, word = line.split(" ")
     before = [part for part in before if part]
     if len(before) < 2:
@@ -60,7 +60,7 @@ def candidates(line: str) -> list[str]:
 
 
 def model_names(package: str) -> list[str]:
-    """The models of torchvision or timm, from their source: importing them takes seconds."""
+    """Reads the models of torchvision or timm from the source: importing them takes seconds."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return []

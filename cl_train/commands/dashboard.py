@@ -43,7 +43,7 @@ def write_dashboard(report: Report) -> None:
 
 
 def _points(name: str, runs: Sequence[Run]) -> Iterator[tuple[str, int, float]]:
-    """Tag, step and value: the median, least or most over the runs, at the steps that all have."""
+    """Yields tag, step and value: median, least or most of the runs, at the steps that all have."""
     speeds = [{window.step: window.images_per_s for window in run.windows} for run in runs]
     reductions: list[tuple[str, list[dict[int, float]], Callable[[Iterable[float]], float]]] = [
         (f"images_per_s/{name}", speeds, statistics.median),
@@ -58,7 +58,7 @@ def _points(name: str, runs: Sequence[Run]) -> Iterator[tuple[str, int, float]]:
 
 
 def _results(report: Report, side: str) -> Iterator[tuple[str, float]]:
-    """For each pair; of speeds those that are comparable."""
+    """Yields tag and value of each pair; speeds only if comparable."""
     for label, pair, row in report.named:
         kinds = ["top1"] if pair.verdict == "not_comparable" else ["images_per_s", "top1"]
         for name, of_row in zip(pair.sides, ("baseline", "candidate"), strict=True):
@@ -69,7 +69,7 @@ def _results(report: Report, side: str) -> Iterator[tuple[str, float]]:
 
 
 def _layout(report: Report, names: Sequence[str]) -> dict[str, dict[str, list[object]]]:
-    """For each pair a chart of speed with its range, and one of each loss: colours are sides."""
+    """Returns per pair a chart of speed with its range, and one of each loss: colours are sides."""
     kinds = ("training", "validation")
     charts: dict[str, dict[str, list[object]]] = {"images/s": {}}
     charts |= {f"loss in {kind}": {} for kind in kinds}

@@ -16,7 +16,7 @@ _MODULE = "objects_of_this_program"
 
 
 def with_names(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings with names in the place of objects, by their full keys. A pair of Datasets as
+    """Returns the settings by full key, with names in place of objects. A pair of Datasets as
     `data` becomes `data=dataset`.
 
     Raises ConfigError: an object where a setting takes none.

@@ -83,7 +83,7 @@ def main(words: list[str]) -> int:
 
 
 def predict(settings: PredictSettings, file: Path) -> str:
-    """Write the table; returns the number of images, the accuracy, and what was left out."""
+    """Writes the table; returns the number of images, the accuracy, and what was left out."""
     import torch
 
     from cl_train.data.build import images_of_folder
@@ -99,7 +99,7 @@ def predict(settings: PredictSettings, file: Path) -> str:
     formats = {True: torch.channels_last, False: torch.contiguous_format, None: None}
     model, saved, memory_format = load_saved(
         settings.model or settings.weights,
-        # Of that model; else the file or run names its own.
+        # Weights of that model; else the file or run names its own.
         weights=settings.weights if settings.model else None,
         entry=settings.entry,
         memory_format=formats[settings.channels_last],
@@ -182,8 +182,8 @@ def _data_settings(settings: PredictSettings, card: Any) -> DataConfig:
 def _rows(
     logits_and_labels: Iterable[Any], classes: Sequence[str], images: int
 ) -> tuple[list[dict[str, str]], int]:
-    """Label, best classes and their probabilities of each image, and the number of outputs; those
-    without a class are named by their numbers.
+    """Returns label, best classes and their probabilities of each image, and the number of outputs;
+    those without a class are named by their numbers.
 
     Raises ConfigError: there are more classes than outputs.
     """

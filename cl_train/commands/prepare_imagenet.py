@@ -101,7 +101,7 @@ def main(words: list[str]) -> int:
 
 
 def _run(task: str, options: dict[str, Any]) -> tuple[list[str], bool]:
-    """What a task reports, and whether it found nothing wrong."""
+    """Returns a task's report, and whether it found nothing wrong."""
     from cl_train.data.prepare import archives, folders, shards
 
     if task == "resize":

@@ -97,7 +97,8 @@ def train(*overrides: str, verbose: bool = True, **settings: Any) -> "RunResult"
             Datasets as `data`, functions as `loss`, `metrics` and `log_to`.
 
     Returns:
-        The run, with `folder`, `summary`, `history` (a record per log line and evaluation), `top1`.
+        A `RunResult`: `folder`, `summary`, `history` (a record per log line and evaluation), `top1`
+        in percent, `images_per_s`.
 
     Raises:
         ConfigError: wrong settings; the message has one line per problem.
@@ -162,7 +163,7 @@ def _train(run: Composed, command: str | None) -> "RunResult":
 
 
 def run_name(model: str, channels_last: object, precision: str, device: str) -> str:
-    """The end of a run folder's name: `resnet50_channels_last_fp16`. Imports torch where
+    """Returns the end of a run folder's name: `resnet50_channels_last_fp16`. Imports torch for
     precision=auto.
     """
     layout = LAYOUT_NAMES.get(str(channels_last).lower(), str(channels_last))

@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
 
 
 def chosen_models(words: list[str]) -> list[str]:
-    """The models of groups, names and shell patterns. ConfigError: one fits nothing."""
+    """Finds models by groups, names and shell patterns. Raises ConfigError: one fits nothing."""
     from cl_train.measure.zoo import GROUPS, TIMM
     from cl_train.models import sources as models
 

@@ -17,7 +17,7 @@ from cl_train.system.files import lock_file, open_no_link, read_json
 from cl_train.system.processes import SAVE_SIGNAL, end_with_parent
 from cl_train.system.run_folder import SUMMARY, Run, read_run
 
-PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # of a job; tests replace it
+PROGRAM: Sequence[str] = ("-m", "cl_train", "train")  # what a job runs; tests replace it
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 LOG_NAME = "job.log"  # in the folder of a job, from its start on
 JOB_NAME = "job.json"  # how its last process ended
@@ -27,7 +27,7 @@ _ERROR = re.compile(
 
 
 def start_job(job: Job, folder: Path, place: Place) -> "subprocess.Popen[bytes]":
-    """Start the process of a job; it ends when this process is killed. Waits for an earlier one
+    """Starts the process of a job, which ends when this process is killed. Waits for an earlier one
     that is still ending.
 
     Raises ConfigError: the folder is not one of this sweep.
@@ -68,15 +68,15 @@ def start_job(job: Job, folder: Path, place: Place) -> "subprocess.Popen[bytes]"
 
 
 def _begin_job() -> None:
-    """A process forked during a `StopRequest` ignores these signals."""
+    """Restores signals that a process forked during a `StopRequest` ignores."""
     for signum in (signal.SIGINT, SAVE_SIGNAL):
         signal.signal(signum, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)
 
 
 def _to_continue(job: Job, folder: Path) -> list[str]:
-    """A job that was started before goes on, or begins again: without a checkpoint, or if it is
-    completed, but damaged.
+    """Returns the word with which a job that was started before goes on, or begins again: without a
+    checkpoint, or if it is completed, but damaged.
     """
     with lock_file(folder / ".lock", waiting_for=job.name):
         if _status(folder) == "completed" or not any((folder / "checkpoints").glob("*.pt")):
@@ -95,7 +95,7 @@ def _status(folder: Path) -> object:
 
 
 def outcome_of(folder: Path) -> Run | str:
-    """The completed run of the job in this folder, or in words why there is none."""
+    """Returns the completed run of the job in this folder, or in words why there is none."""
     if not folder.exists():
         return "has not run"
     try:
@@ -110,7 +110,7 @@ def outcome_of(folder: Path) -> Run | str:
 
 
 def _how_it_ended(folder: Path) -> str | None:
-    """How a job failed, from `job.json` and the log; None after exit code 0."""
+    """Returns how a job failed, from `job.json` and the log; None after exit code 0."""
     try:
         ended = read_json(folder / JOB_NAME)
         exit_code, signal_name = ended["exit_code"], ended["signal"]
@@ -127,7 +127,7 @@ def _how_it_ended(folder: Path) -> str | None:
 
 
 def _last_error(folder: Path) -> str:
-    """The line of the log that says why the job failed; torchrun prints more after it."""
+    """Returns the line of the log that says why the job failed; torchrun prints more after it."""
     log = folder / LOG_NAME
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

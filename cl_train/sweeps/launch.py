@@ -31,15 +31,15 @@ from cl_train.system.files import create, lock_file, write_json
 from cl_train.system.processes import StopRequest, read_launch
 from cl_train.system.run_folder import Run
 
-GRACE_S = 20.0  # in which a job may save a checkpoint after a stop signal
-_PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # of a log line
+GRACE_S = 20.0  # a job has so long to save a checkpoint after a stop signal
+_PLACE = re.compile(rb"Epoch: (\[\d+\]\[\d+/\d+\]).*? ETA (\S+)")  # in a log line
 
 
 def run_sweep(runs: Sequence[Composed]) -> tuple[Report, int]:
-    """Run the jobs of a sweep, then write the comparison.
+    """Runs the jobs of a sweep, then writes the comparison.
 
-    Returns the comparison, which is written too, and the exit code: 0, 1 if a job has not
-    completed, 128 + n after signal n. Raises ConfigError.
+    Returns the comparison and the exit code: 0, 1 if a job has not completed, 128 + n after signal
+    n. Raises ConfigError.
     """
     if read_launch() is not None:
         raise ConfigError("torchrun cannot start a sweep: train.py -m nproc=N starts torchrun")
@@ -70,7 +70,7 @@ def missing_jobs(sweep: Sweep) -> list[Job]:
 
 
 def undecided_groups(sweep: Sweep) -> set[int]:
-    """The groups with a pair that more repeats may decide."""
+    """Returns the groups with a pair that more repeats may decide."""
     group_of = {job.name: job.group for job in sweep.jobs}
     return {
         group_of[pair.runs[0].folder.name]
@@ -85,13 +85,13 @@ class Launcher:
     places: Sequence[Place]
     request: StopRequest
     seconds: list[float] = field(default_factory=list)  # that jobs took
-    left: int = 0  # jobs that are being run and have not ended
+    left: int = 0  # jobs that have not ended yet
     began_s: float = field(default_factory=time.monotonic)
     has_warned: bool = False  # that a job will have no verdict
     console: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, jobs: Sequence[Job]) -> Sweep:
-        """Run `jobs`; with repeats=auto, then more repeats of what is undecided."""
+        """Runs `jobs`; with repeats=auto, then more repeats of what is undecided."""
         self._run_groups(jobs)
         while self.sweep.options.repeats is None and not self.request.stop:
             if not (undecided := undecided_groups(self.sweep)):
@@ -151,7 +151,7 @@ class Launcher:
                 self._say_once(outcome)
 
     def _say_once(self, run: Run) -> None:
-        """Why this run, and so probably the others, will have no verdict."""
+        """Prints once why this run, and so probably the others, will have no verdict."""
         said = too_few_windows(run)
         if not said and run.is_disturbed and self.sweep.compare_by == "channels_last":
             said = f"on a busy machine this decides: {benchmark_command(run)}"
@@ -173,10 +173,12 @@ class Launcher:
         return f"not completed: {run}" if isinstance(run, str) else run
 
     def _wait(self, job: Job, process: "subprocess.Popen[bytes]") -> int:
-        """The exit code of a job, -n after signal n; after a stop signal it has `GRACE_S`."""
+        """Returns the exit code of a job, -n after signal n. After a stop signal the job has
+        `GRACE_S` to end.
+        """
         kill_at_s = math.inf
         while True:
-            # Soon: a scheduler may have signalled the job, too, and a second signal half a second
+            # Often: a scheduler may have signalled the job, too, and a second signal half a second
             # after the first one would end it without saving.
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.2)
@@ -189,7 +191,7 @@ class Launcher:
             self._show(f"{job.name}: {progress_of(self.sweep.folder / job.name)}")
 
     def _show(self, text: str) -> None:
-        """On a terminal: a line that the next one replaces."""
+        """Prints on a terminal a line that the next one replaces."""
         if sys.stdout.isatty():
             columns = os.get_terminal_size().columns
             with self.console:
@@ -204,7 +206,7 @@ def words_of(run: Run) -> str:
 
 
 def progress_of(folder: Path) -> str:
-    """Epoch, step and remaining time of the last log line of a running job."""
+    """Returns epoch, step and remaining time of the last log line of a running job."""
     with suppress(OSError), open(folder / LOG_NAME, "rb") as log:
         log.seek(-min(20_000, log.seek(0, os.SEEK_END)), os.SEEK_END)
         if lines := _PLACE.findall(log.read()):

@@ -21,7 +21,9 @@ class Place:
 
 
 def visible_gpus() -> list[str]:
-    """As in CUDA_VISIBLE_DEVICES; torch counts them in a process of its own."""
+    """Returns the GPUs by their names in CUDA_VISIBLE_DEVICES; torch counts them in a process of
+    its own.
+    """
     program = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     count = int(done.stdout or 0)
@@ -32,7 +34,7 @@ def visible_gpus() -> list[str]:
 def plan_places(
     names: Sequence[str], visible: Sequence[str], groups: Sequence[Sequence[Job]]
 ) -> list[Place]:
-    """Divide the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same
+    """Divides the GPUs of `launcher.gpus` and the CPU cores among the jobs that run at the same
     time, one per group. A job chooses its loader workers and threads by the cores of its place.
 
     Raises ConfigError: too few GPUs or cores, or GPUs that do not exist.

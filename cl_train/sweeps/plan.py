@@ -29,7 +29,8 @@ from cl_train.errors import ConfigError
 from cl_train.system.files import read_json, safe_name, write_json
 from cl_train.system.processes import with_threads
 
-FIRST_LOOK = 4  # repeats=auto: of each side; two are often of processes with one of two speeds
+# Runs of each side with repeats=auto: processes often have one of two speeds, and two may miss one.
+FIRST_LOOK = 4
 _OF_JOBS = ("nproc", "environment")  # settings of multirun in which its jobs may differ
 
 
@@ -38,7 +39,7 @@ class Job:
     """One run of a sweep."""
 
     number: int
-    name: str  # of its folder
+    name: str  # also of its folder
     overrides: list[str]
     nproc: int = 1
     environment: str = HERE  # a Python, or variables, of its process
@@ -65,7 +66,7 @@ class Options:
 
     @property
     def looks(self) -> int:
-        """How often verdicts are read; repeats=auto: after 4, 6, 8 ... repeats."""
+        """How often verdicts are read: with repeats=auto after 4, 6, 8 ... repeats, else once."""
         return max(1, (self.max_repeats - 1) // 2) if self.repeats is None else 1
 
 
@@ -77,7 +78,7 @@ class Sweep:
     compare_by: str
     jobs: list[Job]
     options: Options = Options()
-    looks: int = 1  # at the verdicts, if repeats are added to undecided ones: see `error_of_look`
+    looks: int = 1  # how often verdicts are read if repeats are added: see `error_of_look`
 
     def save(self) -> None:
         """Write `sweep.json`, which `resume_sweep` and `compare` read."""
@@ -86,21 +87,23 @@ class Sweep:
         write_json(self.folder / "sweep.json", {"schema_version": 2, **plan})
 
     def resume_command(self, *words: str, device_name: str = "") -> str:
-        """The command that continues the sweep; code that its jobs name must be repeated in it."""
+        """Returns the command that continues the sweep; code that its jobs name must be repeated in
+        it.
+        """
         code = _words_of(item for job in self.jobs for item in job.code.items())
         words = (f"resume_sweep={self.folder}", *words, *code)
         return with_threads(f"{train_program()} -m {shlex.join(words)}", device_name)
 
     def groups(self, jobs: Sequence[Job] | None = None) -> list[list[Job]]:
-        """The jobs, or some of them, by group."""
+        """Returns all jobs, or the given ones, by group."""
         by_group: dict[int, list[Job]] = {}
         for job in self.jobs if jobs is None else jobs:
             by_group.setdefault(job.group, []).append(job)
         return list(by_group.values())
 
     def with_repeats(self, count: int, groups: Collection[int] | None = None) -> "Sweep":
-        """The sweep with at least `count` repeats of all its groups, or of these. They alternate
-        A B B A, so that drift cancels in an even number of them.
+        """Returns the sweep with at least `count` repeats of all its groups, or of these. They
+        alternate A B B A, so that drift cancels in an even number of them.
         """
         jobs = list(self.jobs)
         for group in self.groups():
@@ -116,13 +119,13 @@ class Sweep:
 
 
 def _code_of(cfg: Config, environment: str) -> dict[str, str]:
-    """The settings that name code, and another environment, as they are typed."""
+    """Returns the settings that name code, and another environment, as they are typed."""
     other = {} if environment == HERE else {"environment": quoted(environment)}
     return code_named(asdict(cfg)) | other
 
 
 def _words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
-    """key=value,value,... for each key."""
+    """Returns key=value,value,... for each key."""
     values: dict[str, list[str]] = {}
     for key, value in dict.fromkeys(settings):
         values.setdefault(key, []).append(value)
@@ -130,7 +133,7 @@ def _words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _free_name(text: str, jobs: Sequence[Job]) -> str:
-    """A name of a folder that no other job has: a/b and a_b make the same one."""
+    """Returns a name of a folder that no other job has: a/b and a_b make the same one."""
     used = {job.name for job in jobs}
     name = safe_name(text)
     names = chain([name], (f"{name}-{number}" for number in count(2)))
@@ -138,7 +141,7 @@ def _free_name(text: str, jobs: Sequence[Job]) -> str:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """The plan of a sweep, of which nothing leaves its folder. Raises ConfigError."""
+    """Reads the plan of a sweep, whose jobs must stay in its folder. Raises ConfigError."""
     path = folder / "sweep.json"
     if not path.is_file():
         raise ConfigError(f"{folder} is not the folder of a sweep: it has no sweep.json")
@@ -169,7 +172,7 @@ def _is_plain(job: Job) -> bool:
 
 
 def plan_sweep(runs: Sequence[Composed]) -> Sweep:
-    """The jobs of these runs, or those of the sweep that `resume_sweep=` names.
+    """Plans the jobs of these runs, or those of the sweep that `resume_sweep=` names.
 
     Raises ConfigError.
     """
@@ -230,7 +233,9 @@ def _why_no_verdict(varied: set[str], by: str) -> str | None:
 
 
 def _refuse_code_that_is_not_typed(sweep: Sweep, typed: Sequence[Config]) -> None:
-    """Raises ConfigError: a sweep that somebody left is data, and its jobs name code."""
+    """Raises ConfigError if jobs of the sweep name code that is not typed: a sweep that somebody
+    left is data.
+    """
     repeated = {item for cfg in typed for item in _code_of(cfg, cfg.environment).items()}
     named: set[tuple[str, str]] = set()
     for words, environment in {(tuple(job.overrides), job.environment) for job in sweep.jobs}:
@@ -258,14 +263,14 @@ def _key(word: str) -> str:
 
 
 def _setting_of(word: str) -> str:
-    """The setting that `word` sets; optim=adamw sets optim.name."""
+    """Returns the setting that `word` sets; optim=adamw sets optim.name."""
     return f"{_key(word)}.name" if _key(word) in GROUPS else _key(word)
 
 
 def _first_jobs(
     fixed: Sequence[str], varied: Collection[str], runs: Sequence[Composed]
 ) -> list[Job]:
-    """Jobs that differ only in the compared key form a group."""
+    """Returns a job for each run; those that differ only in the compared key form a group."""
     by_group: dict[tuple[str, ...], list[tuple[Config, list[str]]]] = {}
     for run in runs:
         chosen = [word for word in run.words if _key(word) in varied]

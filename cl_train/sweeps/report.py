@@ -23,7 +23,7 @@ from cl_train.system.run_folder import Run, read_run
 from cl_train.system.tables import counted, markdown_table, write_csv
 
 _COMMAND = re.compile(r"((?:OMP_NUM_THREADS=\d+ )?(?:python train\.py|cl-train) [^;\n]+)")
-START_S = 5.0  # of a process, before the clock of its run begins
+START_S = 5.0  # a process takes so long before the clock of its run begins
 EXPLANATION = (
     "images/s: median of a run's windows after warm-up, and of the runs. Ratio: second side / first"
     " side, geometric means. n: runs per side. Loss gap: second - first, training loss over the"
@@ -48,7 +48,7 @@ class Report:
 
     @cached_property
     def labels(self) -> list[str]:
-        """Names for each pair the model, and the settings and sides that differ between pairs."""
+        """Labels with each pair's model, and the settings and sides that differ between pairs."""
         facts = [pair.facts for pair in self.pairs]
         keys = set.intersection(*map(set, facts)) if facts else set()
         varying = keys - {"model", *_common(facts)}
@@ -71,12 +71,12 @@ class Report:
 
     @property
     def named(self) -> list[tuple[str, Pair, dict[str, Any]]]:
-        """Label, pair and row of each."""
+        """Label, pair and row of each pair."""
         return list(zip(self.labels, self.pairs, self.rows, strict=True))
 
 
 def _common(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of these have in common."""
+    """Returns the entries that all of these have in common."""
     first = facts[0] if facts else {}
     return {
         key: first[key] for key in first if all(one.get(key, "") == first[key] for one in facts)
@@ -117,7 +117,7 @@ def compare_folders(
     out: Path | None = None,
     show_table: bool = False,
 ) -> Report:
-    """Compare a sweep, a folder of runs, or two or more runs; print the verdict, and write the
+    """Compares a sweep, a folder of runs, or two or more runs; prints the verdict, and writes the
     report to `out`. `by` and `out` are by default those of the sweep.
 
     Raises ConfigError: a folder cannot be read, is named twice, or there are fewer than two runs.
@@ -145,7 +145,7 @@ def compare_folders(
 
 
 def read_report(folder: Path, by: str | None = None) -> Report:
-    """The report of a sweep or of a folder of runs. `by` is by default the sweep's."""
+    """Returns the report of a sweep or of a folder of runs. `by` is by default the sweep's."""
     names = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     sweep = read_sweep(folder) if (folder / "sweep.json").is_file() else None
     if not sweep and len(names) < 2:
@@ -172,7 +172,7 @@ def read_report(folder: Path, by: str | None = None) -> Report:
 
 
 def _to_decide(pair: Pair, report: Report) -> str | None:
-    """The command that probably decides the pair, and its time; None if it is decided."""
+    """Returns the command that probably decides the pair, and its time; None if it is decided."""
     sweep, count = report.sweep, pair.repeats_to_decide
     is_recorded = report.by != "environment"  # which may be the number of threads
     device_name = str(pair.runs[0].fact("device_name")) if is_recorded else ""
@@ -213,13 +213,13 @@ def _to_decide(pair: Pair, report: Report) -> str | None:
 
 
 def benchmark_command(run: Run) -> str:
-    """The command that compares the layouts of the run although other processes run."""
+    """Returns the command that compares the layouts of the run although other processes run."""
     words = [f"config={run.folder}", f"model={run.fact('model')}"]
     return f"OMP_NUM_THREADS=1 cl-train benchmark {shlex.join(words)}"
 
 
 def _duration(runs: Sequence[Run], count: int) -> str:
-    """The time of `count` jobs like these."""
+    """Returns in words the time of `count` jobs like these."""
     seconds = START_S + statistics.fmean(run.summary.get("seconds", 0.0) for run in runs)
     return f"about {timedelta(seconds=round(count * seconds))}"
 
@@ -228,7 +228,7 @@ def _duration(runs: Sequence[Run], count: int) -> str:
 
 
 def write_comparison(report: Report, folder: Path) -> None:
-    """Write all files of the report into `folder`."""
+    """Writes all files of the report into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {
         "schema_version": 1,
@@ -262,7 +262,7 @@ def write_comparison(report: Report, folder: Path) -> None:
 
 
 def verdict_sentence(report: Report) -> str:
-    """The outcome, a line for each pair."""
+    """Returns the outcome, a line for each pair."""
     lines = []
     for label, pair, row in report.named:
         precision, interval = pair.held_equal.get("precision"), pair.interval
@@ -289,8 +289,8 @@ def verdict_sentence(report: Report) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """The page `comparison.md`, without the chart."""
-    # A line is a paragraph, and a command is code.
+    """Returns the page `comparison.md`, without the chart."""
+    # Each line becomes a paragraph, and a command becomes code.
     sentences = _COMMAND.sub(r"`\1`", verdict_sentence(report)).splitlines()
     paragraphs = ["# Comparison", *sentences, markdown_table(_table(report))]
     if report.pairs:
@@ -325,7 +325,7 @@ def loss_gap(pair: Pair) -> str:
 
 
 def _table(report: Report) -> list[dict[str, str]]:
-    """Cells by the titles of their columns."""
+    """Returns rows of cells by the titles of their columns."""
 
     def both(row: dict[str, Any], name: str, digits: int) -> str:
         values = row[f"baseline_{name}"], row[f"candidate_{name}"]

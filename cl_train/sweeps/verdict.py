@@ -1,7 +1,7 @@
 """Which runs may be compared with which, and the verdict on each pair.
 
-`interval_of_runs` and `verdict_of` of measure/statistics.py make a word of the speeds; what forbids
-a comparison (`_obstacles`) or explains the word is found here.
+`interval_of_runs` and `verdict_of` of measure/statistics.py turn the speeds into a verdict; this
+module finds what forbids a comparison (`_obstacles`) or explains a verdict (`_remarks`).
 """
 
 import math
@@ -26,7 +26,7 @@ from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.run_folder import Run
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
-MAX_GAP_H = 12.0  # between the end of one run and the start of the other: the machine may change
+MAX_GAP_H = 12.0  # from the end of one run to the start of the other: the machine may change
 
 # Fields of the summary that must be equal, like the settings with affects="speed".
 _FACTS = ("precision", "device", "device_name", "world_size")
@@ -49,7 +49,7 @@ _OUTCOME = {
     "nproc": "world_size",
 }
 _DATA = ("data.name", "data.image_size", "data.workers")
-_SHOWN = (*_FACTS, "compile", "batch_size", "channels_last", *_DATA)  # as equal, in the report
+_SHOWN = (*_FACTS, "compile", "batch_size", "channels_last", *_DATA)  # in the report, if equal
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Pair:
 
 
 def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1) -> list[Pair]:
-    """Pair runs that differ only in `by`. Those without such a partner are paired with others of
+    """Pairs runs that differ only in `by`. Runs without such a partner are paired with others of
     the model, as not comparable. `looks`: see `interval_of_runs`.
     """
     groups: dict[str, dict[str, list[Run]]] = {}
@@ -114,9 +114,9 @@ def compare_runs(runs: Sequence[Run], by: str = "channels_last", looks: int = 1)
 def compare_pair(
     one: list[Run], other: list[Run], by: str = "channels_last", looks: int = 1
 ) -> Pair:
-    """The verdict on repeats of one setting against repeats of another, in either order."""
+    """Returns the verdict on repeats of one setting against repeats of another, in either order."""
     repeats = _repeats(*_baseline_first((one, other), by))
-    # What others did does not depend on the side.
+    # This favours no side: what other processes do does not depend on it.
     quiet = [pair for pair in repeats if not any(run.is_disturbed for run in pair)]
     left_out = len(repeats) - len(quiet) if len(quiet) >= 2 else 0
     first, second = map(list, zip(*(quiet if left_out else repeats), strict=True))
@@ -176,7 +176,7 @@ def _value(run: Run, by: str) -> str:
 
 
 def _baseline_first(sides: Iterable[list[Run]], by: str) -> list[list[Run]]:
-    """`false` and `fp32` first, then numbers by size: the usual value is the baseline."""
+    """Sorts `false` and `fp32` first, then numbers by size: the usual value is the baseline."""
 
     def place(repeats: Sequence[Run]) -> tuple[bool, float, str]:
         value = _value(repeats[0], by)
@@ -187,8 +187,8 @@ def _baseline_first(sides: Iterable[list[Run]], by: str) -> list[list[Run]]:
 
 
 def _names(first: Run, second: Run, by: str) -> tuple[str, str]:
-    """`contiguous` and `channels_last` for layouts, else `precision=bf16`; equal values get the
-    folder, too.
+    """Returns `contiguous` and `channels_last` for layouts, else such as `precision=bf16`. Equal
+    values get the folder, too.
     """
     layouts = LAYOUT_NAMES if by == "channels_last" else {}
     values = [f"{show(run.settings.get(by)):.200}" for run in (first, second)]
@@ -203,7 +203,7 @@ def _of_both(values: Sequence[str], sides: dict[str, list[Run]]) -> str:
 
 
 def _repeats(baseline: Sequence[Run], candidate: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Runs of the same repeat and seed; those that cannot be distinguished pair in their order."""
+    """Pairs runs of the same repeat and seed, or in their order if they cannot be distinguished."""
     keys = {*_differing(baseline), *_differing(candidate)}
     sides = [
         {str([run.repeat, *(run.settings.get(key) for key in keys)]): run for run in runs}
@@ -224,13 +224,13 @@ def _loss_gap(first: Sequence[Run], second: Sequence[Run]) -> float | None:
 
 
 def _differing(runs: Sequence[Run]) -> list[str]:
-    """The settings with an effect on speed or loss that the runs do not have in common."""
+    """Returns the settings with an effect on speed or loss that the runs do not have in common."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if affects(key) != "nothing")
     return [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
 
 
 def _held_equal(run: Run, by: str) -> dict[str, Any]:
-    """Everything that must be equal for speeds to be compared."""
+    """Returns everything that must be equal for speeds to be compared."""
     settings = {key: value for key, value in run.settings.items() if affects(key) == "speed"}
     facts = {
         key: value
@@ -242,7 +242,7 @@ def _held_equal(run: Run, by: str) -> dict[str, Any]:
 
 
 def _shown_equal(first: Run, second: Run, by: str) -> dict[str, Any]:
-    """What the report lists as equal, without the prefix `data.`."""
+    """Returns what the report lists as equal, without the prefix `data.`."""
     models = dict.fromkeys(str(run.fact("model")) for run in (first, second))
     return {"model": " and ".join(models)} | {
         name.removesuffix(".name").removeprefix("data."): first.fact(name)
@@ -252,7 +252,7 @@ def _shown_equal(first: Run, second: Run, by: str) -> dict[str, Any]:
 
 
 def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
-    """Why the speeds of two sides cannot be compared, one sentence each."""
+    """Yields reasons why the speeds of two sides cannot be compared, one sentence each."""
     first, second = sides.values()
     baseline, candidate, runs = first[0], second[0], [*first, *second]
     on_cpu = baseline.fact("device") == "cpu"
@@ -281,7 +281,7 @@ def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
     if gap_h > MAX_GAP_H:
         yield f"the runs are {gap_h:.0f} hours apart: repeat them on the same day"
     for before, after in pairwise(sorted(runs, key=lambda run: run.times)):
-        # On a CPU it is measured what others take; nothing measures who else uses a GPU.
+        # What others take of a CPU is measured; nothing measures who else uses a GPU.
         if after.times[0] < before.times[1] and not on_cpu:
             both_ran = f"{before.folder.name} and {after.folder.name} ran at the same time"
             yield f"{both_ran}, perhaps on the same device: run them in turn"
@@ -299,7 +299,9 @@ def _obstacles(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
 
 
 def too_few_windows(run: Run) -> str | None:
-    """That a run is too short for a verdict, and the setting that makes it long enough."""
+    """Returns why a run is too short for a verdict and the setting that makes it long enough, or
+    None.
+    """
     if (count := run.windows_after_warmup) >= MIN_WINDOWS:
         return None
     few = f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}"
@@ -319,7 +321,7 @@ def too_few_windows(run: Run) -> str | None:
 
 
 def _remarks(sides: dict[str, list[Run]], by: str) -> Iterator[str]:
-    """Notes that do not prevent a verdict but help to interpret it."""
+    """Yields notes that do not prevent a verdict but help to interpret it."""
     first, second = sides.values()
     baseline, candidate, runs = first[0], second[0], [*first, *second]
     changed = [key for key in _differing([baseline, candidate]) if key != by]
