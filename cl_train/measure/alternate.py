@@ -1,7 +1,7 @@
-"""Variants of the same work in turns, A B B A, in one process: the one driver of measurements.
+"""Runs variants of the same work in turns, A B B A, in one process: the one driver of measurements.
 
-Linear drift of the machine (heat, other users) cancels within a round. What other processes
-disturbed is left out. No torch here.
+Linear drift of the machine (heat, other users) cancels within a round. Rounds that other processes
+disturbed are left out. No torch here.
 """
 
 import logging
@@ -17,7 +17,7 @@ from cl_train.system.processes import LOST_PCT, MachineLoad, thread_times
 log = logging.getLogger(__name__)
 
 MOST_TAKEN = 0.02  # of a block's time
-LEAST_ROUNDS = 4  # that count, also if others took more
+LEAST_ROUNDS = 4  # that count, even if other processes took more
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Block:
     """Some steps of one variant."""
 
     seconds: float  # of a step
-    taken_share: float | None = 0.0  # of its time, that other processes took; None: unknown
-    host_share: float | None = None  # of its time, until the host has launched it; None: a CPU
+    taken_share: float | None = 0.0  # of its time, which other processes took; None: unknown
+    host_share: float | None = None  # of its time, in which the host launches it; None: a CPU
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,24 @@ class Rounds:
         return len(self.blocks)
 
     def times_s(self, variant: int) -> list[float]:
-        """Seconds per step of each block of a variant, at its place and the mirror place."""
+        """Returns the seconds per step of each block of a variant, two blocks per round."""
         return [blocks[place].seconds for blocks in self.blocks for place in (variant, ~variant)]
 
     def host_pct(self, variant: int) -> float | None:
-        """Percent of a step until the host has launched it, in the median; None: on a CPU."""
+        """Returns the median percentage of a step in which the host launches it; None: on a CPU."""
         shares = [
             blocks[place].host_share for blocks in self.blocks for place in (variant, ~variant)
         ]
         return 100 * median(known) if (known := [s for s in shares if s is not None]) else None
 
     def ratios(self, variant: int) -> list[float]:
-        """Speed of a variant / that of the first one in each round; the median ignores outliers."""
+        """Returns speed of a variant / that of the first, by round; a median ignores outliers."""
         pairs = zip(self.times_s(0), self.times_s(variant), strict=True)
         ratios = [first / other for first, other in pairs]
         return [math.sqrt(one * two) for one, two in zip(ratios[::2], ratios[1::2], strict=True)]
 
     def intervals(self) -> list[Interval]:
-        """Speed of each variant / speed of the first one, with the interval over the rounds."""
+        """Returns the speed of each variant / that of the first, with the interval over rounds."""
         variants = range(len(self.blocks[0]) // 2)
         return [interval_of_rounds(self.ratios(variant)) for variant in variants]
 
@@ -69,9 +69,7 @@ class Rounds:
 
     @property
     def lost_pct(self) -> float | None:
-        """Percent of their time that other processes took from the rounds, in the median; None:
-        unknown.
-        """
+        """The median percentage of a round's time that other processes took; None: unknown."""
         is_known = all(block.taken_share is not None for blocks in self.blocks for block in blocks)
         return 100 * median(self._lost_shares()) if is_known else None
 
@@ -80,10 +78,10 @@ class Rounds:
 
 
 def rounds_that_count(taken_shares: Sequence[float]) -> list[int]:
-    """Returns the rounds that lost at most 2 % to other processes. If these are less than half of
-    all, or than four, the least disturbed of the others are added.
+    """Returns the rounds that lost at most 2 % to other processes. If these are fewer than half of
+    all, or fewer than four, the least disturbed of the others are added.
 
-    Small losses are noise, which the interval contains; few rounds make it wider than that would.
+    Small losses are noise, which the interval includes; too few rounds would widen it more.
     """
     count = len(taken_shares)
     quiet = sum(share <= MOST_TAKEN for share in taken_shares)
@@ -93,20 +91,20 @@ def rounds_that_count(taken_shares: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Stop:
-    """Every interval is at most `target_ci` wide (high - low), or time is over."""
+    """When to stop: every interval is at most `target_ci` wide (high - low), or time is over."""
 
     target_ci: float = 0.02
     time_limit_s: float = 60.0
-    min_rounds: int = 8  # with less, an interval that is narrow by chance would end it too soon
-    least_rounds: int = 1  # are run also beyond the time limit
-    tell: Callable[[str], object] = log.info  # is called with how long a slow measurement takes
+    min_rounds: int = 8  # with fewer, an interval that is narrow by chance would end it too soon
+    least_rounds: int = 1  # that are run even beyond the time limit
+    tell: Callable[[str], object] = log.info  # gets a line on how long a slow measurement takes
 
     @classmethod
     def after(cls, rounds: int) -> "Stop":
         return cls(math.inf, math.inf, rounds)
 
     def reason(self, done: Rounds) -> str:
-        """Why `done` is enough; empty: it is not."""
+        """Returns why `done` is enough; empty: it is not."""
         counted = done.undisturbed()
         if len(counted) >= self.min_rounds and (counted.lost_pct or 0.0) < LOST_PCT:
             widest = max(interval.width for interval in counted.intervals())
@@ -129,13 +127,13 @@ def alternate(variants: Sequence[Callable[[], Block]], stop: Stop) -> Rounds:
 
 
 class TakenTime:
-    """The time in which threads of this process were ready to run and others had the cores."""
+    """The time in which threads of this process were ready to run, but others had the cores."""
 
     def __init__(self) -> None:
         self._waited_s: dict[int, float] = {}  # of threads that have ended, too
         self.is_known = bool(thread_times())
 
     def seconds(self) -> float:
-        """So far, of all threads."""
+        """Returns the time taken so far from all threads."""
         self._waited_s |= {thread: waited_s for thread, (_, waited_s) in thread_times().items()}
         return sum(self._waited_s.values())

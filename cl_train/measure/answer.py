@@ -1,4 +1,4 @@
-"""The answer of a benchmark in four lines: right, faster, because, do."""
+"""Writes the answer of a benchmark in four lines: right, faster, because, do."""
 
 import shlex
 from collections import Counter
@@ -20,11 +20,11 @@ from cl_train.memory_format.model_call import call_model, output_tensors
 from cl_train.models.sources import copy_model
 
 SMALL_SIDE = 64  # pixels of the images on which the outputs of two models are compared
-LEAST_LOSS_PCT = 1.0  # of a step's bytes: what is lost below it is not worth a change
+LEAST_LOSS_PCT = 1.0  # of a step's bytes; a smaller loss is not worth a change
 
 
 def right_text(parity: Mapping[str, Parity], same_outputs: str = "") -> str:
-    """`parity`: by what was compared, a layout or a model."""
+    """Says whether the results are right. `parity`: by name of the compared layout or model."""
     parts = [f"{name}: {found.text}" for name, found in parity.items() if found.passed is not True]
     agreed = "not checked" if not parity else "both layouts compute the same"
     return "; ".join(filter(None, [", ".join(parts) or agreed, same_outputs]))
@@ -47,8 +47,8 @@ def faster_text(done: Comparison) -> str:
 def because_text(
     audited: Sequence[LayoutReport], done: Comparison, words: Mapping[str, Any]
 ) -> str:
-    """What each model loses of channels_last, and at which line most of it; if that does not
-    explain why it is slower, the command that does. `words`: as in `do_text`.
+    """Says what each model loses of channels_last, and at which line it loses most; if that does
+    not explain why it is slower, names the command that does. `words`: as in `do_text`.
     """
     parts = []
     for report in audited:
@@ -72,7 +72,7 @@ def do_text(
     audited: Sequence[LayoutReport],
     to_decide: str | None,
 ) -> str:
-    """One command; and one line of the model to change, if it loses enough.
+    """Returns the next command and, if the model loses enough, the one line of it to change.
 
     `words`: the settings of the comparison, as they are typed.
     """
@@ -97,7 +97,7 @@ def do_text(
 
 
 def train_command(model: str, layout: str, batch_size: int, words: Mapping[str, Any]) -> str:
-    """Trains what was timed. `words`: as in `do_text`."""
+    """Returns the command that trains what was timed. `words`: as in `do_text`."""
     values = {"config": words["config"]} if words.get("config") else {}
     values |= {"model": model, "channels_last": layout != "contiguous"}
     if layout == "channels_last_conv":
@@ -116,7 +116,7 @@ def train_command(model: str, layout: str, batch_size: int, words: Mapping[str, 
 
 
 def _place(loss: Mapping[str, Any]) -> str:
-    """Without the text of the line."""
+    """Returns the file and number of the line, without its text."""
     return str(loss["line"]).partition(" `")[0]
 
 
@@ -133,7 +133,7 @@ def audited_step(model: nn.Module, layout: Layout, workload: Workload, name: str
 
 
 def audit_summary(report: LayoutReport) -> dict[str, Any]:
-    """Plain values: calls by outcome, lost ones by operator, and the lines that lose."""
+    """Returns plain values: calls by outcome, lost ones by operator, and the lines that lose."""
     summary: dict[str, Any] = {**report.totals, "moved_pct": round(report.moved_pct, 2)}
     for direction in ("forward", "backward"):
         lost: Counter[str] = Counter()
@@ -144,7 +144,7 @@ def audit_summary(report: LayoutReport) -> dict[str, Any]:
 
 
 def same_outputs_text(first: nn.Module, other: nn.Module, workload: Workload) -> str:
-    """Whether `other` computes what `first` does, with the weights of `first`, in float64."""
+    """Says whether `other`, with the weights of `first`, computes the same in float64."""
     side = [min(size, SMALL_SIDE) for size in workload.input_shape[1:]]
     images = noise((2, workload.input_shape[0], *side)).double()
     models = [copy_model(model, "cpu").double().eval() for model in (first, other)]

@@ -29,14 +29,14 @@ from cl_train.system.processes import end_with_parent
 from cl_train.system.tables import markdown_table
 from cl_train.system.tensors import map_leaves, tensors_in
 
-Row = dict[str, Any]  # of an operator
-Record = dict[str, Any]  # of all of them
+Row = dict[str, Any]  # what is known of an operator
+Record = dict[str, Any]  # what is known of all of them
 
 
 def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> Record:
-    """What operators, by patterns of names, keep, lose and compute wrong.
+    """Returns what the operators whose names match `patterns` keep, lose and compute wrong.
 
-    Raises ConfigError: no operator matches; a package is missing.
+    Raises ConfigError: no operator matches, or a package is missing.
     """
     if importlib.util.find_spec("expecttest") is None:
         what = "torch's operator database needs expecttest"
@@ -56,7 +56,7 @@ def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> 
 
 
 def _shown_by(text: str, what: str) -> str:
-    """The line of a program's output that begins like `what`, or how it ends."""
+    """Run a program; returns the line of its output that begins like `what`, or how it ends."""
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     start, lines = what.partition(":")[0], (ran.stdout + ran.stderr).splitlines()
     shown = [line for line in lines if line.startswith(start)]
@@ -66,8 +66,8 @@ def _shown_by(text: str, what: str) -> str:
 def _rows(
     device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int = 0
 ) -> Iterator[Row]:
-    """From a child; behind an operator that crashes from another one."""
-    # A fork knows what the caller replaced in torch; CUDA does not survive it.
+    """Yield rows from a child; after an operator that crashes, go on in another child."""
+    # A forked child has what the caller replaced in torch; CUDA does not survive a fork.
     context: Any = multiprocessing.get_context("spawn" if device.type == "cuda" else "fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_examine_all, args=(sender, device, dtype, patterns, start))
@@ -92,7 +92,7 @@ def _rows(
 
 
 def placed(value: Any, in_channels_last: bool) -> Any:
-    """A copy of a tensor, since operators write into their arguments."""
+    """Returns a copy of a tensor, since operators write into their arguments."""
     if not isinstance(value, torch.Tensor):
         return value
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -156,7 +156,7 @@ def program(facts: Record, row: Row) -> str:
 def _examine_all(
     rows: Connection, device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int
 ) -> None:
-    """Send a row of each operator, and before each draw which one it is."""
+    """Send a row for each operator and, before each draw, which operator and draw it is."""
     end_with_parent()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the threads of the parent are not forked
@@ -175,7 +175,7 @@ def _examine_all(
         has_gradients = op.supports_autograd and dtype in op.supported_backward_dtypes(kind)
         facts = {"operator": op.full_name, "number": number, "has_gradients": has_gradients}
         set_rng_seed(0)
-        # All samples first: operators draw random numbers, too.
+        # Draw all samples first, as operators draw random numbers, too.
         samples = list(op.sample_inputs(str(device), dtype, requires_grad=has_gradients))
         layouts: dict[str, Counter[str]] = {"output": Counter(), "gradient": Counter()}
         draws, faults = 0, []
@@ -195,10 +195,10 @@ def _examine_all(
 
 
 def _fault(op: Any, call: Any, layouts: dict[str, Counter[str]]) -> tuple[float, str] | None:
-    """The largest error in multiples of its limit, in words; None: contiguous fails, too."""
+    """Returns the largest error in multiples of its limit, and in words; None: contiguous fails."""
 
     contiguous = partial(results, op, in_channels_last=False)
-    with suppress(Exception):  # of contiguous inputs
+    with suppress(Exception):  # contiguous inputs may fail, too
         contiguous(call)
         try:
             found = results(op, call, True)
@@ -213,7 +213,7 @@ def _fault(op: Any, call: Any, layouts: dict[str, Counter[str]]) -> tuple[float,
         worst = max(errors, key=errors.__getitem__, default="")
         error, relative = errors.get(worst, (0.0, 0.0))
         if error > 1:
-            # A random operator differs with other numbers, too.
+            # A random operator also differs between two seeds.
             others = compare_results(
                 lambda values: contiguous(values, seed=int(values is call)), call
             )
@@ -254,7 +254,7 @@ def _losses(orders: dict[str, int]) -> str:
 
 
 def _table(names: Sequence[str], rows: dict[Any, list[str]], count: int) -> str:
-    """Rows alike in several records are one."""
+    """Returns a table in which equal rows of several records are one."""
     return markdown_table(
         [
             dict(zip(names, row, strict=True))

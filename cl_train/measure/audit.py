@@ -1,4 +1,4 @@
-"""The audit: one step of a model, the operators in it that lose channels_last, and their cost."""
+"""Audits one step of a model: which operators in it lose channels_last, and what that costs."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -43,16 +43,17 @@ def audit(
         model: any module, in the mode (train or eval) and the memory format to audit.
         batch: as in `compare_layouts`, or a list of images [C,H,W] (detection). The first tensor of
             4 ([N,C,H,W]) or 5 dimensions ([N,C,D,H,W]) tells how many an image has.
-        precision: as in `compare_layouts`; fp32: the tensors' own dtypes, no autocast.
+        precision: as in `compare_layouts`; fp32 keeps the tensors' own dtypes, without autocast.
         loss, output: as in `compare_layouts`; default: the mean square of the output.
-        backward: False: forward only, without gradients.
-        time: also time every operator, in copies in both layouts: of a training step, or without a
-            backward pass of inference.
-        time_limit_s: of all rounds of `time`; at least four are measured.
-        name: of the model, for the report.
+        backward: run the backward pass; False: forward only, without gradients.
+        time: also time every operator, in copies in both layouts: of a training step or, without
+            a backward pass, of inference.
+        time_limit_s: the limit of all rounds of `time`; at least four rounds are measured.
+        name: the model's name in the report.
 
     Raises:
-        ConfigError: no image; no scalar loss; the model is lazy, failed or crashed on the batch.
+        ConfigError: the batch has no image; the loss is no scalar; the model is lazy, fails on the
+            batch, or is known to crash on it.
     """
     refuse_lazy(model)
     # What was made in inference mode cannot be saved for a backward pass.
@@ -94,7 +95,7 @@ def audit(
 
 
 def _first_images(batch: Any) -> torch.Tensor:
-    """The first tensor of 4 or 5 dimensions, else the first image [C,H,W]."""
+    """Returns the first tensor of 4 or 5 dimensions, else the first image [C,H,W]."""
     tensors = sorted(tensors_in(batch), key=lambda tensor: tensor.dim() == 3)
     images = next((tensor for tensor in tensors if tensor.dim() in (3, 4, 5)), None)
     if images is None:

@@ -1,7 +1,8 @@
 """`channels_last=auto`: the faster layout for this model, this step and this machine.
 
-`choose_layout` takes the choice that an earlier run has kept (`kept.py`), or `paired.benchmark`
-times both layouts in turns; a faster one is compared for what it computes (`parity_gate.py`).
+`choose_layout` takes the choice that an earlier run has kept (`kept.py`), or has `paired.benchmark`
+time both layouts in turns. If channels_last is faster, what it computes is compared
+(`parity_gate.py`).
 """
 
 import logging
@@ -32,11 +33,10 @@ from cl_train.system.torch_state import own_torch_state
 
 log = logging.getLogger(__name__)
 
-TIME_LIMIT_S = 20.0  # with warm-up under 5 % of a run of ten minutes, for slow models too
+TIME_LIMIT_S = 20.0  # with warm-up; under 5 % of a run of ten minutes, also for slow models
 SHARE_OF_ROUNDS = 0.6  # of the time limit; the rest is for finding the batch size and warm-up
-LEAST_STEPS = 32  # a step in each block of eight rounds, which an interval needs
-# Of a ratio's interval: a wider one is not cached unless it decides.
-NOISY_WIDTH = 0.2
+LEAST_STEPS = 32  # a step in each block of the eight rounds that an interval needs
+NOISY_WIDTH = 0.2  # of a ratio's interval; a wider one is not cached unless it decides
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ def choose_memory_format(
     """Measure copies of `model`; choose channels_last if it is faster beyond noise.
 
     Call it with the model built, loaded and on its device, before it is converted, wrapped or
-    compiled. A model that cannot be measured is to be contiguous, for the reason that is given.
+    compiled. For a model that cannot be measured the choice is contiguous; its `reason` says why.
 
     Args:
-        batch_size: images per device and step; on a CPU, as many as memory and time allow.
+        batch_size: images per device and step; on a CPU, as many of them as memory and time allow.
         image_size, precision, device, compile, cuda_graph: as in `compare_layouts`.
         optimizer: one of `OPTIMIZERS` in cl_train/config/schema.py.
-        time_limit_s: for warm-up and measurement of an eager model.
+        time_limit_s: the time for warm-up and measurement of an eager model.
 
     Raises:
-        ConfigError: an impossible argument.
+        ConfigError: an argument is impossible.
     """
     if optimizer not in OPTIMIZERS:
         choices = f"{', '.join(OPTIMIZERS)}{suggest(optimizer, OPTIMIZERS)}"
@@ -120,10 +120,11 @@ def choose_layout(
     candidate: Layout = CHANNELS_LAST,
     parity: str = "auto",
 ) -> Choice:
-    """`candidate` if it is faster in the step of `workload` and computes the same, else contiguous.
+    """Choose `candidate` if it is faster in the step of `workload` and computes the same, else
+    contiguous.
 
     A choice is kept if it was measured undisturbed, and its interval decides or is narrow.
-    `parity`: as the setting of a run.
+    `parity`: the setting of a run.
     """
     if not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
         return Choice(CONTIGUOUS, "contiguous: the model has no convolutions", 0.0)
@@ -147,7 +148,7 @@ def choose_layout(
 
 
 def _with_parity(choice: Choice, model: nn.Module, workload: Workload, parity: str) -> Choice:
-    """The choice; contiguous if channels_last fails or computes something else."""
+    """Returns the choice, or contiguous if channels_last fails or computes something else."""
     if not choice.channels_last:
         return choice
     found = parity_before_use(model, workload, choice.layout, parity)
@@ -164,7 +165,7 @@ def _measured_choice(
     stop = Stop(time_limit_s=time_limit_s - (time.perf_counter() - started_at))
     done = benchmark(variants_of(model, (CONTIGUOUS, candidate)), measured, stop=stop)
 
-    # Not `done.verdict`, which is "not_comparable" if disturbed: that slows both layouts alike.
+    # Not `done.verdict`: that is "not_comparable" after a disturbance, which slows both alike.
     verdict = verdict_of(done.ratio, is_host_bound=done.is_host_bound)
     layout = candidate if verdict == "faster" else CONTIGUOUS
     disturbed = done.disturbance

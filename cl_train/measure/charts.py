@@ -21,13 +21,13 @@ COLOURS = {
     "inconclusive": "#808080",
     "not_comparable": "#b0b0b0",
 }
-ARROW_ROOM = 12  # points between an axis and its labels, for the arrows of intervals that go on
+ARROW_ROOM = 12  # points between an axis and its labels, for arrows of intervals that go on
 _TICKS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the chart; without an interval it shows its words only."""
+    """A row of the chart; without an interval it shows only its words."""
 
     label: str
     interval: Interval | None
@@ -38,9 +38,9 @@ class Bar:
 def write_chart(
     panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[str, str], path: Path
 ) -> bool:
-    """Panels with the same rows side by side, the speed of `sides[1]` / that of `sides[0]`.
+    """Draw panels with the same rows side by side: the speed of `sides[1]` / that of `sides[0]`.
 
-    False: matplotlib is not installed, or there is nothing to draw.
+    Returns False if matplotlib is not installed, or there is nothing to draw.
     """
     rows = max(map(len, panels.values()), default=0)
     bars = [bar for panel in panels.values() for bar in panel]
@@ -48,7 +48,7 @@ def write_chart(
     figure = _figure(max(7.5, 4.5 * len(panels)), 1.9 + row_inches * rows, title)
     if not rows or figure is None:
         return False
-    # 1 and all ratios; an interval that extends beyond half or twice its ratio is clipped.
+    # The axis shows 1 and all ratios; an interval beyond half or twice its ratio is clipped.
     shown = [bar.interval for bar in bars if bar.interval]
     low = min([0.8, *(max(one.low, one.ratio / 2) for one in shown)]) / 1.15
     high = max([1.25, *(min(one.high, one.ratio * 2) for one in shown)]) * 1.2
@@ -90,7 +90,7 @@ def write_chart(
 def _draw_interval(
     axes: Any, ends: tuple[float, float], row: int, colour: str, width: float
 ) -> None:
-    """A line, with an arrow at each limit of the axis beyond which it goes on."""
+    """Draw a line, with an arrow at each limit of the axis beyond which it goes on."""
     low, high = axes.get_xlim()
     shown = [min(max(end, low), high) for end in ends]
     axes.plot(shown, (row, row), color=colour, lw=width)
@@ -100,7 +100,7 @@ def _draw_interval(
 
 
 def _figure(width: float, height: float, title: str) -> Any:
-    """None if matplotlib is not installed."""
+    """Returns a figure; None: matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -116,7 +116,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
-    """The step by kinds of operators, and the ten largest differences of modules."""
+    """Draw the step by kinds of operators, and the ten largest differences of modules."""
     figure = _figure(10, 4.6, f"{title}\n{times.conclusions()[1]}")
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
     kinds = times.rows(lambda call: call.kind)
@@ -133,7 +133,7 @@ def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
 
     modules = times.tables["modules"][:10]
     saved_ms = [-row.difference_ms for row in modules]
-    # By the bars: the interval of one disturbed row may be a thousand times as wide.
+    # The bars set the limits: one disturbed row's interval may be a thousand times as wide.
     ends_ms = min([0.0, *saved_ms]), max([0.0, *saved_ms])
     margin_ms = 0.15 * (ends_ms[1] - ends_ms[0]) or 1.0
     differences.set_xlim(ends_ms[0] - margin_ms, ends_ms[1] + margin_ms)

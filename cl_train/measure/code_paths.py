@@ -1,7 +1,7 @@
-"""Modules by themselves: each is run again in both layouts, on copies of what it read in a step.
+"""Runs modules by themselves again, in both layouts, on copies of what they read in a step.
 
-Code that asks for the layout, perhaps at one size or in one precision only, runs other operators,
-or reads memory by strides: the modules that do so are compared.
+Code that asks for the layout, perhaps only at one size or in one precision, runs other operators or
+reads memory by strides: the modules that do so are compared.
 """
 
 import math
@@ -32,9 +32,9 @@ from cl_train.step.precision import Precision
 from cl_train.step.train_step import compiled
 from cl_train.system.tensors import map_tensors, tensors_in
 
-# Of the distance of whole steps by the dtype of their code: fp32 if a model cannot run in float64.
+# Limits of the relative distance of whole steps; fp32 if a model cannot run in float64.
 CODE_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
-# Of the typical element of a step's gradients: below it a gradient is rounding, zero in theory.
+# Share of the typical element of a step's gradients; a smaller gradient is zero but for rounding.
 FLOAT64_ELEMENT = 1e-3
 
 
@@ -63,7 +63,7 @@ class _VisitAgain(ParityStep):
         given = [(one, gradient) for one, gradient in pairs if gradient is not None]
         if self.dtype is None:
             return [(one, gradient.to(one.dtype)) for one, gradient in given]
-        # A hook of the module may have made the gradient one of other strides.
+        # A hook of the module may have given the gradient other strides.
         return [(one, torch.empty_like(one).copy_(gradient)) for one, gradient in given]
 
 
@@ -75,9 +75,9 @@ def modules_of_other_code(plain: KernelCheck, converted: KernelCheck) -> list[st
 def wrong_modules(
     step: ParityStep, names: Iterable[str], *, compile: bool = False
 ) -> list[WrongCall]:
-    """Of the modules of a step in channels_last those whose results differ, the innermost.
+    """Returns the innermost modules of a channels_last step whose results differ, as calls.
 
-    compile: of the compiled modules, without dropout.
+    compile: compare the compiled modules, without dropout.
     """
     modules, wrong = dict(step.model.named_modules()), dict[str, WrongCall]()
     for name, visits in _visits_of(step, list(names)).items():
@@ -106,7 +106,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[_Visit]]:
-    """The first visit of each module in each mode."""
+    """Run the step; returns the first visit of each module in each mode."""
     visits: dict[str, list[_Visit]] = {name: [] for name in names}
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -138,7 +138,7 @@ def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[_Visit]]:
 def _errors(module: nn.Module, visit: _Visit, step: ParityStep, compile: bool) -> Errors:
     converted = copy_model(module)
     for part in converted.modules() if compile else ():
-        for name in ("p", "drop_prob"):  # of torch's, torchvision's and timm's
+        for name in ("p", "drop_prob"):  # dropout of torch, torchvision and timm
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, 0.0)
     plain = copy_model(converted)
@@ -157,7 +157,7 @@ def _errors(module: nn.Module, visit: _Visit, step: ParityStep, compile: bool) -
     expected = run(plain, contiguous, step.precision, is_reference=True)
     if step.dtype is not None:
         return code_errors(found, expected, step.dtype)
-    # The rounding of a whole module is its own: that of contiguous against float64 tells it.
+    # How much a module rounds depends on the module: contiguous against float64 shows it.
     wide = copy_model(plain).double()
     exact = run(wide, copied(contiguous, _in_float64), Precision("fp32"), is_reference=True)
     limit = partial(limit_by_exact, dtype=step.precision.input_dtype)
@@ -165,9 +165,9 @@ def _errors(module: nn.Module, visit: _Visit, step: ParityStep, compile: bool) -
 
 
 def code_errors(found: Results, expected: Results, dtype: torch.dtype) -> Errors:
-    """Of code in float64, in which rounding hides nothing, or in fp32."""
-    # Gradients that are zero in theory, of a bias before BatchNorm, are rounding errors: to the
-    # norm of each gradient that of typical elements is added.
+    """Returns the errors of code in float64, in which rounding hides nothing, or in fp32."""
+    # Gradients that are zero in theory, as of a bias before BatchNorm, are rounding errors: the
+    # norm of typical elements is added to the norm of each gradient.
     gradients = [one for name, one in expected.items() if name.startswith("gradient")]
     squares = sum(norm_of(one) ** 2 for one in gradients if one.is_floating_point())
     element = math.sqrt(squares / max(1, sum(one.numel() for one in gradients)))

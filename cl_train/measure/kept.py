@@ -26,7 +26,9 @@ _PREFIXES = ("ONEDNN_", "DNNL_", "ATEN_", "MKL_", "CUDNN_", "CUBLAS_", "NVIDIA_T
 
 
 def kept_file(kind: str, model: nn.Module, workload: Workload, candidate: Layout) -> Path:
-    """A file named by the model's text, code and parameters, its step, the machine and versions."""
+    """Returns the path of a file, named by the model's text, code and parameters, by its step, the
+    machine and the versions.
+    """
     named = model.named_parameters()
     versions = describe_environment(workload.device)
     settings = workload.settings
@@ -58,7 +60,7 @@ def kept_file(kind: str, model: nn.Module, workload: Workload, candidate: Layout
 
 
 def _code_of(model: nn.Module) -> list[str]:
-    """The source of the classes of its modules that are not torch's own."""
+    """Returns the source of the classes of the model's modules that are not torch's own."""
     sources = []
     for kind in sorted({type(module) for module in model.modules()}, key=repr):
         if not kind.__module__.startswith("torch."):
@@ -68,7 +70,7 @@ def _code_of(model: nn.Module) -> list[str]:
 
 
 def read_kept(path: Path) -> dict[str, Any]:
-    """Empty: there is none, or one that cannot be read."""
+    """Returns the result; empty: there is none, or it cannot be read."""
     with suppress(OSError, ValueError):
         content = read_json(path)
         return content if isinstance(content, dict) else {}

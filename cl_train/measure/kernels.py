@@ -1,7 +1,7 @@
-"""Whether every operator call of a step computes the same on inputs in channels_last.
+"""Checks whether every operator call of a step computes the same on inputs in channels_last.
 
 Each distinct call is replayed by itself on copies of its inputs, in their own strides and
-contiguous, so that a wrong kernel hides behind no scale of zero, nor behind rounding elsewhere.
+contiguous, so that neither a scale of zero nor rounding elsewhere can hide a wrong kernel.
 """
 
 import math
@@ -24,11 +24,12 @@ from cl_train.memory_format.operator_recorder import (
 from cl_train.step.backup import random_state_restored
 from cl_train.system.tensors import map_leaves, map_tensors, tensors_in
 
-# Of the change that one rounding of the inputs makes; 0.4 of it was seen in 51 correct models.
+# Limits in fp32: times the change that one rounding of the inputs makes. The results of 51 correct
+# models reached 0.4 of it.
 FP32_ROUNDINGS = 64
 FP32_ROUNDINGS_CUDA = 1024  # Winograd kernels of cuDNN are less exact; not measured here
-# Of the error of contiguous against a more exact run, and roundings of the result on top: in 16
-# bits of each call; in fp32 of modules, whose sums run in other orders (8 was seen in coatnet).
+# Limits as multiples of the contiguous error against a more exact run, plus roundings of the
+# result: for each call in 16 bits; for modules in fp32, which sum in other orders (coatnet: 8).
 ERRORS_16_BIT, ROUNDINGS_16_BIT = 4, 1
 ERRORS_FP32 = 16
 INDEX_LIMIT = 0.01  # ties of a maximum may be broken differently
@@ -36,7 +37,7 @@ OF_MEMORY = ("as_strided", "empty")  # results depend on strides by definition, 
 _FACTORIES = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"}
 _WITHOUT_VALUES = {*COPIES, *UNDECLARED_VIEWS, *_FACTORIES}
 _16_BIT = {torch.float16, torch.bfloat16}
-_NOT_FINITE_RTOL = 0.1  # of the finite elements among others
+_NOT_FINITE_RTOL = 0.1  # of the finite elements of a result that has others
 _SEED = 3
 
 
@@ -73,7 +74,7 @@ class KernelCheck(OriginRecorder):
         # Calls that compute, or that read an image by strides, by module and direction.
         self.operators: Counter[tuple[str, str, str]] = Counter()
         self.wrong: list[WrongCall] = []
-        self.calls = 0  # that were replayed
+        self.calls = 0  # number of replayed calls
         self.worst: WrongCall | None = None  # by error, also below the limit
         self.unchecked: set[str] = set()  # operators that could not be replayed
         self._seen: set[Any] = set()
@@ -117,13 +118,15 @@ class KernelCheck(OriginRecorder):
 
 @cache
 def computes(function: Any) -> bool:
-    """Whether its result has values of its own."""
+    """Whether the result of the operator has values of its own."""
     return not function.is_view and all(word not in name_of(function) for word in OF_MEMORY)
 
 
 @cache
 def _written_arguments(function: Any) -> list[tuple[int, str]]:
-    """Positions and names; batch_norm does not declare that it writes its running statistics."""
+    """Returns positions and names of the arguments that the operator writes: batch_norm does not
+    declare its running statistics.
+    """
     return [
         (position, argument.name)
         for position, argument in enumerate(getattr(schema_of(function), "arguments", ()))
@@ -149,13 +152,15 @@ def _key_of(function: Any, args: Any, kwargs: Any) -> Any:
 Values = Any  # tensors in nested tuples, lists and dicts: the arguments of a call
 Results = Mapping[Any, torch.Tensor]  # by name
 Run = Callable[[Values], Results]
-# Of a result: its name, its contiguous values, and those of a more exact run or of shaken inputs.
+# Takes a result's name, its contiguous values, and those of a more exact run or of shaken inputs.
 Limit = Callable[[Any, torch.Tensor, torch.Tensor], float]
-Errors = dict[Any, tuple[float, float]]  # of each result: in multiples of its limit, and relative
+Errors = dict[Any, tuple[float, float]]  # by result: in multiples of its limit, and relative
 
 
 def compare_results(run: Run, call: Values) -> Errors:
-    """Of `run` on `call` and on contiguous copies, within what rounding explains."""
+    """Returns the errors of `run` on `call` against contiguous copies, in multiples of what
+    rounding explains.
+    """
     contiguous = copied(call, torch.Tensor.contiguous)
     found, expected = run(call), run(contiguous)
     tensors = tensors_in((call, expected))
@@ -185,7 +190,7 @@ def _errors(function: Any, call: Values) -> Errors:
 
 
 def _results(function: Any, call: Values) -> Results:
-    """The tensors that a call returns or writes; its arguments stay as they are."""
+    """Returns the tensors that a call returns or writes; its arguments stay as they are."""
     written = _written_arguments(function)
     args, kwargs = copied(call, same_strides) if written else call
     if torch.Tag.nondeterministic_seeded in function.tags:
@@ -198,7 +203,7 @@ def _results(function: Any, call: Values) -> Results:
 
 
 def compared(found: Results, expected: Results, other: Results, limit: Limit) -> Errors:
-    """Of `found` against `expected`; `other` is what `limit` takes."""
+    """Returns the errors of `found` against `expected`; `limit` gets the values of `other`."""
     errors: Errors = {}
     for name in {**expected, **found}:
         if name not in found or name not in expected:
@@ -215,8 +220,8 @@ def compared(found: Results, expected: Results, other: Results, limit: Limit) ->
 
 
 def limit_by_shaken(_: Any, y: torch.Tensor, shaken: torch.Tensor, longest: int) -> float:
-    """`shaken`: of inputs that differ by one rounding; `longest`: elements of the largest tensor,
-    which are the most that are added.
+    """Returns the largest error that is allowed. `shaken`: the result of inputs that differ by one
+    rounding. `longest`: the elements of the largest tensor, as no sum has more terms.
     """
     least = FP32_ROUNDINGS_CUDA if y.is_cuda else FP32_ROUNDINGS
     roundings = max(least, 8 * math.sqrt(longest / y.numel()))
@@ -224,7 +229,7 @@ def limit_by_shaken(_: Any, y: torch.Tensor, shaken: torch.Tensor, longest: int)
 
 
 def limit_by_exact(_: Any, y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> float:
-    """`dtype`: the least exact one that was computed in."""
+    """Returns the largest error that is allowed. `dtype`: the least exact one that was used."""
     times, roundings = ERRORS_FP32, FP32_ROUNDINGS
     if dtype in _16_BIT:
         times, roundings = ERRORS_16_BIT, ROUNDINGS_16_BIT
@@ -254,12 +259,12 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _chance(tensor: torch.Tensor) -> float:
-    """One draw of a single number may be exact by chance, that of many is not."""
+    """Returns a factor for limits: a single number may be exact by chance, many are not."""
     return 1 + 15 / tensor.numel()
 
 
 def norm_of(tensor: torch.Tensor) -> float:
-    """Waits for the device."""
+    """Returns the L2 norm; waits for the device."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
@@ -272,7 +277,7 @@ def _epsilon(tensor: torch.Tensor) -> float:
 
 
 def copied(call: Values, copy: Callable[[torch.Tensor], torch.Tensor]) -> Values:
-    """`copy` of each tensor; one that stands twice stays one."""
+    """Returns `call` with a `copy` of each tensor; a tensor that stands twice is copied once."""
     copies: dict[int, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +289,7 @@ def copied(call: Values, copy: Callable[[torch.Tensor], torch.Tensor]) -> Values
 
 
 def same_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the same strides, also with gaps; a dimension that is expanded stays so."""
+    """Returns a copy in the same strides, also with gaps; an expanded dimension stays expanded."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         return tensor.clone()
@@ -299,7 +304,7 @@ def same_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_constants(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Positive noise where all elements are equal, as in gradients behind a scale of zero."""
+    """Returns positive noise instead of equal elements, as in gradients behind a scale of zero."""
     is_writable = tensor.is_floating_point() and tensor.numel() > 1 and 0 not in tensor.stride()
     if not is_writable or bool(tensor.amin() != tensor.amax()):
         return tensor
@@ -312,7 +317,7 @@ def _half(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shaken(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each element by about one rounding smaller or larger."""
+    """Returns `tensor` with each element smaller or larger by about one rounding."""
     if not tensor.is_floating_point():
         return tensor
     noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float32) - 0.5

@@ -44,7 +44,7 @@ class Pipeline:
 def benchmark_loaders(
     settings: LoaderBenchmarkSettings, *others: Callable[[LoaderBenchmarkSettings, int], Pipeline]
 ) -> tuple[dict[str, Any], str]:
-    """The JSON document, and its text; `others` make more pipelines, of the most workers.
+    """Returns the JSON document and its text; `others` make more pipelines, with the most workers.
 
     Raises ConfigError: no such folder, no whole batch, or a bad image.
     """
@@ -95,7 +95,7 @@ def benchmark_loaders(
 
 
 def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """uint8 NHWC batches in shared memory, as before the copy to the device."""
+    """Returns cl_train's own pipeline: uint8 NHWC batches in shared memory, not yet on a device."""
     # No validation images are needed: the least share takes one image of each class.
     cfg = DataConfig(
         name="folder",
@@ -117,7 +117,9 @@ def ours(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
 
 
 def torchvision_reference(settings: LoaderBenchmarkSettings, workers: int) -> Pipeline:
-    """torchvision's references/classification: Pillow, float tensors, default collate."""
+    """Returns the pipeline of torchvision's references/classification: Pillow, float tensors and
+    the default collate.
+    """
     from torchvision import datasets, transforms
 
     crop = transforms.RandomResizedCrop(settings.image_size)

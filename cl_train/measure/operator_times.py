@@ -1,8 +1,9 @@
 """The time of every operator of a step in both layouts, forward, backward and update.
 
-Operators are timed below autograd, on a GPU by events, which sleeps before each of them until the
-host has launched it. The time between two operators belongs to the module that runs, as `python`,
-beyond the usual, which is the recorder's own. Calls are paired by module, operator and order.
+Operators are timed below autograd. A GPU times them by events, and sleeps before each operator
+until the host has launched it. The time between two operators counts as `python` of the module that
+runs, less the usual time, which is the recorder's own. Calls are paired by module, operator and
+order.
 """
 
 import gc
@@ -26,15 +27,15 @@ _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
 
 
 def time_operators(model: nn.Module, workload: Workload, time_limit_s: float) -> OperatorTimes:
-    """Time the step contiguous, and in the model's own layout or, if that is contiguous, in
-    channels_last; the model is unchanged.
+    """Time the contiguous step, and the step in the model's own layout or, if that is contiguous,
+    in channels_last. The model is unchanged.
     """
     device, own = workload.device, layout_of(model)
     layout = own if own.is_channels_last else CHANNELS_LAST
     gc.collect()
     gc.disable()  # it would fall on some operator
     try:
-        # The current device is that of events and sleeps.
+        # Events and sleeps go to the current device.
         with as_current(device), measurement_state(workload.settings, device):
             plain = TimedStep(model, CONTIGUOUS, workload)
             steps = (plain, TimedStep(model, layout, workload, plain.facts))
@@ -50,7 +51,7 @@ def _operator_times(
     calls: dict[Key, TimedCall] = {}
     # Not in inference mode, where composite operators arrive whole.
     runs = [step.step if step.parts else torch.no_grad()(step.forward) for step in steps]
-    seconds: list[list[dict[Key, float]]] = [[] for _ in steps]  # of the calls, in each block
+    seconds: list[list[dict[Key, float]]] = [[] for _ in steps]  # of the calls, block by block
 
     def block(index: int) -> Block:
         torch.manual_seed(0)  # the same choices in both layouts
@@ -71,12 +72,12 @@ def _operator_times(
         warm_up()
     done = alternate(blocks, Stop(math.inf, time_limit_s, _MAX_ROUNDS, _MIN_ROUNDS))
     for key, call in calls.items():
-        # A block may lack a call, which other random numbers have chosen.
+        # A block may lack a call that other random numbers have chosen.
         call.ms = _ms_of_rounds([[of.get(key, 0.0) for of in side[1:]] for side in seconds])
     step_ms = _ms_of_rounds([done.times_s(index) for index in range(len(steps))])
     return OperatorTimes(list(calls.values()), step_ms)
 
 
 def _ms_of_rounds(seconds: Sequence[Sequence[float]]) -> Times:
-    """The mean of the two blocks that each layout has in a round."""
+    """Returns the mean of the two blocks that each layout has in a round."""
     return 1000 * np.array(seconds).reshape(len(LAYOUTS), -1, 2).mean(2).T

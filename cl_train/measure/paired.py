@@ -1,4 +1,4 @@
-"""The layouts of one model, or several models, compared in one process, in alternating blocks.
+"""Compares the layouts of one model, or several models, in one process, in alternating blocks.
 
 `benchmark` warms up the step of each (`timed_step.py`) and times blocks of them in turns
 (`alternate.py`); `statistics.py` makes the verdict.
@@ -39,7 +39,7 @@ from cl_train.system.torch_state import own_torch_state
 
 BLOCK_S = 0.25
 MODES = ("train", "infer")
-LEAST_BY_ITSELF_PCT = 50.0  # of its images, from which on a contiguous side is called so
+LEAST_BY_ITSELF_PCT = 50.0  # of its images; with fewer, `by_itself_text` is empty
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ class Variant:
 def variants_of(
     model: nn.Module, layouts: Sequence[Layout] = (CONTIGUOUS, CHANNELS_LAST)
 ) -> list[Variant]:
-    """One model in several layouts; the first is the baseline."""
+    """Returns one model in several layouts; the first is the baseline."""
     return [Variant(layout.name, model, layout) for layout in layouts]
 
 
 @dataclass(frozen=True)
 class LayoutSpeed:
-    """The speed of one layout, a geometric mean over blocks; `ratio` is to the first layout."""
+    """The speed of one layout, a geometric mean over blocks; `ratio` is relative to the first."""
 
     layout: str
     images_per_s: float
     step_ms: float
-    peak_memory_gib: float | None  # None: no time for it
+    peak_memory_gib: float | None  # None: there was no time to measure it
     ratio: Interval
     verdict: str  # faster, slower, no_difference, inconclusive or not_comparable
     block_ms: tuple[float, ...] = ()  # of a step in each block that counts, two blocks per round
-    host_pct: float | None = None  # of a step, until the host has launched it; None: on a CPU
+    host_pct: float | None = None  # share of a step in which the host launches it; None: a CPU
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class Comparison:
     stopped_by: str  # "target_ci" or "time_limit"
     others_pct: float | None = None  # share of the cores of other processes; None = unknown
     utilisation: dict[str, Any] | None = None  # of the fastest layout; None if compiled
-    gpu: dict[str, Any] | None = None  # as `GpuWatch.worst`
+    gpu: dict[str, Any] | None = None  # what `GpuWatch.worst` returns
     rounds_left_out: int = 0  # because other processes took time from them
-    lost_pct: float | None = None  # of their time, that others took from the rounds that count
-    # Percent of the images that convolutions of the contiguous side compute in channels_last all
-    # the same; None: no side is contiguous, or the model is compiled.
+    lost_pct: float | None = None  # share of the counted rounds' time that other processes took
+    # Percent of the images that convolutions of the contiguous side nevertheless compute in
+    # channels_last; None: no side is contiguous, or the model is compiled.
     by_itself_pct: float | None = None
 
     @property
     def verdict(self) -> str:
-        """Verdict on the last layout against the first."""
+        """The verdict on the last layout against the first."""
         return self.speeds[-1].verdict
 
     @property
@@ -101,7 +101,7 @@ class Comparison:
 
     @property
     def ratio(self) -> Interval:
-        """Speed of the last layout / speed of the first."""
+        """The speed of the last layout / that of the first."""
         return self.speeds[-1].ratio
 
     @property
@@ -111,7 +111,7 @@ class Comparison:
         return problem_of_gpu(self.gpu) or ("other processes used the cores" if is_lost else None)
 
     def not_comparable(self, layouts: Collection[str]) -> "Comparison":
-        """The same without a verdict on these layouts."""
+        """Returns the comparison with the verdict "not_comparable" on these layouts."""
         speeds = [
             replace(speed, verdict="not_comparable") if speed.layout in layouts else speed
             for speed in self.speeds
@@ -120,11 +120,11 @@ class Comparison:
 
     @property
     def round_s(self) -> float:
-        """At least: two steps of each variant."""
+        """The least time of a round: two steps of each variant."""
         return 2 * sum(speed.step_ms for speed in self.speeds) / 1000
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `pairs` has the keys of a sweep's comparison."""
+        """Returns plain values; `pairs` has the keys of a sweep's comparison."""
         speeds, pairs = [], []
         for speed in self.speeds:
             plain = dict(vars(speed))
@@ -199,31 +199,32 @@ def compare_layouts(
     """Measure copies of `model`, contiguous and in channels_last, in alternating blocks, with
     training's own step.
 
-    On Linux, time that other processes take is subtracted (one thread), or the rounds that they
-    disturbed are left out, at most half; if the others lost 5 % or more, the verdict is
+    On Linux, the time that other processes take is subtracted (one thread), or the rounds that they
+    disturbed are left out, at most half; if the remaining rounds lost 5 % or more, the verdict is
     "not_comparable".
 
     Args:
-        batch_size: images per step; halved for both layouts where memory runs out, and on a CPU,
-            down to 8, where two rounds would not end within `time_limit_s`.
+        batch_size: images per step; halved for both layouts if memory runs out, and on a CPU,
+            down to 8, if two rounds would not end within `time_limit_s`.
         image_size: side of RGB images in pixels, or the shape of one input: (C, H, W), or
             (C, T, H, W) for video.
-        batch: instead of noise: a tensor, a tuple of inputs or a dict of keyword arguments.
-        loss: scalar of the model's output; default cross-entropy with random labels for logits
-            [N, classes], else the mean square of the output.
-        output: what the default loss uses: a dict's key, an attribute or an index, such as "0".
+        batch: the input instead of noise: a tensor, a tuple of inputs or a dict of keyword
+            arguments.
+        loss: maps the model's output to a scalar; default: cross-entropy with random labels for
+            logits [N, classes], else the mean square of the output.
+        output: the part that the default loss uses: a dict's key, an attribute or an index, "0".
         mode: "train" (forward, backward, optimizer) or "infer".
         precision: auto, fp32, tf32, fp16, fp16_o2 or bf16.
-        device: default: where the model is.
+        device: default: the model's.
         compile: measure copies compiled by `torch.compile`.
         cuda_graph: replay the step as a CUDA graph.
         target_ci: stop when the 95 % interval of the ratio is at most this wide (high - low).
-        time_limit_s: end after about this long, compilation aside. Where no round fits, the steps
-            of the warm-up are reported, and the verdict is inconclusive.
+        time_limit_s: end after about this long, compilation aside. If no round fits, the steps of
+            the warm-up are reported, and the verdict is inconclusive.
 
     Raises:
-        ConfigError: the model does not run on this batch, or one image does not fit into memory;
-            torch is known to crash on it in channels_last.
+        ConfigError: the model does not run on this batch, one image does not fit into memory, or
+            torch is known to crash on the model in channels_last.
     """
     if mode not in MODES:
         raise ConfigError(f"mode={mode}; use {' or '.join(MODES)}")
@@ -237,7 +238,7 @@ def compare_layouts(
 
 
 def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
-    """`benchmark` with fewer images where two rounds would not end in time."""
+    """Run `benchmark`, with fewer images if two rounds would not end in time."""
     started_at = time.perf_counter()
     steps = 6 * len(variants)  # warm-up, memory, and two rounds
     scaled = scaled_to_time(variants[0].model, workload, stop.time_limit_s, steps)
@@ -247,9 +248,9 @@ def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: 
 
 
 def benchmark(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
-    """Compare the variants with the first; where memory runs out, with half of the images.
+    """Compare the variants with the first one; if memory runs out, try half of the images.
 
-    Raises ConfigError: not even one fits, or a model fails.
+    Raises ConfigError: not even one image fits, or a model fails.
     """
     requested = workload.batch_size
     while True:
@@ -312,7 +313,7 @@ def _compared(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Co
 def _alternated(
     timed: Sequence[TimedStep], step_s: Sequence[float], watch: GpuWatch, stop: Stop
 ) -> Rounds:
-    """`step_s`: of the warm steps, before they are recorded."""
+    """Time the steps in turns. `step_s`: seconds of the warm steps, before they are recorded."""
     # All eager work comes before the recordings, whose memory it could not use.
     for step in timed:
         step.record()
@@ -328,14 +329,14 @@ def _alternated(
 
 
 def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:
-    """On a CPU without the steps from which other processes took time.
+    """Time a block; on a CPU, leave out the steps from which other processes took time.
 
-    With one thread that time is subtracted instead; with several, what one of them waits for a
+    With one thread that time is subtracted instead. With several threads, the wait of one for a
     core may or may not delay the others.
     """
     if step.workload.device.type != "cpu":
         times_s, host_s = step.block_and_host_times_s(steps)
-        # The least: the host also waits where the device's queue is full.
+        # The minimum, as the host also waits while the device's queue is full.
         return Block(median(times_s), host_share=min(host_s) / median(times_s))
     all_s, shares = [], []
     for _ in range(steps):
@@ -358,7 +359,7 @@ def _speeds(names: Sequence[str], timed: Sequence[TimedStep], counted: Rounds) -
     measured = zip(names, timed, counted.intervals(), strict=True)
     for number, (name, step, ratio) in enumerate(measured):
         times_s = counted.times_s(number)
-        step_s = geometric_mean(times_s)  # so that the ratios are quotients of it
+        step_s = geometric_mean(times_s)  # the ratios are then its quotients
         rate = step.workload.images_per_step / step_s
         verdict = verdict_of(ratio, is_host_bound=is_host_bound and bool(speeds))
         block_ms = tuple(round(1000 * seconds, 4) for seconds in times_s)

@@ -45,14 +45,14 @@ MOST_MODULES = 64  # of other code that are run again
 class ParityReport:
     passed: bool | None  # None: inconclusive, for the reason in `note`
     precision: str
-    batch: str  # what the model ran on, such as "[4, 3, 224, 224]"
-    first_divergence: str | None = None  # an operator or code, and its module, or an error's text
-    worst: str | None = None  # what is nearest to its limit, or above it
+    batch: str  # the shape that the model ran on, such as "[4, 3, 224, 224]", or a type
+    first_divergence: str | None = None  # operator or code, with its module; or an error's text
+    worst: str | None = None  # the result nearest to its limit, or the first above it
     failed: list[str] = field(default_factory=list)
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; of what failed the first ten."""
+        """Returns plain values, with the first ten checks that failed."""
         return {**vars(self), "failed": self.failed[:10], "text": str(self)}
 
     def __str__(self) -> str:
@@ -89,16 +89,17 @@ def check_parity(
     code as a whole in float64. Random operators draw equal numbers; a crash is a difference.
 
     Args:
-        model: fp32, in any layout; constant parameters, such as a scale of zero, get other values.
+        model: fp32, in any layout; in the copies, constant parameters, such as a scale of zero, get
+            other values.
         batch, image_size, device: as in `compare_layouts`.
-        batch_size: default: 4.
-        loss: scalar of the model's output; default: a sum with fixed random weights.
+        batch_size: images per step; default: 4.
+        loss: maps the model's output to a scalar; default: a sum with fixed random weights.
         output: the part of the output to compare; default: all of it.
-        precision: of the step whose operators are compared.
+        precision: that of the step whose operators are compared.
         conversion: "full" or "conv", as in `convert`.
         mode: "train" (training mode, with backward), "infer" (eval mode, forward only) or "both".
         compile: also compare the compiled model as a whole.
-        seed: of the images and of the model's random numbers.
+        seed: seeds the images and the model's random numbers.
 
     Raises:
         ConfigError: the model does not run on this batch in the contiguous layout, or needs more
@@ -178,7 +179,9 @@ def _different(wrong: list[WrongCall], asked: tuple[str, str], note: str = "") -
 
 
 def _small_input(model: nn.Module, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one input of the first of `SMALL_SIZES` that the model takes, if smaller."""
+    """Returns the shape of an input of the first of `SMALL_SIZES` that the model takes, if smaller
+    than `wanted`.
+    """
     for size in SMALL_SIZES:
         small = (*wanted[:-2], *(min(side, size) for side in wanted[-2:]))
         try:

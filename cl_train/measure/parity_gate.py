@@ -19,7 +19,7 @@ from cl_train.system.machine import release_memory
 
 log = logging.getLogger(__name__)
 
-MOST_IMAGES = 4  # of the step that is checked: odd for an odd batch, for which kernels differ
+MOST_IMAGES = 4  # of the step that is checked; 3 for a larger odd batch, whose kernels differ
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Parity:
 
     @property
     def status(self) -> str:
-        """As in `summary.json`."""
+        """The text in `summary.json`."""
         if self.passed or self == OFF:
             return "passed" if self.passed else "off"
         return f"{'inconclusive' if self.passed is None else 'different'}: {self.text}"

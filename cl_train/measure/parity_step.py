@@ -23,7 +23,7 @@ from cl_train.step.backup import random_state_restored
 from cl_train.step.precision import BATCH_NORMS, Precision, autocast, kernel_selection
 from cl_train.system.tensors import map_tensors, tensors_in
 
-# By name: "result 0 in eval mode", "result 0", "gradient of NAME", "buffer NAME".
+# The names are "result 0 in eval mode", "result 0", "gradient of NAME", "buffer NAME".
 Results = dict[str, torch.Tensor]
 Roots = list[tuple[torch.Tensor, torch.Tensor | None]]  # where backward begins, with gradients
 
@@ -56,7 +56,9 @@ class ParityStep:
         seed: int,
         dtype: torch.dtype | None = None,
     ) -> "ParityStep":
-        """`dtype`: instead of the workload's precision, with a gradient of the input, too."""
+        """Make the step. `dtype`: used instead of the workload's precision; the inputs then have
+        gradients, too.
+        """
         precision = workload.precision if dtype is None else Precision("fp32")
         copied = model_in_layout(model, layout, precision, workload.device)
         _give_values(copied, seed)
@@ -74,12 +76,12 @@ class ParityStep:
         return call_model(self.model, batch)
 
     def results(self, output: Any, is_training: bool) -> list[torch.Tensor]:
-        """The entry of the output may exist in training only."""
+        """Returns the tensors to compare; the chosen entry may exist only in training."""
         key = self.workload.output if is_training is self.modes[-1] else None
         return output_tensors(output, key)
 
     def roots(self, output: Any, results: list[torch.Tensor]) -> Roots:
-        """A loss for outputs of any shape: fixed random weights give each element its gradient."""
+        """Returns a loss for any output: fixed random weights give each element its gradient."""
         if self.workload.loss is not None:
             with autocast(self.precision, self.workload.device):
                 return [(self.workload.loss(output), None)]
@@ -96,7 +98,7 @@ class ParityStep:
             for is_training in self.modes:
                 mode = "" if is_training else " in eval mode"
                 self.model.train(is_training)
-                # A model that works in place takes no leaf, a compiled one warns of others.
+                # A model that works in place takes no leaf; a compiled one warns of other tensors.
                 batch = self.batch if self.is_compiled else map_tensors(_not_leaf, self.batch)
                 gradients = torch.set_grad_enabled(is_training)
                 with gradients, autocast(self.precision, self.workload.device):
@@ -121,7 +123,7 @@ class ParityStep:
         with ExitStack() as stack:
             stack.enter_context(kernel_selection(tf32=self.precision.tf32, autotune=False))
             stack.enter_context(random_state_restored(self.workload.device))
-            if not self.is_compiled:  # below a mode that sees its operators nothing is compiled
+            if not self.is_compiled:  # nothing is compiled below a mode that sees its operators
                 stack.enter_context(EqualRandomness(self.seed))
             if self.is_reference:
                 stack.enter_context(ContiguousResults())
@@ -159,10 +161,10 @@ def _give_values(model: nn.Module, seed: int) -> None:
 
 
 class ContiguousResults(TorchDispatchMode):
-    """What operators compute is contiguous, unless the code asks for another format.
+    """Makes the results of operators contiguous, unless the code asks for another format.
 
-    Behind a permuted LayerNorm, as in ConvNeXt, results are channels_last in every layout, and code
-    that is wrong for it would be compared with itself.
+    Behind a permuted LayerNorm, as in ConvNeXt, results are channels_last in every layout: code
+    that is wrong for channels_last would be compared with itself.
     """
 
     def __torch_dispatch__(
@@ -182,11 +184,11 @@ class ContiguousResults(TorchDispatchMode):
 
 
 class EqualRandomness(TorchDispatchMode):
-    """Random operators draw the same values for every memory format, dtype and device.
+    """Makes random operators draw the same values for every memory format, dtype and device.
 
-    `torch.rand_like(x)` fills memory in storage order: the model receives what contiguous float64
-    copies on the CPU give, seeded by the number of the call. Fused attention, whose kernels draw
-    their own numbers, is only seeded.
+    `torch.rand_like(x)` fills memory in storage order; so the model receives what contiguous
+    float64 copies on the CPU draw, seeded by the number of the call. Fused attention, whose kernels
+    draw their own numbers, is only seeded.
     """
 
     def __init__(self, seed: int) -> None:
@@ -201,14 +203,14 @@ class EqualRandomness(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        if "attention" in func.name():  # has no number: torch chooses it by the strides
+        if "attention" in func.name():  # it has no number, as torch chooses it by the strides
             torch.manual_seed(self.seed)
             return func(*args, **kwargs)
         self.seed += 1
         drawn_args = [_plain(value) for value in args]
         of_layout = {"memory_format", "pin_memory", "layout"}
         drawn_kwargs = {key: _plain(value) for key, value in kwargs.items() if key not in of_layout}
-        result = func(*args, **kwargs)  # has the right layout, dtype and device, but other values
+        result = func(*args, **kwargs)  # right in layout, dtype and device; the values are others
 
         torch.manual_seed(self.seed)
         drawn = func(*drawn_args, **drawn_kwargs)

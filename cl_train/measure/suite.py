@@ -49,10 +49,10 @@ from cl_train.system.processes import with_threads
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SLOW_PARITY_S = 5.0  # from here on its end is said
+SLOW_PARITY_S = 5.0  # from here on a line tells that it has ended
 LONGEST_ADVISED_S = 3600.0
 DECIDING_ROUNDS = 10  # eight rounds and their warm-up
-AUDIT_SHARE = 0.05  # of the time limit, that a step may take which is audited
+AUDIT_SHARE = 0.05  # of the time limit, for the step that is audited
 LEAST_AUDITED = 4  # images
 NAMES = ("model", "mode", "precision", "batch_size", "compile", "cuda_graph")
 
@@ -64,13 +64,13 @@ class Combination:
     settings: BenchmarkSettings
     described: dict[str, Any]
     workload: Workload
-    tell: Callable[[str], object] = log.info  # is called with how long a slow part takes
+    tell: Callable[[str], object] = log.info  # gets a line on how long a slow part takes
 
     def result(self, *, is_checked: bool = True) -> dict[str, Any]:
-        """Plain values, with `error` instead of speeds if the model raised anything, which must not
-        lose the results of the others; with cuda_graph=auto eager steps are tried then.
+        """Returns plain values, with `error` instead of speeds if the model raised anything: the
+        results of the others must not be lost. Before that, cuda_graph=auto tries eager steps.
 
-        `is_checked`: with parity, audit and answer.
+        `is_checked`: add parity, audit and answer.
         """
         result: dict[str, Any] = {}
         for graph in self._graphs():
@@ -88,8 +88,8 @@ class Combination:
         return result
 
     def _graphs(self) -> list[bool]:
-        """Whether the step is a CUDA graph, and what is tried after that: in eager mode the host
-        limits small models, and both layouts are as fast as it.
+        """Returns whether the step is a CUDA graph, and what to try if that fails: in eager mode
+        the host limits small models, and both layouts are as fast as the host.
         """
         word, settings = self.described["cuda_graph"], self.workload.settings
         is_auto = word == "auto" and self.workload.device.type == "cuda"
@@ -102,7 +102,7 @@ class Combination:
         return benchmark_in_time(variants, self.workload, stop=stop)
 
     def _measured(self, is_checked: bool) -> dict[str, Any]:
-        """Parity, then speed, then the audit."""
+        """Measure parity, then speed, then audit."""
         limit_s, started_at = self.settings.time_limit_s, time.perf_counter()
         variants = self._variants()
         if not is_checked:
@@ -137,13 +137,13 @@ class Combination:
         }
 
     def checked(self) -> dict[str, Any]:
-        """Parity and audit alone, as in `result`."""
+        """Returns parity and audit alone, as in `result`."""
         variants = self._variants()
         audited = self._audited(variants, self.workload.batch_size)
         return _plain(self._parity(variants), audited)
 
     def _variants(self) -> list[Variant]:
-        """The baseline first."""
+        """Build the variants, the baseline first."""
         size = self.workload.input_shape[-1]
         built: dict[str, nn.Module] = {}
         for name in self.described["model"].split(","):
@@ -164,7 +164,7 @@ class Combination:
         }
 
     def _images_to_audit(self, done: Comparison) -> int:
-        """As many as were timed, or as fit into a share of the time."""
+        """Returns as many images as were timed, or as fit into `AUDIT_SHARE`."""
         image_s = max(speed.step_ms for speed in done.speeds) / 1000 / done.batch_size
         affordable = int(AUDIT_SHARE * self.settings.time_limit_s / image_s)
         return min(done.batch_size, max(LEAST_AUDITED, affordable))
@@ -176,7 +176,7 @@ class Combination:
         return same_outputs_text(first.model, other.model, self.workload)
 
     def _audited(self, variants: Sequence[Variant], batch_size: int) -> list[LayoutReport]:
-        """A step of each model in channels_last."""
+        """Audit a step of each model in channels_last."""
         workload = replace(self.workload, batch_size=batch_size)
         names = self.described["model"].split(",")
         layouts = {one.model: one.layout for one in variants if one.layout is not CONTIGUOUS}
@@ -186,7 +186,7 @@ class Combination:
         ]
 
     def _words(self) -> dict[str, Any]:
-        """The settings of this combination, as they are typed."""
+        """Returns the settings of this combination, as they are typed."""
         values = {name: value for name, value in self.described.items() if value}
         values["data.image_size"] = values.pop("image_size")
         if self.settings.cuda_graph != BenchmarkSettings().cuda_graph:
@@ -197,12 +197,12 @@ class Combination:
         return values
 
     def _to_decide(self, done: Comparison) -> str | None:
-        """The command that probably decides it; None if it is decided, or no hour decides it."""
+        """Returns the command that probably decides; None: decided, or not even an hour decides."""
         if all(speed.verdict != "inconclusive" for speed in done.speeds):
             return None
         values = self._words()
         seconds = max(seconds_to_decide(speed.ratio, done.seconds) for speed in done.speeds[1:])
-        # And once more the parity check and the warm-up.
+        # Parity check and warm-up take their time once more.
         seconds += max(0.0, self.settings.time_limit_s - done.seconds)
         if done.rounds < 2:
             values["batch_size"] = done.batch_size
@@ -258,8 +258,8 @@ def run_each(
     keep: Callable[[dict[str, Any]], None],
     out: Path | str | None,
 ) -> None:
-    """Keep each result before the next one is measured. SIGTERM ends it as Ctrl-C does: it says how
-    many were kept, in `out`.
+    """Measure each item, and keep its result before the next one. SIGTERM ends it as Ctrl-C does:
+    a line says how many were kept, in `out`.
     """
     kept = 0
     before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
@@ -278,12 +278,12 @@ def run_each(
 def in_child(
     work: Callable[[str, Any], dict[str, Any]], name: str, settings: Any, limit_s: float
 ) -> dict[str, Any]:
-    """What `work(name, settings)` returns in a process of its own; if that crashes, lacks memory or
-    takes longer than `limit_s`, an `error`.
+    """Returns what `work(name, settings)` returns in a process of its own, or an `error` if that
+    crashes, lacks memory or takes longer than `limit_s`.
     """
     context = multiprocessing.get_context("forkserver")
-    # Importing takes longer than most models. What a user's packages import may touch CUDA, and
-    # forks of a process that did cannot use it: for CUDA torch alone is imported before the fork.
+    # Importing takes longer than most models. A user's packages may touch CUDA when imported, and
+    # forks of a process that did cannot use it: for CUDA, only torch is imported before the fork.
     is_cuda = settings.device.startswith("cuda")
     context.set_forkserver_preload(["torch" if is_cuda else work.__module__])
     receiver, sender = context.Pipe(duplex=False)
@@ -311,7 +311,7 @@ def _child(sender: Any, work: Callable[[str, Any], Any], name: str, settings: An
 
 
 def combinations_of(settings: BenchmarkSettings) -> list[Combination]:
-    """Raises ConfigError as `run_suite`."""
+    """Returns all combinations. Raises ConfigError as `run_suite` does."""
     if empty := [name for name in NAMES if not getattr(settings, name)]:
         raise ConfigError([f"{name}= is empty: name at least one" for name in empty])
     for model in settings.model:

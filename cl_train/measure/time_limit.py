@@ -14,18 +14,18 @@ from cl_train.memory_format.convert import CONTIGUOUS
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import available_bytes, timed_s
 
-SLOW_S = 2.0  # of the first steps of all sides: from here on it is said how long the rest takes
+SLOW_S = 2.0  # of the first steps of all sides; from here on a line tells how long the rest takes
 PROBED_IMAGES = 4  # of the step from which the time and memory of larger ones are estimated
-LEAST_IMAGES = 8  # of a batch, also where they take longer
+LEAST_IMAGES = 8  # of a batch, even if they take longer
 SHARE_OF_MEMORY = 0.8  # of what is free
 
 
 def scaled_to_time(
     model: nn.Module, workload: Workload, limit_s: float, least_steps: int
 ) -> Workload:
-    """Returns the workload with a smaller step, if `least_steps` of it do not end within `limit_s`,
-    or do not fit into memory: first its batch is halved, down to `LEAST_IMAGES`, then the number of
-    its micro-steps.
+    """Returns the workload, with a smaller step if `least_steps` of it do not end within `limit_s`
+    or do not fit into memory: first the batch is halved, down to `LEAST_IMAGES`, then the number of
+    micro-steps.
 
     A compiled step, which cannot be tried cheaply, keeps its batch, as does one on a GPU.
     """
@@ -62,7 +62,7 @@ def scaled_to_time(
 
 
 def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], float]:
-    """Runs eager steps of all sides in turns, fewer if rounds would not fit in behind them.
+    """Run eager steps of all sides in turns, fewer if rounds would not fit in after them.
 
     Returns the seconds of the last step of each side, and the seconds that are left.
     """
@@ -80,7 +80,7 @@ def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], floa
         if work is TimedStep.first_step and pass_s >= SLOW_S:
             rest_s = max(left_s, pass_s)
             stop.tell(f"a step of {max(step_s):.1f} s: about {rest_s:.0f} s to go")
-        # A round is two passes: two rounds fit in behind another pass, or none fits anyway.
+        # A round is two passes. Go on if two rounds fit in after another pass, or none fits anyway.
         can_go_on = 5 * pass_s <= left_s or pass_s <= left_s < 2 * pass_s
         if not can_go_on:
             break

@@ -23,9 +23,9 @@ from cl_train.system.machine import DeviceClock
 from cl_train.system.processes import ran_and_waited_s
 from cl_train.system.tensors import strided_tensors_in, tensors_in
 
-# This quantile of the times between two events is the recorder's own: few modules compute there.
+# This quantile of the times between two events is the recorder's own, as few modules compute there.
 _USUAL = 0.75
-# 0.2 to 0.3 ms of a GPU: the host needs less to launch an operator and the event after it.
+# 0.2 to 0.3 ms of a GPU; the host launches an operator and the event after it in less.
 _SLEEP_CYCLES = 400_000
 _SHOWN_INPUTS = 3  # a gradient, an image and a weight
 _FAMILIES = ("convolution", "batch_norm", "norm", "pool", "mm", "softmax")
@@ -34,7 +34,7 @@ Key = tuple[str, str, str, int]  # phase, module, operator and which of equal ca
 
 
 class ThreadClock(DeviceClock):
-    """On a CPU of Linux without the time in which this thread waited for a core."""
+    """Leaves out, on a CPU of Linux, the time in which this thread waited for a core."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -64,11 +64,11 @@ class TimeRecorder(OriginRecorder):
         self._spans: dict[Key, tuple[Any, Any]] = {}
         self._seen = Counter[tuple[str, str, str]]()
         self._watched: set[Any] = set()  # autograd nodes of the modules' outputs
-        # By phase and the event at its end: the module that ran, and seconds since the last event
+        # By phase and closing event: the module that ran, and the seconds since the last event
         self._gaps = defaultdict[tuple[str, str], list[tuple[str, float]]](list)
 
     def seconds(self) -> dict[Key, float]:
-        """Seconds of each call, less what recording it takes. Waits for the device."""
+        """Returns the seconds of each call, less what recording it takes. Waits for the device."""
         self._clock.wait(self._last)
         spans_s = {key: self._clock.seconds(*marks) for key, marks in self._spans.items()}
         idle_s = [span_s for key, span_s in spans_s.items() if "aten.detach.default" in key]
@@ -105,7 +105,7 @@ class TimeRecorder(OriginRecorder):
         self._go_on(module)
 
     def _close(self, event: str) -> None:
-        """The time since the last event belongs to the module that runs; in the update to none."""
+        """Charge the time since the last event to the module that runs; in the update to none."""
         phase = "forward"
         if torch._C._current_autograd_node() is not None:
             phase = "backward"
@@ -126,7 +126,7 @@ class TimeRecorder(OriginRecorder):
         self._close("operator")
         origin, phase = self.origin(), self._phase
         module = origin.module
-        if origin.module_type == "Parameter":  # which accumulates its gradient
+        if origin.module_type == "Parameter":  # it accumulates its gradient
             module = module.rpartition(".")[0]
         same = (phase, module, str(function))
         self._seen[same] += 1
@@ -171,7 +171,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _kind(function: Any, phase: str) -> str:
-    """What a table sums up: the operator and its backward pass together."""
+    """Returns the kind of operator that a table sums up, with its backward pass."""
     if phase == "update":
         return "optimizer"
     name = name_of(function)

@@ -46,7 +46,7 @@ class Workload:
     """The input, the loss and the settings of one step; `compare_layouts` explains them."""
 
     batch_size: int  # images per micro-step
-    input_shape: tuple[int, ...]  # of one image (C, H, W) or video (C, T, H, W)
+    input_shape: tuple[int, ...]  # one image (C, H, W) or video (C, T, H, W)
     settings: StepSettings
     device: torch.device
     mode: str = "train"  # or "infer"
@@ -68,14 +68,14 @@ class Workload:
         return self.batch_size * micro_steps
 
     def loss_of(self, output: Any) -> torch.Tensor:
-        """The loss of a model that is no classifier of images."""
+        """Returns the loss of a model that is no classifier of images."""
         if self.loss is not None:
             return self.loss(output)
         return mean_square(output_tensors(output, self.output))
 
 
 class TimedStep:
-    """`step` is that of training or inference, on a copy of the model.
+    """A copy of the model whose `step` is that of training or inference.
 
     Raises ConfigError: torch is known to crash on this model in this layout.
     """
@@ -109,7 +109,7 @@ class TimedStep:
             if settings.compile:
                 self._called = compiled(self.model)
 
-        # Of the bytes that convolutions of a contiguous eager model return, those in channels_last.
+        # Share in channels_last of the bytes that convolutions of a contiguous eager model return.
         self.by_itself_pct: float | None = None
         self.peak_gib: float | None = None  # memory of an eager step, without other models
         self._steps = 0
@@ -170,7 +170,9 @@ class TimedStep:
         parts.update_average(self._steps)
 
     def first_step(self) -> None:
-        """Select kernels, compile, create the optimizer's state; count `by_itself_pct`."""
+        """Run a step: it selects kernels, compiles, creates the optimizer's state and counts
+        `by_itself_pct`.
+        """
         images = _ConvolvedImages()
         is_counted = not (self.layout.is_channels_last or self.workload.settings.compile)
         with images if is_counted else nullcontext():
@@ -184,7 +186,7 @@ class TimedStep:
     def record(self) -> None:
         """Record the step as a CUDA graph, if the workload asks for it.
 
-        Eager steps cannot use the memory of graphs: record after those of all layouts.
+        Record after the eager steps of all layouts, which cannot use the memory of graphs.
         """
         if self._recorder is None:
             return
@@ -207,11 +209,11 @@ class TimedStep:
         self.step = step
 
     def block_times_s(self, steps: int) -> list[float]:
-        """Seconds of each of `steps` steps."""
+        """Returns the seconds of each of `steps` steps."""
         return step_times_s(self.step, steps, self.workload.device)
 
     def utilisation(self, images_per_s: float) -> dict[str, Any] | None:
-        """See `step.utilisation`; None if the FLOPs are unknown."""
+        """Returns `step.utilisation`; None: the FLOPs are unknown."""
         gflop, workload = self.facts.gflop, self.workload
         step_gflop = gflop if self.parts is None else self.facts.step_gflop
         if gflop is None or step_gflop is None:
@@ -219,7 +221,7 @@ class TimedStep:
         return utilisation(gflop, step_gflop, images_per_s, workload.precision, workload.device)
 
     def block_and_host_times_s(self, steps: int) -> tuple[list[float], list[float]]:
-        """Also the seconds until the host had launched each step."""
+        """Returns the seconds of each step, and those until the host had launched each step."""
         launched_at = [time.perf_counter()]
 
         def launch() -> None:
@@ -238,7 +240,7 @@ class TimedStep:
         return nullcontext() if self._recorder is None else self._recorder.on_stream()
 
     def held_bytes(self) -> int:
-        """Bytes of weights, buffers, optimizer state, average and batch, each storage once."""
+        """Returns bytes of weights, buffers, optimizer state, average, batch; each storage once."""
         state: list[Any] = [self.inputs, *self.model.parameters(), *self.model.buffers()]
         if self.parts is not None:
             optimizer, average = self.parts.optimizer, self.parts.average
@@ -249,7 +251,7 @@ class TimedStep:
 
 
 class _ConvolvedImages(TorchDispatchMode):
-    """Counts the bytes that convolutions compute, by layout: their channels are at dimension 1."""
+    """Counts the bytes that convolutions compute, by layout; their channels are dimension 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +274,7 @@ class _ConvolvedImages(TorchDispatchMode):
 def model_in_layout(
     model: nn.Module, layout: Layout, precision: Precision, device: torch.device
 ) -> nn.Module:
-    """A copy on `device` in the dtypes of `precision`, contiguous but for `layout`."""
+    """Returns a copy on `device` in the dtypes of `precision` and in `layout`, else contiguous."""
     copied = cast_model(copy_model(model, device), precision)
     convert(copied, CONTIGUOUS)
     if layout.is_channels_last:
@@ -281,7 +283,7 @@ def model_in_layout(
 
 
 def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """None: where the model is. Raises ConfigError: this is no model, or a lazy one."""
+    """Returns `device`, by default the model's. Raises ConfigError: no model, or a lazy one."""
     refuse_lazy(model)
     if device is None:
         device = next((tensor.device for tensor in named_tensors(model).values()), "cpu")
@@ -289,26 +291,28 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
 
 
 def image_shape(size: int | Iterable[int]) -> tuple[int, ...]:
-    """(3, H, W) of an RGB image of `size` pixels; a shape as it is."""
+    """Returns (3, H, W) for an RGB image of `size` pixels; a shape stays as it is."""
     return (3, size, size) if isinstance(size, int) else tuple(size)
 
 
 def input_shape(model: str, image_size: int | None, frames: int) -> tuple[int, ...]:
-    """(3, H, W) of an RGB image, or with `frames` (3, T, H, W) of a video; None: the usual size."""
+    """Returns (3, H, W) for an RGB image, or (3, T, H, W) for a video of `frames`. image_size=None:
+    the model's usual size.
+    """
     size = image_size or (112 if frames else usual_image_size(model))
     return (3, frames, size, size) if frames else (3, size, size)
 
 
 def noise(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Normal, float32 on the CPU."""
+    """Returns normal noise, float32 on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def place_batch(
     batch: Any, device: torch.device, dtype: torch.dtype | None, memory_format: torch.memory_format
 ) -> Any:
-    """A copy on `device`: floating tensors in `dtype`, those of 4 and 5 dimensions in
-    `memory_format`.
+    """Returns a copy on `device`, with floating tensors in `dtype` (None: as they are), and those
+    of 4 and 5 dimensions in `memory_format`.
     """
 
     def place(value: torch.Tensor) -> torch.Tensor:

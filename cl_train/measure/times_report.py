@@ -29,9 +29,9 @@ class TimedCall:
     shapes: str = ""
     source: str = ""
     cause: str = ""  # the line whose contiguous gradient it pays for
-    # By layout the first tensors that it reads: dtype, shape and strides
+    # The first tensors that it reads, by layout: dtype, shape and strides
     inputs: dict[str, list[str]] = field(default_factory=dict)
-    gets_contiguous: bool = False  # an image, in the channels_last run: the loss came before it
+    gets_contiguous: bool = False  # it reads a contiguous image in the channels_last run
     ms: Times = field(default_factory=lambda: np.zeros((0, 2)))
 
     @property
@@ -65,13 +65,13 @@ class Row:
         self.contiguous_ms, self.channels_last_ms = np.median(ms, axis=0).tolist()
         ordered = np.sort(ms[:, 1] - ms[:, 0])
         self.difference_ms = float(np.median(ordered))
-        # 95 % interval of the median, by ranks; with fewer than six rounds their whole range.
+        # The 95 % interval of the median, by ranks; with fewer than six rounds, their whole range.
         count = len(ordered)
         binomial = np.cumsum([math.comb(count, rank) for rank in range(count)])
         outside = max(sum(binomial <= 0.025 * 2**count), 1)
         low, high = ordered[[outside - 1, -outside]].tolist()
         self.interval_ms: tuple[float, float] = low, high
-        # Of channels_last: 1 a loss, -1 a gain, 0 neither beyond noise.
+        # channels_last has: 1, a loss; -1, a gain; 0, neither beyond noise.
         self.sign = int(low > 0) - int(high < 0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class OperatorTimes:
 
     @property
     def explained_pct(self) -> float:
-        """The share of the step that the calls add up to, in the layout that they explain worse."""
+        """The share of the step that the calls add up to, for the layout explained worse."""
         calls_ms = np.sum([call.ms for call in self.calls], axis=0)
         shares_pct = np.median(100 * calls_ms / self.step_ms, axis=0).tolist()
         return max(shares_pct, key=lambda pct: abs(pct - 100))
@@ -123,12 +123,12 @@ class OperatorTimes:
                 call.cause, call.kind = cause, f"contiguous gradient of {place}"
 
     def rows(self, key: Callable[[TimedCall], object]) -> list[Row]:
-        """Calls grouped by a key: differences beyond noise first, the largest on top."""
+        """Returns rows of calls by `key`: differences beyond noise first, the largest on top."""
         rows = [Row(str(key(calls[0])), calls) for calls in grouped(self.calls, key)]
         return sorted(rows, key=lambda row: (row.sign == 0, -abs(row.difference_ms)))
 
     def main_differences(self) -> list[Row]:
-        """Calls that are a third of their kind's difference, else the kind; the largest first."""
+        """Returns calls that are a third of their kind's difference, else it, by size."""
         main: list[Row] = []
         for kind in self.rows(lambda call: call.kind):
             calls = [Row(str(call), [call]) for call in kind.calls]
@@ -140,7 +140,7 @@ class OperatorTimes:
         return sorted(main, key=lambda row: -abs(row.difference_ms))
 
     def conclusions(self) -> list[str]:
-        """What is saved and lost, the step's time, how much the rows explain, and advice."""
+        """Says what is saved and lost, the step's time, how much the rows explain, and advice."""
         main = self.main_differences()
         gained, lost = (
             "; ".join([str(row) for row in main if row.sign == sign][:3]) or "nothing"
@@ -162,9 +162,9 @@ class OperatorTimes:
         ]
 
     def advice(self) -> list[str]:
-        """What to do about the calls that slow a layout by 1 % of the step, one line each.
+        """Says what to do about the calls that slow a layout by 1 % of the step, one line each.
 
-        In the contiguous run only Python code and copies are a fault.
+        In the contiguous run, only Python code and copies count as faults.
         """
         least_ms = 0.01 * float(np.median(self.step_ms))
         rows = [row for row in self.rows(lambda call: call) if abs(row.difference_ms) > least_ms]

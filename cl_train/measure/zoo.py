@@ -16,7 +16,7 @@ from cl_train.models import sources as models
 from cl_train.system.files import read_json, write_json, write_text
 from cl_train.system.tables import markdown_table
 
-# Of the tutorial "Channels Last Memory Format in PyTorch".
+# The models of the tutorial "Channels Last Memory Format in PyTorch".
 TUTORIAL = (
     "alexnet", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3", "mobilenet_v2", "resnet101",
     "resnet152", "resnet18", "resnet34", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5",
@@ -62,9 +62,9 @@ def run_zoo(names: Sequence[str], settings: ZooSettings, path: Path, table: dict
 
 
 def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
-    """Parity, speed and memory of both layouts, conversion, audit, and a verdict.
+    """Measure parity, speed and memory of both layouts, conversion and audit; returns the row.
 
-    A model that does not run on every size of image keeps its own, as the row's `image_size` says.
+    A model that does not run on every image size keeps its own, as the row's `image_size` says.
     """
     started_at = time.perf_counter()
     size = None if name.startswith(_OWN_SIZE) else settings.image_size
@@ -72,7 +72,7 @@ def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, "image_size": shape[-1]}
     for mode in ("train", "infer") if settings.speed else ():
         one = combination_for(name, mode, shape[-1], settings)
-        row[mode] = timed = one.result(is_checked=mode == "train")  # which checks both
+        row[mode] = timed = one.result(is_checked=mode == "train")  # the check covers both
         if "error" in timed:
             return {"model": name, "error": timed["error"]}
     checked = row.get("train") or combination_for(name, "train", shape[-1], settings).checked()
@@ -101,7 +101,7 @@ def combination_for(name: str, mode: str, image_size: int, settings: ZooSettings
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """The verdict as text: correctness, then speed if it was measured, then lost layouts."""
+    """Returns the verdict in words: correctness, speed if it was measured, and lost layouts."""
     if row["parity"]["passed"] is False:
         return "do not use: the layouts compute different results"
     if row["convolutions"] == 0:
@@ -117,9 +117,9 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -> dict[str, Any]:
-    """The table at `path`, to be continued, or a new one.
+    """Returns the table at `path`, to be continued, or a new one.
 
-    Raises ConfigError: one with other settings, or no table.
+    Raises ConfigError: the file is no table, or one with other settings.
     """
     options = {name: getattr(settings, name) for name in _EQUAL}
     table = {"schema_version": 2, "options": options, "environment": environment, "rows": []}
@@ -138,7 +138,7 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
 
 
 def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
-    """Add a row, or replace that of the same model, and write .json and .md."""
+    """Add a row, or replace that of the same model, and write the table as .json and .md."""
     rows = {entry["model"]: entry for entry in [*table["rows"], row]}
     table["rows"] = [rows[name] for name in sorted(rows)]
     environment, precision = table["environment"], table["options"]["precision"]
@@ -154,7 +154,7 @@ def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def _columns(row: dict[str, Any], with_speed: bool) -> dict[str, Any]:
-    """The same columns for every row, also for a failed model."""
+    """Returns the same columns for every row, also for a failed model."""
     audited = row.get("audit", {})
     columns = {name: row.get(name) for name in ("model", "image_size", "convolutions")}
     passed = row.get("parity", {}).get("passed")
