@@ -16,7 +16,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
 @dataclass
 class Origin:
-    """The location of a call; that of a backward call is its forward call's."""
+    """The location of a call; a backward call has the location of its forward call."""
 
     direction: Literal["forward", "backward"]
     module: str = ""
@@ -94,7 +94,7 @@ class LayoutReport:
     times: Any = None  # the `measure.times_report.OperatorTimes` of both layouts, if measured
 
     def of(self, outcome: Outcome, direction: str | None = None) -> list[Call]:
-        """The calls with this outcome, sorted by the bytes that they moved."""
+        """Returns the calls with this outcome, sorted by the bytes that they moved."""
         directions = ("forward", "backward") if direction is None else (direction,)
         calls = [
             one for one in self.calls if one.outcome == outcome and one.direction in directions
@@ -115,7 +115,7 @@ class LayoutReport:
 
     @property
     def paid(self) -> dict[str, list[Call]]:
-        """Losses by their own place, and what reads a contiguous tensor by its cause."""
+        """The calls that pay, by place: that of a loss is its own, that of others their cause's."""
         paid = defaultdict[str, list[Call]](list)
         for call in self.of("lost") + self.of("restored") + self.of("inherited"):
             paid[call.place if call.outcome == "lost" else call.cause].append(call)
@@ -133,7 +133,7 @@ class LayoutReport:
         return f"{self.model} loses channels_last in {number} {self._cost(paying)}"
 
     def losses(self) -> list[dict[str, Any]]:
-        """A row for each line of code that loses the format, the most expensive first."""
+        """Returns a row for each line of code that loses the format, the most expensive first."""
         rows, paid = [], self.paid
         of_line = attrgetter("operator", "direction", "source", "copy")
         for calls in grouped(self.of("lost"), of_line):
@@ -152,7 +152,7 @@ class LayoutReport:
         return sorted(rows, key=lambda row: -float(row["% of bytes"]))
 
     def notes(self) -> list[str]:
-        """What is paid for contiguous tensors that no loss made, by the line that makes them."""
+        """Says what is paid for contiguous tensors that no loss made, by the line making them."""
         lost = {call.place for call in self.of("lost")}
         creators = {call.place: call for call in self.of("created")}
         paying = defaultdict[str, list[Call]](list)
@@ -168,7 +168,9 @@ class LayoutReport:
         return lines
 
     def inherited(self) -> dict[tuple[str, str, str], str]:
-        """Lines that create contiguous gradients, by direction, module and operator of who pays."""
+        """Returns the lines that create contiguous gradients, by direction, module and operator of
+        the calls that pay.
+        """
         creators = {call.place: call.where for call in self.of("created")}
         return {
             (call.direction, call.module, call.operator): creators[call.cause]
@@ -183,7 +185,7 @@ class LayoutReport:
         return f"{two_digits(self._pct(calls))} % of the step's bytes"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values. "kept" and "contiguous" calls appear in the totals only."""
+        """Returns plain values; "kept" and "contiguous" calls appear only in the totals."""
         shown = [outcome for outcome in OUTCOMES if outcome not in ("kept", "contiguous")]
         return {
             "schema_version": 6,
@@ -228,7 +230,7 @@ def _of_creator(creator: Call | None, paying: Call) -> str:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    """Groups of an equal key, in the order of their first items."""
+    """Returns groups of items with an equal key, in the order of their first items."""
     groups = defaultdict[object, list[T]](list)
     for item in items:
         groups[key(item)].append(item)

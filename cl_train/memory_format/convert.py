@@ -31,7 +31,7 @@ from cl_train.system.torch_state import own_torch_state
 
 Predicate = Callable[[str, nn.Module], bool]
 _DISTRIBUTED = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-# The original of a parametrised tensor belongs to the parametrised module.
+# The original of a parametrised tensor counts as the parametrised module's own.
 _WITHIN_MODULE = re.compile(r"(^|\.)parametrizations\..*|\.?[^.]*$")
 
 
@@ -60,7 +60,7 @@ LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, CHANNELS_LAST, CHANNEL
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """The layout that `model` has; of one that is partly converted, that of these modules."""
+    """Returns the layout of `model`; if it is partly converted, one that selects these modules."""
     if (name := model_memory_format(model)) != "mixed":
         return LAYOUTS[name]
     formats = [(n, memory_format_of(m.parameters(False))) for n, m in model.named_modules()]
@@ -70,7 +70,7 @@ def layout_of(model: nn.Module) -> Layout:
 
 @dataclass
 class ConversionReport:
-    """Names of the tensors of 4 or 5 dimensions: those changed, and those left with the reason."""
+    """Names the tensors of 4 or 5 dimensions that were changed, and those left, with the reason."""
 
     mode: str
     memory_format: torch.memory_format
@@ -154,7 +154,7 @@ def _convert_tensors(
     memory_format: torch.memory_format,
     report: ConversionReport,
 ) -> None:
-    """Tensors that shared memory still do so afterwards."""
+    """Convert the `selected` tensors; tensors that shared memory still share it afterwards."""
     names_of = defaultdict[Any, list[str]](list)  # of the tensors with the same elements
     for name, tensor in tensors.items():
         if tensor.layout == torch.strided:
@@ -185,13 +185,13 @@ def _convert_tensors(
 
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same elements of the same memory."""
+    """Returns a key that is equal for tensors that are the same elements of the same memory."""
     storage = StorageWeakRef(tensor.untyped_storage()).cdata  # data_ptr is 0 on meta and if empty
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _overlapping(views: Iterable[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
-    """The views whose bytes, from the first to the last, overlap another's or their own."""
+    """Returns views whose bytes, from the first to the last, overlap another's or their own."""
     overlapping = set[Any]()
     extents: list[tuple[int, int, int, Any]] = []  # storage, first byte, byte after the last, view
     for view in views:
@@ -213,7 +213,9 @@ def _overlapping(views: Iterable[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
 
 
 def _refuse_distributed(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Buckets of DDP and shards of FSDP have the old strides; a wrapper tensor hides its own."""
+    """Raises ConfigError: buckets of DDP or shards of FSDP would keep the old strides, or a wrapper
+    tensor hides its own.
+    """
     modules = model.modules() if isinstance(model, nn.Module) else ()
     kinds: list[type] = [type(module) for module in modules]
     refused = [kind for kind in kinds if _DISTRIBUTED & {base.__name__ for base in kind.__mro__}]

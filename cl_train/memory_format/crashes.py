@@ -30,8 +30,8 @@ def _is_narrow(weight: torch.Tensor) -> bool:
 
 
 class KnownCrash(TorchDispatchMode):
-    """Notes the first convolution of a forward pass, in either layout and of shapes alone ("meta"),
-    whose gradient would crash in channels_last on a CPU.
+    """Notes the first convolution of a forward pass whose gradient would crash in channels_last on
+    a CPU. The pass may be in either layout, and of shapes alone ("meta").
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,7 @@ def _describe(name: str, image: torch.Tensor, weight: torch.Tensor, stride: int)
 
 
 def _leaves_pixels(sizes: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the stride leaves some over, and enough are written."""
+    """Whether the stride leaves pixels over, and the output is large or several threads write."""
     steps = list(zip(sizes, stride, strict=True))
     written = math.prod((size - 1) // step + 1 for size, step in steps)
     is_left = any((size - 1) % step > 0 for size, step in steps)

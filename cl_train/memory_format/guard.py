@@ -17,18 +17,22 @@ def layout_guard(
     allow: Sequence[str] = (),
     strict: bool = False,
 ) -> Iterator[None]:
-    """Watch every operator of the block in this thread, at the price of a debugger.
+    """Watch every operator of the block in this thread; it makes a step as slow as a debugger does.
 
-    Convert the model and its input first: what never was channels_last cannot be lost. A loss of
-    tokens is raised by the operator that reads them.
+    Convert the model and its input first: what never was channels_last cannot be lost. A loss in
+    tokens is reported at the operator that reads them.
 
     Args:
         on_loss: "raise" `LayoutLost` with the operator, line, module, shapes and strides, or "warn"
-            about each loss.
+            about each loss once.
         allow: shell patterns of operators, modules, types of modules, or lines ("model.py:12") that
-            may lose it.
-        strict: also raise where the backward pass pays for a gradient that a kernel of torch
+            may lose channels_last.
+        strict: also report where the backward pass pays for a gradient that a kernel of torch
             creates contiguous, such as that of a global mean.
+
+    Raises:
+        LayoutLost: an operator lost channels_last.
+        ConfigError: `on_loss` is neither "raise" nor "warn".
     """
     if on_loss not in ("raise", "warn"):
         raise ConfigError(f"on_loss={on_loss}: must be raise or warn")

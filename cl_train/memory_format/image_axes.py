@@ -22,7 +22,7 @@ class Kind:
     """What a dimension counts."""
 
     role: str
-    # Of a dimension that runs along several axes: their sizes and kinds, the fastest first.
+    # For a dimension that runs along several axes: their sizes and kinds, the fastest first.
     parts: "tuple[tuple[int, Kind], ...]" = field(default=(), compare=False)
 
 
@@ -43,7 +43,7 @@ NO_IMAGE = Axes((), ())
 
 
 def image_kinds(rank: int) -> Kinds:
-    """Of an image [N,C,H,W], a video [N,C,D,H,W], or a signal [N,C,L]."""
+    """Returns the kinds of an image [N,C,H,W], a video [N,C,D,H,W] or a signal [N,C,L]."""
     return (OTHER, CHANNEL, *[PIXEL] * (rank - 2))
 
 
@@ -52,7 +52,7 @@ def is_shared_by_batch(tensor: torch.Tensor) -> bool:
 
 
 def axes_of(tensor: torch.Tensor, kinds: Kinds) -> Axes:
-    """The axes of memory into which `tensor`, whose dimensions have these kinds, was written."""
+    """Returns the axes of memory into which `tensor`, with dimensions of `kinds`, was written."""
     axes = []
     for size, stride, kind in zip(tensor.shape, tensor.stride(), kinds, strict=True):
         if size < 2 or stride == 0:
@@ -69,7 +69,7 @@ def axes_of(tensor: torch.Tensor, kinds: Kinds) -> Axes:
 
 
 def kinds_of(tensor: torch.Tensor, axes: Axes) -> Kinds:
-    """The kinds of the dimensions of a view of memory with these axes."""
+    """Returns the kinds of the dimensions of `tensor`, a view of memory with these axes."""
     itemsize = tensor.element_size()
     kinds = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -86,7 +86,7 @@ def kinds_of(tensor: torch.Tensor, axes: Axes) -> Kinds:
 
 
 def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> Kind:
-    """Returns the kind with the most elements of a dimension that runs along these axes.
+    """Returns the kind of a dimension that runs along these axes: the one with the most elements.
 
     Groups of pixels beside many channels are features of a patch; few channels beside many pixels
     are the finer pixels of a depth-to-space.
@@ -102,9 +102,9 @@ def _merged_kind(axes: Axes, first: int, last: int, stride: int, size: int) -> K
 
 
 def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
-    """Whether memory goes from channel to channel (channels_last) or from pixel to pixel.
+    """Returns whether memory goes from channel to channel (channels_last) or from pixel to pixel.
 
-    "ambiguous": one channel or one pixel only, or no element. "other": expanded.
+    "ambiguous": there is only one channel or one pixel, or no element. "other": it is expanded.
     """
     if not tensor.numel():
         return "ambiguous"
@@ -121,7 +121,7 @@ def stride_order(tensor: torch.Tensor, kinds: Kinds) -> StrideOrder:
 
 
 def kept_kinds(rank: int, operands: Iterable[Kinds], reduced: Sequence[int] | None) -> Kinds | None:
-    """The output's kinds, from the operand with the most known ones; None if none has its rank.
+    """Returns the output's kinds, from the operand with most known ones; None: none has its rank.
 
     `reduced`: dimensions that the operator removes.
     """

@@ -29,10 +29,11 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
 def classify(tensor: torch.Tensor) -> StrideOrder:
-    """The memory format of a tensor [N,C,H,W] or [N,C,D,H,W], also of a slice, by its strides.
+    """Returns the memory format of a tensor [N,C,H,W] or [N,C,D,H,W], also a slice, by its strides.
 
-    "ambiguous": both orders hold (C == 1, H == W == 1, no elements); "other": another number of
-    dimensions, another order, expanded (stride 0), no strides (sparse).
+    "ambiguous": both orders hold (C == 1, H == W == 1, or no elements). "other": the tensor has
+    another number of dimensions or another order, is expanded (stride 0), or has no strides
+    (sparse).
     """
     if tensor.layout != torch.strided or tensor.dim() not in CHANNELS_LAST_BY_DIM:
         return "other"
@@ -55,7 +56,7 @@ def _strides_descend(tensor: torch.Tensor, order: Sequence[int]) -> bool:
 
 
 def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """`tensor` with the strides of `memory_format`; the same object if it already has them.
+    """Returns `tensor` with the strides of `memory_format`; the same object if it has them already.
 
     Unlike `.contiguous(memory_format=...)` it changes the strides of [N,1,H,W] and [N,C,1,1] too.
     channels_last means channels_last_3d for a tensor [N,C,D,H,W].
@@ -69,7 +70,7 @@ def to_memory_format(tensor: torch.Tensor, memory_format: torch.memory_format) -
 
 
 def images_in(memory_format: torch.memory_format, values: Any) -> Any:
-    """Nested values, the tensors of 4 and 5 dimensions in `memory_format`; containers are new."""
+    """Returns `values` in new containers, tensors of 4 and 5 dimensions in `memory_format`."""
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         is_image = tensor.dim() in CHANNELS_LAST_BY_DIM
@@ -79,7 +80,9 @@ def images_in(memory_format: torch.memory_format, values: Any) -> Any:
 
 
 def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
-    """The format of all tensors of 4 or 5 dimensions, or "mixed"; ambiguous ones by strides."""
+    """Returns the one format of the tensors of 4 or 5 dimensions, or "mixed"; if all are ambiguous,
+    their strides decide.
+    """
     strided = [t for t in tensors if not nn.parameter.is_lazy(t) and t.layout == torch.strided]
     images = [tensor for tensor in strided if tensor.dim() in CHANNELS_LAST_BY_DIM]
     orders = {classify(tensor) for tensor in images} - {"ambiguous"}
@@ -90,18 +93,18 @@ def memory_format_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def model_memory_format(model: Any) -> str:
-    """Of the parameters of a module or an exported program."""
+    """Returns the memory format of the parameters of a module or an exported program."""
     return memory_format_of(model.parameters())
 
 
 def uncompiled(model: Any) -> Any:
-    """The model itself, not its wrapper of `torch.compile`, which adds a part to each name."""
+    """Returns the model without the wrapper of `torch.compile`, which adds a part to each name."""
     children = model.named_children() if isinstance(model, nn.Module) else ()
     return dict(children).get(COMPILED, model)
 
 
 def named_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a module or an exported program, tied ones under each name."""
+    """Returns parameters and buffers of a module or exported program, tied ones under each name."""
     if isinstance(model, torch.export.ExportedProgram):
         named = {**model.state_dict, **model.constants}
         return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}

@@ -41,7 +41,7 @@ from cl_train.memory_format.operator_recorder import (
 )
 from cl_train.system.tensors import strided_tensors_in
 
-# Words in the names of operators to which dimension 1 is channels and the later ones are pixels.
+# Words in the names of operators whose dimension 1 is channels and whose later ones are pixels.
 _OF_IMAGES = ("conv", "pool", "im2col", "col2im")
 _SAME_CALL = attrgetter(
     "operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs", "cause"
@@ -75,20 +75,20 @@ def traits_of(function: Any) -> Traits:
 
 @dataclass(slots=True)
 class Memory:
-    """Of what an operator of the step has allocated or written."""
+    """What is known of memory that an operator of the step has allocated or written."""
 
     axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
     cause: Call | None = None  # the call that made the image there contiguous
-    # The call that wrote it last, if that was a module's and not as contiguous as the batch.
+    # The call that wrote it last, if a module ran it and it read nothing contiguous from outside.
     writer: Call | None = None
 
 
-UNKNOWN = Memory()  # from outside the step, or before anything was channels_last
+UNKNOWN = Memory()  # written outside the step, or before anything was channels_last
 
 
 class Operand(NamedTuple):
     tensor: torch.Tensor
-    kinds: Kinds | None = None  # None: no image
+    kinds: Kinds | None = None  # None: it is no image
     order: StrideOrder | None = None
     memory: Memory = UNKNOWN
 
@@ -126,7 +126,7 @@ class Executed(NamedTuple):
 
 
 class LayoutRecorder(OriginRecorder):
-    """Gives `on_call` the calls that read or write images, in any number of dimensions.
+    """Calls `on_call` with each call that reads or writes images, in any number of dimensions.
 
     A call is judged by the order in which it stores channels and pixels (see `image_axes`). A copy
     of tokens is judged when it is read: transposed keys, whose product with queries is no image,
@@ -142,7 +142,7 @@ class LayoutRecorder(OriginRecorder):
         self._memory: dict[StorageWeakRef, Memory] = {}
         self._unread: dict[StorageWeakRef, Call] = {}  # copies of tokens
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
-        self._has_channels_last = False  # before that there is nothing to lose, nor to follow
+        self._has_channels_last = False  # until then there is nothing to lose or to follow
 
     @contextmanager
     def watching(self) -> Iterator[Self]:
@@ -159,7 +159,7 @@ class LayoutRecorder(OriginRecorder):
             return result
 
         inputs = strided_tensors_in((args, kwargs))
-        # Described before the call, because an in-place operator changes its arguments.
+        # They are described before the call, because an in-place operator changes its arguments.
         operands = [self._operand(tensor, traits) for tensor in _read(traits, inputs)]
         result = function(*args, **kwargs)
         outputs = strided_tensors_in(result)
@@ -185,7 +185,9 @@ class LayoutRecorder(OriginRecorder):
     # --- what a tensor holds ---
 
     def _memory_of(self, tensor: torch.Tensor, *, is_new: bool = False) -> Memory:
-        """Known or new; a part of unknown memory, such as of a bucket of DDP, is not kept."""
+        """Returns the known memory, or a new one, which is not kept for a part of unknown memory,
+        such as of a bucket of DDP.
+        """
         storage = _storage(tensor)
         if storage in self._memory:
             return self._memory[storage]
@@ -233,7 +235,7 @@ class LayoutRecorder(OriginRecorder):
             # tokens. Two images give pairs of pixels or of channels, which are no image.
             kinds = None if left and right else left or right
         else:
-            # Beside what is no image, such as an attention map, a parameter or a scale is none.
+            # Beside an operand that is no image (an attention map), a parameter or scale is none.
             if any(each.memory.axes is NO_IMAGE for each in operands):
                 known = [each for each in operands if each.memory is not UNKNOWN]
                 operands = [each for each in known if each.order != "ambiguous"]
@@ -244,7 +246,7 @@ class LayoutRecorder(OriginRecorder):
         return Operand(tensor, kinds, stride_order(tensor, kinds) if kinds else None, memory)
 
     def _note_forward(self, executed: Executed) -> None:
-        """Shapes of channels_last images, and a loss that only its reader shows."""
+        """Note the shapes of channels_last images, and report a loss that only its reader shows."""
         operands = executed.operands
         for each in (*operands, *executed.produced):
             if each.order == "channels_last" and each.is_image:
@@ -275,7 +277,7 @@ class LayoutRecorder(OriginRecorder):
     # --- what a call does ---
 
     def _settle_unread(self, executed: Executed) -> None:
-        """Copies of tokens that this call reads are losses, unless it makes pairs of them."""
+        """Report copies of tokens that this call reads: losses, unless it makes pairs of them."""
         for operand in executed.operands if self._unread else ():
             call = self._unread.pop(_storage(operand.tensor), None)
             if call:
@@ -284,7 +286,7 @@ class LayoutRecorder(OriginRecorder):
                 self._on_call(call)
 
     def _judge(self, executed: Executed) -> Call | None:
-        """The call with its outcome; None without images."""
+        """Returns the call with its outcome; None: it has no images."""
         traits, is_backward = executed.traits, executed.is_backward
         images = [each for each in executed.operands if each.order]
         results = [each for each in executed.produced if each.order]
@@ -320,7 +322,10 @@ class LayoutRecorder(OriginRecorder):
 def _outcome(
     before: set[StrideOrder | None], after: set[StrideOrder | None], *, is_gradient: bool
 ) -> Outcome | None:
-    """`is_gradient`: a contiguous output is the gradient of a channels_last activation."""
+    """Returns the outcome, by the orders of images before and after a call; None: it has no image.
+
+    `is_gradient`: a contiguous output is the gradient of a channels_last activation.
+    """
     if "contiguous" in after:
         if "channels_last" in before or (is_gradient and "contiguous" not in before):
             return "lost"
@@ -333,7 +338,7 @@ def _outcome(
 
 
 def _read(traits: Traits, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs whose values are read: not what a copy overwrites, nor an example of a dtype."""
+    """Returns the inputs whose values are read: not a copy's target, nor an example of a dtype."""
     if traits.name.startswith("new_"):
         return []
     return inputs[-1:] if traits.is_copy else inputs

@@ -1,4 +1,4 @@
-"""Run any model on any batch: its inputs, and a scalar loss of its outputs."""
+"""Runs any model on any batch, and makes a scalar loss of its outputs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ from cl_train.system.tensors import tensors_in
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """`batch`: the model's input, a tuple or list of its inputs, a dict of its arguments, or a list
-    of images [C,H,W], which is the one input of a detection model.
+    """Call `model` with `batch`: its input, a tuple or list of its inputs, a dict of its arguments,
+    or a list of images [C,H,W], which is the one input of a detection model.
     """
     if isinstance(batch, dict):
         return model(**batch)
@@ -23,8 +23,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tensor]:
-    """The floating-point (or complex) tensors of a model's output, at any depth; with `key` those
-    of its entry: a dict's key, an attribute, or a tuple's index. Raises ConfigError: none.
+    """Returns the floating-point (or complex) tensors of a model's output, at any depth; with `key`
+    (a dict's key, an attribute, a tuple's index) those of an entry. Raises ConfigError: there are
+    none.
     """
     values = output if key is None else _entry(output, key)
     tensors = tensors_in(values)
@@ -37,7 +38,7 @@ def output_tensors(output: Any, key: str | int | None = None) -> list[torch.Tens
 
 
 def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A loss whose gradient has the output's strides; that of a plain mean is expanded."""
+    """Returns a loss whose gradient has the output's strides; that of a plain mean is expanded."""
     sums = [tensor.abs().float().square().sum() / max(tensor.numel(), 1) for tensor in tensors]
     return torch.stack(sums).sum()
 

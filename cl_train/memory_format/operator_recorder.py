@@ -25,20 +25,20 @@ UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_spli
 
 _OWN = f"{Path(__file__).parents[1]}/"
 _PYTHON = f"{Path(os.__file__).parent}/"
-_LIBRARIES = ("torch", "cl_train", "python")  # whose lines are nobody's model
+_LIBRARIES = ("torch", "cl_train", "python")  # their lines belong to no model
 
 
 def name_of(function: Any) -> str:
-    """The name of an operator of torch, such as `add`; others have a namespace, `vision::nms`."""
+    """Returns an operator's name: `add` for torch's; others have a namespace, as `vision::nms`."""
     name: str = function.name()
     return name.partition(".")[0].removeprefix("aten::")
 
 
 def schema_of(function: Any) -> Any:
-    """The schema of an operator; None if Python has no name for an argument, such as a stream."""
+    """Returns an operator's schema; None: Python has no name for an argument, such as a stream."""
     try:
         _, schemas = get_signature_for_torch_op(function, return_schemas=True)
-    except Exception:  # of the evaluation of its types
+    except Exception:  # torch evaluates its types
         return None
     return schemas[0] if schemas else None
 
@@ -46,7 +46,7 @@ def schema_of(function: Any) -> Any:
 class OriginRecorder(TorchDispatchMode):
     """Knows for each operator, below autograd and autocast, its module and its line of code.
 
-    Its readers override `call`.
+    Subclasses override `call`.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class OriginRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
-            # There composite operators, such as contiguous, arrive whole.
+            # In this mode composite operators, such as contiguous, arrive whole.
             with self:
                 result = function.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -97,7 +97,7 @@ class OriginRecorder(TorchDispatchMode):
         raise NotImplementedError
 
     def origin(self) -> Origin:
-        """The origin of the operator that is about to run, or has just run."""
+        """Returns the origin of the operator that is about to run, or has just run."""
         source, line = _calling_line(_getframe(2))
         node: Any = torch._C._current_autograd_node()
         if node is not None:
@@ -118,11 +118,12 @@ class OriginRecorder(TorchDispatchMode):
 
 
 def _calling_line(frame: FrameType | None) -> tuple[str, str]:
-    """file:line and text of the model's code; empty for calls of autograd and of this package.
+    """Returns file:line and text of the model's code; empty for calls of autograd and this package.
 
-    The innermost line in the package that PyTorch called: of a model that uses einops, the model's.
+    It is the innermost line in the package that PyTorch called: in a model that uses einops, the
+    model's own.
     """
-    lines: dict[str, tuple[str, int]] = {}  # of each package the innermost
+    lines: dict[str, tuple[str, int]] = {}  # the innermost of each package
     called = ""
     while frame is not None:
         package = _package_of(frame.f_code.co_filename)
@@ -143,7 +144,7 @@ def _calling_line(frame: FrameType | None) -> tuple[str, str]:
 
 @cache
 def _package_of(path: str) -> str:
-    """The package of a source file; "python": its library, "": code that is not installed."""
+    """Returns the package of a file; "python": its library, "": code that is not installed."""
     if path.startswith(TORCH):
         return "torch"
     if path.startswith(_OWN):
