@@ -120,8 +120,9 @@ def read_weights(
             content = read_torch_file(path)
             metadata = _mapping(content).get("facts")
             if is_checkpoint(content):
-                epoch = _mapping(content.get("progress")).get("epoch", "unknown")
-                kind, trained = "checkpoint", f" (epoch {epoch})"
+                progress = _mapping(content.get("progress"))
+                epoch, step = (progress.get(key, "unknown") for key in ("epoch", "step"))
+                kind, trained = "checkpoint", f" (epoch {epoch}, step {step})"
     except (ConfigError, CheckpointError) as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # safetensors raises many

@@ -178,8 +178,8 @@ def resume(
     if "best_by" in changes:  # scores have another scale
         progress.best_score, progress.best = -math.inf, None
         progress.evaluations_without_gain = 0
+    checkpoints.resumed_from = path
     if training:
-        checkpoints.resumed_from = path
         restore_rank(ranks, progress, checkpoints.dist)
     where = (path, progress.epoch, progress.step)
     if training:

@@ -11,6 +11,7 @@ from typing import Any
 from cl_train.config.schema import Config
 from cl_train.data.loader_report import bad_share
 from cl_train.errors import TrainingFault
+from cl_train.models.files import read_weights, weights_path
 from cl_train.step.optim import set_lr
 from cl_train.system.distributed import gather_objects, max_over_ranks, on_main
 from cl_train.system.files import continues
@@ -191,9 +192,21 @@ def evaluate_model_and_ema(run: ActiveRun) -> dict[str, dict[str, Any]]:
             run.stop_signal = interrupted.signum
             break
         if run.evaluation.reported is not None and kind == "val":
-            images, facts = run.evaluation.reported, run.records.facts
-            write_report(predictions, run.data, run.dist, run.folder, facts, images)
+            weights = on_main(partial(evaluated_weights, run), run.dist)
+            about = f"{run.records.facts.model}, {weights}; {run.evaluation.reported}"
+            write_report(predictions, run.data, run.dist, run.folder, about)
     return results
+
+
+def evaluated_weights(run: ActiveRun) -> str:
+    """Returns the run or the checkpoint that is evaluated, with its epoch and step."""
+    place = f"(epoch {run.progress.epoch}, step {run.progress.step})"
+    if not run.records.config["evaluate_only"]:
+        return f"run {'/'.join(run.folder.parts[-2:])} {place}"
+    if run.checkpoints.resumed_from is not None:
+        return f"{run.checkpoints.resumed_from} {place}"
+    path = weights_path(run.evaluation.source or "")
+    return read_weights(path).file if path else f"weights={run.evaluation.source}"
 
 
 def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from cl_train.data.decode import BadImage
 from cl_train.errors import ConfigError
 from cl_train.system.distributed import Dist, gather_objects
 from cl_train.system.files import refuse_link, write_text
-from cl_train.system.run_folder import RunFacts, finite_or_null
+from cl_train.system.run_folder import finite_or_null
 from cl_train.system.tables import write_csv
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ Counts = npt.NDArray[np.int64]  # of images [true class, predicted class]
 
 
 def write_report(
-    predicted: torch.Tensor, data: Data, dist: Dist, run_folder: Path, facts: RunFacts, split: str
+    predicted: torch.Tensor, data: Data, dist: Dist, run_folder: Path, about: str
 ) -> None:
-    """Write `report/` in the run folder on rank 0, which warns if it cannot. split: names the
-    images, such as "val of imagenet".
+    """Write `report/` in the run folder on rank 0, which warns if it cannot. about: the model, its
+    weights and the images, for the header of the page.
     """
     indices = data.validation_indices()
     if len(indices) != len(predicted):  # of an IterableDataset, or a file became unreadable
@@ -48,8 +48,7 @@ def write_report(
     counts = np.zeros((outputs, outputs), np.int64)
     np.add.at(counts, tuple(rows[:, :2].astype(int).T), 1)
     folder, classes = run_folder / "report", per_class(rows, counts, names)
-    evaluated = datetime.now().astimezone().isoformat(" ", "minutes")
-    about = f"{facts.model}, run {'/'.join(run_folder.parts[-2:])}; {split}; evaluated {evaluated}"
+    about += f"; evaluated {datetime.now().astimezone().isoformat(' ', 'minutes')}"
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     try:
         refuse_link(folder).mkdir(exist_ok=True)

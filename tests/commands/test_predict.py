@@ -74,7 +74,7 @@ def test_a_flat_folder_has_no_labels(run, image_folder, tmp_path, capsys):
     rows = predicted(run.folder, tmp_path / "flat", tmp_path / "b.csv")
     printed = capsys.readouterr().out
     assert "20 images; 1 left out: " in printed and "03.jpg (" in printed
-    assert f"weights: {run.folder}/checkpoints/best.pt (epoch 0)" in printed
+    assert f"weights: {run.folder}/checkpoints/best.pt (epoch 0, step 2)" in printed
     del labelled[3]
     *rows, damaged = rows
     assert damaged["file"] == "03.jpg" and damaged["error"] and not damaged["class1"]

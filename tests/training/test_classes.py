@@ -40,6 +40,9 @@ def test_an_evaluation_and_fine_tuning_on_other_classes_match_them_by_name(
     for source in ("resume", "weights"):
         words = ("evaluate_only=true", f"{source}={run.folder}", "report=true")
         done = train(*words, f"data.root={some}")
+        checkpoint = f"{run.folder}/checkpoints/{'best' if source == 'weights' else 'step-'}"
+        page = (done.folder / "report/index.html").read_text()
+        assert checkpoint in page and f"(epoch 1, step {run.steps[-1]})" in page
         assert per_class(done) == whole and done.summary["val"]["images"] == images == 14
         assert correct > 0 and done.summary["val"]["top1"] == pytest.approx(100 * correct / images)
     other = links(tmp_path / "other", image_folder, {n: "red" for n in ("Red", "green", "x")})
