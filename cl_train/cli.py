@@ -28,7 +28,7 @@ def program(*command: str) -> NoReturn:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command that `words` name; returns the exit code."""
+    """Runs the command that `words` name; returns the exit code."""
     return exit_code(_run_command, [*words] or ["--help"])
 
 

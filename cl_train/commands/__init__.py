@@ -43,7 +43,8 @@ def optional_file(settings: Any, key: str) -> AbstractContextManager[Path | None
 
 
 def print_result(schema: type[T], words: list[str], measure: Callable[[T], Result]) -> Any:
-    """Call `measure` with the settings in `words`, print its text, and write its result to `out`.
+    """Calls `measure` with the settings in `words`, prints its text, and writes its result to
+    `out`.
 
     With json=true stdout has the JSON only, stderr everything else. Returns the result.
     """

@@ -15,8 +15,8 @@ from cl_train.system.run_folder import Run
 
 
 def write_dashboard(report: Report) -> None:
-    """Write medians and ranges over the runs of each side, a layout of charts and the report beside
-    the report's files, in place of an earlier report's, and print how to see them.
+    """Writes medians and ranges over the runs of each side, a layout of charts and the report
+    beside the report's files, instead of an earlier report's, and prints how to see them.
     """
     if report.folder is None:
         return

@@ -163,9 +163,7 @@ def _train(run: Composed, command: str | None) -> "RunResult":
 
 
 def run_name(model: str, channels_last: object, precision: str, device: str) -> str:
-    """Returns the end of a run folder's name: `resnet50_channels_last_fp16`. Imports torch for
-    precision=auto.
-    """
+    """Returns the end of a run folder's name, such as `resnet50_channels_last_fp16`."""
     layout = LAYOUT_NAMES.get(str(channels_last).lower(), str(channels_last))
     if precision == "auto":
         from cl_train.step.precision import resolve_precision

@@ -178,7 +178,7 @@ class ImageData:
         return np.asarray(pixels.to(torch.uint8))
 
     def close(self) -> None:
-        """End the workers and free their memory."""
+        """Ends the workers and frees their memory."""
         self.train_loader.close()
         self.val_loader.close()
 

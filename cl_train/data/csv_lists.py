@@ -41,8 +41,8 @@ class _Row(NamedTuple):
 
 
 def list_csv(root: Path, cfg: DataConfig, *, training: bool) -> ImageSource:
-    """List the images of `data.csv` and `data.val_csv`, sorted by label and name as those of a
-    folder, or take the list from the user's cache folder. Raises ConfigError.
+    """Lists the images of `data.csv` and `data.val_csv`, sorted by label and name as those of a
+    folder, or takes the list from the user's cache folder. Raises ConfigError.
     """
     named = [cfg.csv or str(root / "labels.csv"), *([cfg.val_csv] if cfg.val_csv else [])]
     tables = [os.path.abspath(os.path.expanduser(name)) for name in named]

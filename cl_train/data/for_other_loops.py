@@ -43,7 +43,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
         return self._loader.batch_count()
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Start the next iteration at batch `first_batch` of `epoch`; later ones are the following
+        """Starts the next iteration at batch `first_batch` of `epoch`; later ones are the following
         epochs.
         """
         self._epoch, self._first_batch = epoch, first_batch
@@ -62,7 +62,7 @@ class ImageLoader(AbstractContextManager["ImageLoader"]):
                 yield batch.images, batch.targets
 
     def close(self) -> None:
-        """End the workers. A later iteration starts new ones."""
+        """Ends the workers. A later iteration starts new ones."""
         self._loader.close()
 
     def __exit__(self, *exception: object) -> None:

@@ -118,7 +118,7 @@ def _write_image(folder: Path, scale: float, place: tuple[str, int, int]) -> Non
 
 
 def write_sample(folder: Path, spec: SampleSpec, processes: int | None = None) -> None:
-    """Write `folder/{train,val}/<class>/*.JPEG`; `processes`: None = one per core."""
+    """Writes `folder/{train,val}/<class>/*.JPEG`; `processes`: None = one per core."""
     counts = {"train": spec.train_per_class, "val": spec.val_per_class}
     places = [
         (split, label, number)

@@ -214,7 +214,7 @@ def resized(pixels: Pixels, size: Sequence[int], interpolation: str = "bilinear"
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global CPU generator, from which torchvision draws, for the block."""
+    """Seeds torch's global CPU generator, from which torchvision draws, for the block."""
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also reset the GPU's generators
         torch.default_generator.manual_seed(seed)
@@ -223,7 +223,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def seeded_everywhere(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed the global generators of torch, numpy and Python by the arguments, for the block."""
+    """Seeds the global generators of torch, numpy and Python by the arguments, for the block."""
     word = int(RandomNumbers().of(seed, epoch, index).integers(2**32))
     numpy_state, python_state = np.random.get_state(), random.getstate()
     np.random.seed(word)

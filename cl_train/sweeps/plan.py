@@ -81,7 +81,7 @@ class Sweep:
     looks: int = 1  # how often verdicts are read if repeats are added: see `error_of_look`
 
     def save(self) -> None:
-        """Write `sweep.json`, which `resume_sweep` and `compare` read."""
+        """Writes `sweep.json`, which `resume_sweep` and `compare` read."""
         plan = asdict(self)
         del plan["folder"]
         write_json(self.folder / "sweep.json", {"schema_version": 2, **plan})

@@ -93,7 +93,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable, except on network file systems that cannot sync a folder."""
+    """Makes a rename durable, except on network file systems that cannot sync a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -150,7 +150,7 @@ class CheckpointStore:
         self._writing: Future[None] | None = None
 
     def write_step(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
-        """Write `state` as `step-<n>.pt`, also as `best.pt` if `best`, after the current write."""
+        """Writes `state` as `step-<n>.pt`, also as `best.pt` if `best`, after the current write."""
         self.wait()
         if best:
             self._best = step

@@ -152,7 +152,7 @@ def max_over_ranks(flags: list[int], dist: Dist) -> list[int]:
 
 
 def on_main(work: Callable[[], T], dist: Dist) -> T:
-    """Do `work` on rank 0; every rank returns its result or raises its exception, pickled."""
+    """Does `work` on rank 0; every rank returns its result or raises its exception, pickled."""
     if dist.world_size == 1:
         return work()
     outcome: list[Any] = [None, None]  # the result, the exception

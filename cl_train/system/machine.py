@@ -246,7 +246,7 @@ def describe_out_of_memory(error: BaseException) -> str:
 
 
 def release_memory() -> None:
-    """Free unreferenced memory, also what `keep_freed_memory` kept. Waits for the device."""
+    """Frees unreferenced memory, also what `keep_freed_memory` kept. Waits for the device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -266,7 +266,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Block the host until `device` has finished all work."""
+    """Blocks the host until `device` has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

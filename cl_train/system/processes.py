@@ -363,7 +363,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def exit_without_teardown(code: int) -> NoReturn:
-    """Exit after `atexit`'s functions, but without freeing torch's modules, which takes 1-3 s."""
+    """Exits after `atexit`'s functions, but without freeing torch's modules, which takes 1-3 s."""
     atexit._run_exitfuncs()
     with suppress(OSError):  # nobody reads it
         print(end="", flush=True)

@@ -62,7 +62,7 @@ def verify(
     extensions: Sequence[str] = EXTENSIONS,
     workers: int | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Check the images of a folder of classes, for the numbers of ImageNet or `expect="any"`;
+    """Checks the images of a folder of classes, for the numbers of ImageNet or `expect="any"`;
     `deep` decodes every image. Returns a line for each split, and the problems. Raises ConfigError:
     a folder cannot be read; RuntimeError: a worker process died.
     """

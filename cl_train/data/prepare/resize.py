@@ -32,7 +32,7 @@ def resize_folder(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Copy every image below `root` to the same name below `out`, smaller. After an interruption,
+    """Copies every image below `root` to the same name below `out`, smaller. After an interruption,
     call it again.
 
     One side, in pixels, is limited: the longest (400 by default) or the shortest. Returns what was
@@ -67,10 +67,10 @@ def resize_folder(
 def _copy(
     root: Path, out: Path, max_side: int | None, short_side: int | None, quality: int, name: str
 ) -> tuple[int, int] | str | None:
-    """Write an image of the required size, upright, never enlarged; a small JPEG keeps its bytes.
+    """Writes an image of the required size, upright, never enlarged; a small JPEG keeps its bytes.
 
-    Returns the bytes of the image and of its copy; path and reason of a bad image; None if the
-    copy exists.
+    Returns the bytes of the image and of its copy; path and reason of a bad image; None if the copy
+    exists.
     """
     if (out / name).is_file():
         return None

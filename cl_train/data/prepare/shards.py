@@ -29,7 +29,7 @@ def write_shards(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> tuple[dict[str, int], list[str]]:
-    """Write `out/<name of root>-{train,val}-NNNNNN.tar` and `shards.json` from the images of
+    """Writes `out/<name of root>-{train,val}-NNNNNN.tar` and `shards.json` from the images of
     `root/{train,val}`, with the classes mixed over the shards. After an interruption, call it
     again.
 
