@@ -41,7 +41,7 @@ class SavedModel:
     state: dict[str, Any]
     card: ModelCard = ModelCard()
     origin: str = ""  # the entry and the prefix that were removed, for messages
-    file: str = ""  # its path, and the epoch of a checkpoint, for messages
+    file: str = ""  # its path, and epoch and step of a checkpoint, for messages
     program: Any = None  # a ScriptModule or an ExportedProgram
     code: str | None = None  # package.module:function, which the file names as its model
 

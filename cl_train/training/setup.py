@@ -168,7 +168,7 @@ def set_up(
     if trains and handles_signals() and signals.ends_process:
         log.info("kill -USR1 %d saves a checkpoint now", os.getpid())
 
-    # 5. Its records.
+    # 5. The records of the run.
     trackers = Trackers(cfg.log_to if dist.is_main else ())
     stack.callback(trackers.close)
     start = start_record(folder, dict(flatten(config)), progress.step, data.num_classes)
