@@ -17,6 +17,7 @@ from cl_train.system.processes import LOST_PCT, MachineLoad, thread_times
 log = logging.getLogger(__name__)
 
 MOST_TAKEN = 0.02  # of a block's time
+MOST_SUBTRACTED = 0.9  # of a step's time: what is left of it would be mostly error
 LEAST_ROUNDS = 4  # that count, even if other processes took more
 
 
@@ -27,6 +28,7 @@ class Block:
     seconds: float  # of a step
     taken_share: float | None = 0.0  # of its time, which other processes took; None: unknown
     host_share: float | None = None  # of its time, in which the host launches it; None: a CPU
+    subtracted_share: float = 0.0  # of the time that it took; `seconds` is without it
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Rounds:
         """The median percentage of a round's time that other processes took; None: unknown."""
         is_known = all(block.taken_share is not None for blocks in self.blocks for block in blocks)
         return 100 * median(self._lost_shares()) if is_known else None
+
+    @property
+    def subtracted_pct(self) -> float:
+        """Percent of the time of a block that is not in its `seconds`, in the median."""
+        return 100 * median(block.subtracted_share for blocks in self.blocks for block in blocks)
 
     def _lost_shares(self) -> list[float]:
         return [max(block.taken_share or 0.0 for block in blocks) for blocks in self.blocks]

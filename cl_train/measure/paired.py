@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from cl_train.errors import ConfigError, RecordingError
-from cl_train.measure.alternate import MOST_TAKEN, Block, Rounds, Stop, TakenTime, alternate
+from cl_train.measure.alternate import (
+    MOST_SUBTRACTED,
+    MOST_TAKEN,
+    Block,
+    Rounds,
+    Stop,
+    TakenTime,
+    alternate,
+)
 from cl_train.measure.statistics import HOST_BOUND, Interval, are_host_bound, verdict_of
 from cl_train.measure.time_limit import scaled_to_time, warmed_up
 from cl_train.measure.timed_step import (
@@ -86,9 +94,11 @@ class Comparison:
     gpu: dict[str, Any] | None = None  # what `GpuWatch.worst` returns
     rounds_left_out: int = 0  # because other processes took time from them
     lost_pct: float | None = None  # share of the counted rounds' time that other processes took
+    subtracted_pct: float = 0.0  # share of their time that one thread waited for a core
     # Percent of the images that convolutions of the contiguous side nevertheless compute in
     # channels_last; None: no side is contiguous, or the model is compiled.
     by_itself_pct: float | None = None
+    image_shape: tuple[int, ...] | None = None  # None: the caller's own batch
 
     @property
     def verdict(self) -> str:
@@ -134,12 +144,14 @@ class Comparison:
         return {**vars(self), "speeds": speeds, "pairs": pairs[1:]}
 
     def __str__(self) -> str:
-        lines: list[str] = []
+        lines = [f"precision {self.precision}, batch_size {self.batch_size}"]
+        if self.image_shape:
+            lines[0] += f", images {'x'.join(map(str, self.image_shape))}"
         for speed in self.speeds:
             line = f"{speed.layout:<18} {speed.images_per_s:10.1f} images/s "
             memory = speed.peak_memory_gib
             line += f"{speed.step_ms:10.2f} ms" + (f" {memory:8.2f} GiB" if memory else "")
-            if lines:
+            if speed is not self.speeds[0]:
                 untrusted = "untrusted " if speed.verdict == "not_comparable" else ""
                 line += f"  {untrusted}{speed.ratio} {speed.verdict.replace('_', ' ')}"
             lines.append(line)
@@ -167,6 +179,9 @@ class Comparison:
             else:
                 line += f"; {left_out} of {self.rounds + left_out} rounds are left out"
             lines.append(line)
+        if self.subtracted_pct >= LOST_PCT:
+            share = f"{self.subtracted_pct:.0f} % of the time"
+            lines.append(f"waiting for a core ({share}) is subtracted (one thread)")
         if gpu_problem := problem_of_gpu(self.gpu):
             lines.append(gpu_problem)
         return "\n".join(f"  {line}" for line in lines)
@@ -305,7 +320,9 @@ def _compared(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Co
             gpu=watch.worst(),
             rounds_left_out=len(done) - len(counted),
             lost_pct=counted.lost_pct,
+            subtracted_pct=counted.subtracted_pct,
             by_itself_pct=timed[0].by_itself_pct,
+            image_shape=workload.input_shape if workload.batch is None else None,
         )
         return compared.not_comparable(names[1:]) if compared.disturbance else compared
 
@@ -331,26 +348,29 @@ def _alternated(
 def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:
     """Time a block; on a CPU, leave out the steps from which other processes took time.
 
-    With one thread that time is subtracted instead. With several threads, the wait of one for a
-    core may or may not delay the others.
+    With one thread that time is subtracted instead, up to 90 % of a step. With several threads, the
+    wait of one for a core may or may not delay the others.
     """
     if step.workload.device.type != "cpu":
         times_s, host_s = step.block_and_host_times_s(steps)
         # The minimum, as the host also waits while the device's queue is full.
         return Block(median(times_s), host_share=min(host_s) / median(times_s))
-    all_s, shares = [], []
+    all_s, shares, elapsed_s, subtracted_s = [], [], 0.0, 0.0
     for _ in range(steps):
         taken_before_s = others.seconds()
         [step_s] = step.block_times_s(1)
         taken_s = others.seconds() - taken_before_s
-        if torch.get_num_threads() == 1:
-            step_s = max(step_s - taken_s, 0.1 * step_s)
+        elapsed_s += step_s
+        if torch.get_num_threads() == 1 and taken_s <= MOST_SUBTRACTED * step_s:
+            step_s -= taken_s
+            subtracted_s += taken_s
             taken_s = 0.0
         all_s.append(step_s)
         shares.append(taken_s / step_s)
     quiet_s = [s for s, share in zip(all_s, shares, strict=True) if share <= MOST_TAKEN]
     taken_share = 0.0 if quiet_s else median(shares)
-    return Block(median(quiet_s or all_s), taken_share if others.is_known else None)
+    known_share = taken_share if others.is_known else None
+    return Block(median(quiet_s or all_s), known_share, subtracted_share=subtracted_s / elapsed_s)
 
 
 def _speeds(names: Sequence[str], timed: Sequence[TimedStep], counted: Rounds) -> list[LayoutSpeed]:

@@ -79,7 +79,7 @@ def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], floa
         pass_s = sum(step_s)
         if work is TimedStep.first_step and pass_s >= SLOW_S:
             rest_s = max(left_s, pass_s)
-            stop.tell(f"a step of {max(step_s):.1f} s: about {rest_s:.0f} s to go")
+            stop.tell(f"the first step took {max(step_s):.1f} s: about {rest_s:.0f} s to go")
         # A round is two passes. Go on if two rounds fit in after another pass, or none fits anyway.
         can_go_on = 5 * pass_s <= left_s or pass_s <= left_s < 2 * pass_s
         if not can_go_on:

@@ -122,7 +122,9 @@ class Disturbed:
 
 
 def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):
-    """One step in five takes half a second longer; on one thread that time is subtracted."""
+    """One step in five takes half a second longer; on one thread that time is subtracted, but for
+    steps of which less than a tenth would be left.
+    """
     timed = TimedStep(network(), CONTIGUOUS, workload())
     durations = itertools.cycle([0.01, 0.01, 0.01, 0.01, 0.51])
     monkeypatch.setattr(timed, "block_times_s", lambda steps: [next(durations)])
@@ -130,7 +132,11 @@ def test_steps_that_other_processes_disturbed_are_left_out(monkeypatch):
     assert timed_block(timed, 10, Disturbed(5)) == Block(0.01)
     assert timed_block(timed, 5, Disturbed()) == Block(0.01, pytest.approx(50.0)), "all of them"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert timed_block(timed, 5, Disturbed(5)) == Block(pytest.approx(0.01))
+    assert timed_block(timed, 5, Disturbed(5)) == Block(0.01), "98 % of a step"
+    durations = itertools.repeat(0.51)
+    assert timed_block(timed, 5, Disturbed()) == Block(0.51, pytest.approx(0.5 / 0.51))
+    durations = itertools.cycle([2.0, 2.0, 2.5])
+    assert timed_block(timed, 3, Disturbed(3)) == Block(2.0, subtracted_share=0.5 / 6.5)
 
 
 def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypatch):
@@ -141,13 +147,16 @@ def test_rounds_of_a_busy_machine_without_disturbed_blocks_are_trusted(monkeypat
     def block(step, steps, others):
         is_disturbed = next(calls) % 16 == 5
         seconds = 0.01 if step.layout is CONTIGUOUS else 0.005
-        return Block(seconds * (10 if is_disturbed else 1), 0.9 if is_disturbed else 0.0)
+        taken_share = 0.9 if is_disturbed else 0.0
+        return Block(seconds * (10 if is_disturbed else 1), taken_share, subtracted_share=0.3)
 
     monkeypatch.setattr(paired, "timed_block", block)
     done = benchmark(variants_of(network()), workload(), stop=Stop())
     assert (done.verdict, done.rounds, done.rounds_left_out) == ("faster", 8, 3)
     assert done.ratio.ratio == pytest.approx(2.0) and "3 of 11 rounds are left out" in str(done)
     assert "unknown here" in str(replace(done, lost_pct=None))
+    assert done.to_dict()["subtracted_pct"] == 30 and "core (30 % of the time)" in str(done)
+    assert "subtracted" not in str(replace(done, subtracted_pct=4.9))
     assert done.ratio.ratio == pytest.approx(done.speeds[0].step_ms / done.speeds[1].step_ms)
 
 
@@ -163,7 +172,8 @@ def test_a_comparison_prints_and_becomes_json(monkeypatch):
     assert ratio == pytest.approx(done.speeds[1].images_per_s / done.speeds[0].images_per_s)
     assert done.verdict == pair["verdict"] == "not_comparable", "all steps lost most of their time"
     assert "60 %" in str(done) and "of the time of the rounds" in str(done)
-    assert "images/s" in str(done)
+    first_line = f"  precision {done.precision}, batch_size 4, images 3x16x16"
+    assert str(done).splitlines()[0] == first_line and "images/s" in str(done)
 
 
 @pytest.mark.parametrize(
