@@ -145,7 +145,11 @@ def starting_point(
         last = progress.step if progress.best_score > -math.inf else 0
         best_step = progress.best["step"] if progress.best else None
         checkpoints.store.take_best(checkpoints.resumed_from, best_step, last)
-    if plan.is_done(progress):
+    if progress.step > plan.last_step:
+        progress.closed_step = progress.step  # mid-epoch, without an evaluation
+        where = f"epoch {progress.epoch}, step {progress.step}"
+        log.info("already past %s (%s): nothing is trained", plan.end, where)
+    elif plan.is_done(progress):
         log.info("nothing is left to do: the run ended with step %d", progress.step)
     return progress
 

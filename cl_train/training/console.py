@@ -99,11 +99,16 @@ def mean(windows: Sequence[Window], name: str) -> float:
 
 
 def closing_lines(
-    summary: dict[str, Any], folder: Path, config: dict[str, Any], bad_images: int
+    summary: dict[str, Any],
+    folder: Path,
+    config: dict[str, Any],
+    bad_images: int,
+    *,
+    has_trained: bool,
 ) -> Iterator[str]:
     """Yield up to three lines: the results and their folder, what else the run left, and the next
     command; first a warning if the speed cannot be trusted. bad_images: the number of bad files,
-    each of which may have been skipped often.
+    each of which may have been skipped often. has_trained: in this process.
     """
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     checkpoints, best = folder / "checkpoints", summary["best"]
@@ -115,10 +120,12 @@ def closing_lines(
             advice += "; OMP_NUM_THREADS=1 may be faster"
         yield f"the run waited for a core in {share}: {advice}"
 
-    what = f"{summary['status']} after {counted(summary['steps'], 'step')}"
+    took = f"in {duration(summary['seconds'])}"
     if config["evaluate_only"]:
-        what = f"evaluation {summary['status']}"
-    parts = [f"{what} in {duration(summary['seconds'])}"]
+        parts = [f"evaluation {summary['status']} {took}"]
+    else:
+        what = f"{summary['status']} after {counted(summary['steps'], 'step')}"
+        parts = [f"{what} {took}" if has_trained else f"nothing trained now; {what}"]
     if end_to_end:
         how = f"{summary['memory_format']}, {summary['precision']}"
         parts.append(f"{end_to_end['median']:.1f} images/s ({how})")

@@ -244,6 +244,8 @@ def finish(run: ActiveRun) -> RunResult:
 
 def closed(run: ActiveRun, summary: dict[str, Any]) -> RunResult:
     _, bad_images = run.note_bad_images()
-    for line in closing_lines(summary, run.folder, run.records.config, bad_images):
+    has_trained = bool(run.records.of_kind("train"))
+    about_run = (summary, run.folder, run.records.config, bad_images)
+    for line in closing_lines(*about_run, has_trained=has_trained):
         log.info("%s", line)
     return RunResult(run.folder, summary, 128 + run.stop_signal if run.stop_signal else 0)

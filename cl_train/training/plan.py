@@ -76,6 +76,12 @@ class Plan:
     def epochs(self) -> int:
         return len(self.image_sizes)
 
+    @property
+    def end(self) -> str:
+        """The setting that ends the run."""
+        is_whole = self.last_step == self.steps_per_epoch * self.epochs
+        return f"epochs={self.epochs}" if is_whole else f"max_steps={self.last_step}"
+
     def lr_at(self, progress: Progress) -> float:
         return lr_at(
             progress.epoch * self.steps_per_epoch + progress.step_in_epoch,

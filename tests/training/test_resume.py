@@ -150,3 +150,13 @@ def test_the_best_score_of_an_older_version_is_read(train):
     resumed = train("resume=auto", folder=done.folder)
     assert resumed.checkpoint()["progress"]["best_score"] == 200
     assert resumed.checkpoint("best.pt")["progress"]["step"] == 3, "no evaluation was better"
+
+
+def test_a_resume_past_the_end_trains_and_evaluates_nothing(train):
+    done = train("checkpoint.every_steps=5", "checkpoint.keep=4")
+    source = f"resume={done.folder}/checkpoints/step-00000005.pt"
+    for end in ("epochs=1", "max_steps=4"):
+        past = train(source, end)
+        assert f"already past {end} (epoch 1, step 5): nothing is trained\n" in past.log
+        assert "nothing trained now; completed after 5 steps." in past.log
+        assert not past.records("val") and past.saved_step("step-00000005.pt") == 5
