@@ -53,6 +53,8 @@ def convert_file(
         optional_module(module, f"out={target}")
     with output_file(target, overwrite=overwrite) as file:
         saved = read_saved(source, **reading)
+        if saved.code is not None and saved.card.model is None:
+            raise ConfigError(f"{source}: {needed_model(saved)}")
         dimensions = {tensor.dim() for tensor in saved.tensors.values()}
         if saved.program is not None and not dimensions & CHANNELS_LAST_BY_DIM.keys():
             what = f"{saved.kind} without a tensor of 4 or 5 dimensions"
