@@ -73,9 +73,10 @@ def parity_before_use(
     finally:
         release_memory()
     seconds = time.perf_counter() - started_at
-    log.info("parity: both layouts compared in %.1f s; the result is kept", seconds)
     text = report.note if report.passed is None else report.first_divergence or ""
     fails = report.passed is False and not report.failed
+    if report.passed is not None and not fails:
+        log.info("parity: both layouts compared in %.1f s; the result is kept", seconds)
     found = Parity(report.passed, report.failed[0] if report.failed else text, fails)
     keep(path, vars(found), "parity")
     return found

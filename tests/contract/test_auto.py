@@ -127,9 +127,10 @@ def no_results_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_no_run_trains_in_a_layout_that_computes_something_else(train, no_results_kept):
+def test_no_run_trains_in_a_layout_that_computes_something_else(train, no_results_kept, capsys):
     with pytest.raises(ConfigError, match=r"code \(forward\) of 0 \(Wrong\).*parity=false"):
         train(*WRONG, "channels_last=true")
+    assert "both layouts compared" in capsys.readouterr().out
     unchecked = train(*WRONG, "channels_last=true", "parity=false")
     assert unchecked.summary["parity"] == "off"
     assert unchecked.summary["memory_format"] == "channels_last"
