@@ -56,7 +56,7 @@ def atlas(device: torch.device, dtype: torch.dtype, patterns: Sequence[str]) -> 
 
 
 def _shown_by(text: str, what: str) -> str:
-    """Run a program; returns the line of its output that begins like `what`, or how it ends."""
+    """Runs a program; returns the line of its output that begins like `what`, or how it ends."""
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     start, lines = what.partition(":")[0], (ran.stdout + ran.stderr).splitlines()
     shown = [line for line in lines if line.startswith(start)]
@@ -66,7 +66,7 @@ def _shown_by(text: str, what: str) -> str:
 def _rows(
     device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int = 0
 ) -> Iterator[Row]:
-    """Yield rows from a child; after an operator that crashes, go on in another child."""
+    """Yields rows from a child; after an operator that crashes, goes on in another child."""
     # A forked child has what the caller replaced in torch; CUDA does not survive a fork.
     context: Any = multiprocessing.get_context("spawn" if device.type == "cuda" else "fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -156,7 +156,7 @@ def program(facts: Record, row: Row) -> str:
 def _examine_all(
     rows: Connection, device: torch.device, dtype: torch.dtype, patterns: Sequence[str], start: int
 ) -> None:
-    """Send a row for each operator and, before each draw, which operator and draw it is."""
+    """Sends a row for each operator and, before each draw, which operator and draw it is."""
     end_with_parent()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the threads of the parent are not forked

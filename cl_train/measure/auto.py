@@ -120,7 +120,7 @@ def choose_layout(
     candidate: Layout = CHANNELS_LAST,
     parity: str = "auto",
 ) -> Choice:
-    """Choose `candidate` if it is faster in the step of `workload` and computes the same, else
+    """Chooses `candidate` if it is faster in the step of `workload` and computes the same, else
     contiguous.
 
     A choice is kept if it was measured undisturbed, and its interval decides or is narrow.

@@ -38,7 +38,7 @@ class Bar:
 def write_chart(
     panels: Mapping[str, Sequence[Bar]], title: str, sides: tuple[str, str], path: Path
 ) -> bool:
-    """Draw panels with the same rows side by side: the speed of `sides[1]` / that of `sides[0]`.
+    """Draws panels with the same rows side by side: the speed of `sides[1]` / that of `sides[0]`.
 
     Returns False if matplotlib is not installed, or there is nothing to draw.
     """
@@ -90,7 +90,7 @@ def write_chart(
 def _draw_interval(
     axes: Any, ends: tuple[float, float], row: int, colour: str, width: float
 ) -> None:
-    """Draw a line, with an arrow at each limit of the axis beyond which it goes on."""
+    """Draws a line, with an arrow at each limit of the axis beyond which it goes on."""
     low, high = axes.get_xlim()
     shown = [min(max(end, low), high) for end in ends]
     axes.plot(shown, (row, row), color=colour, lw=width)
@@ -116,7 +116,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def write_times_chart(times: "OperatorTimes", title: str, path: Path) -> None:
-    """Draw the step by kinds of operators, and the ten largest differences of modules."""
+    """Draws the step by kinds of operators, and the ten largest differences of modules."""
     figure = _figure(10, 4.6, f"{title}\n{times.conclusions()[1]}")
     stacked, differences = figure.subplots(1, 2, width_ratios=(1, 1.3))
     kinds = times.rows(lambda call: call.kind)

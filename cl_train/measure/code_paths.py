@@ -106,7 +106,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _visits_of(step: ParityStep, names: list[str]) -> dict[str, list[_Visit]]:
-    """Run the step; returns the first visit of each module in each mode."""
+    """Runs the step; returns the first visit of each module in each mode."""
     visits: dict[str, list[_Visit]] = {name: [] for name in names}
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:

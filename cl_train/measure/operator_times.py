@@ -27,7 +27,7 @@ _MIN_ROUNDS, _MAX_ROUNDS = 4, 40
 
 
 def time_operators(model: nn.Module, workload: Workload, time_limit_s: float) -> OperatorTimes:
-    """Time the contiguous step, and the step in the model's own layout or, if that is contiguous,
+    """Times the contiguous step, and the step in the model's own layout or, if that is contiguous,
     in channels_last. The model is unchanged.
     """
     device, own = workload.device, layout_of(model)

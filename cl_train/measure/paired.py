@@ -253,7 +253,7 @@ def compare_layouts(
 
 
 def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
-    """Run `benchmark`, with fewer images if two rounds would not end in time."""
+    """Runs `benchmark`, with fewer images if two rounds would not end in time."""
     started_at = time.perf_counter()
     steps = 6 * len(variants)  # warm-up, memory, and two rounds
     scaled = scaled_to_time(variants[0].model, workload, stop.time_limit_s, steps)
@@ -263,7 +263,7 @@ def benchmark_in_time(variants: Sequence[Variant], workload: Workload, *, stop: 
 
 
 def benchmark(variants: Sequence[Variant], workload: Workload, *, stop: Stop) -> Comparison:
-    """Compare the variants with the first one; if memory runs out, try half of the images.
+    """Compares the variants with the first one; if memory runs out, tries half of the images.
 
     Raises ConfigError: not even one image fits, or a model fails.
     """
@@ -330,7 +330,7 @@ def _compared(variants: Sequence[Variant], workload: Workload, stop: Stop) -> Co
 def _alternated(
     timed: Sequence[TimedStep], step_s: Sequence[float], watch: GpuWatch, stop: Stop
 ) -> Rounds:
-    """Time the steps in turns. `step_s`: seconds of the warm steps, before they are recorded."""
+    """Times the steps in turns. `step_s`: seconds of the warm steps, before they are recorded."""
     # All eager work comes before the recordings, whose memory it could not use.
     for step in timed:
         step.record()
@@ -346,7 +346,7 @@ def _alternated(
 
 
 def timed_block(step: TimedStep, steps: int, others: TakenTime) -> Block:
-    """Time a block; on a CPU, leave out the steps from which other processes took time.
+    """Times a block; on a CPU, leaves out the steps from which other processes took time.
 
     With one thread that time is subtracted instead, up to 90 % of a step. With several threads, the
     wait of one for a core may or may not delay the others.

@@ -48,7 +48,7 @@ OFF = Parity(None, "off")  # parity=false
 def parity_before_use(
     model: nn.Module, workload: Workload, layout: Layout, parity: str = "auto"
 ) -> Parity:
-    """Compare the layouts in the step of `workload`.
+    """Compares the layouts in the step of `workload`.
 
     `parity`: "auto" takes what an earlier run found, "true" compares again, "false" does not.
     """

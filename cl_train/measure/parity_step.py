@@ -56,7 +56,7 @@ class ParityStep:
         seed: int,
         dtype: torch.dtype | None = None,
     ) -> "ParityStep":
-        """Make the step. `dtype`: used instead of the workload's precision; the inputs then have
+        """Makes the step. `dtype`: used instead of the workload's precision; the inputs then have
         gradients, too.
         """
         precision = workload.precision if dtype is None else Precision("fp32")

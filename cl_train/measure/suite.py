@@ -102,7 +102,7 @@ class Combination:
         return benchmark_in_time(variants, self.workload, stop=stop)
 
     def _measured(self, is_checked: bool) -> dict[str, Any]:
-        """Measure parity, then speed, then audit."""
+        """Measures parity, then speed, then audit."""
         limit_s, started_at = self.settings.time_limit_s, time.perf_counter()
         variants = self._variants()
         if not is_checked:
@@ -143,7 +143,7 @@ class Combination:
         return _plain(self._parity(variants), audited)
 
     def _variants(self) -> list[Variant]:
-        """Build the variants, the baseline first."""
+        """Builds the variants, the baseline first."""
         size = self.workload.input_shape[-1]
         built: dict[str, nn.Module] = {}
         for name in self.described["model"].split(","):
@@ -176,7 +176,7 @@ class Combination:
         return same_outputs_text(first.model, other.model, self.workload)
 
     def _audited(self, variants: Sequence[Variant], batch_size: int) -> list[LayoutReport]:
-        """Audit a step of each model in channels_last."""
+        """Audits a step of each model in channels_last."""
         workload = replace(self.workload, batch_size=batch_size)
         names = self.described["model"].split(",")
         layouts = {one.model: one.layout for one in variants if one.layout is not CONTIGUOUS}
@@ -230,7 +230,7 @@ def _plain(parity: Mapping[str, Parity], audited: Sequence[LayoutReport]) -> dic
 
 
 def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
-    """Measure every combination; print each result, and write it to `out`, as it is ready.
+    """Measures every combination; prints each result, and writes it to `out`, as it is ready.
 
     Raises ConfigError: unknown models, or fewer than two layouts.
     """
@@ -258,7 +258,7 @@ def run_each(
     keep: Callable[[dict[str, Any]], None],
     out: Path | str | None,
 ) -> None:
-    """Measure each item, and keep its result before the next one. SIGTERM ends it as Ctrl-C does:
+    """Measures each item, and keeps its result before the next one. SIGTERM ends it as Ctrl-C does:
     a line says how many were kept, in `out`.
     """
     kept = 0

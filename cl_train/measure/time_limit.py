@@ -62,7 +62,7 @@ def scaled_to_time(
 
 
 def warmed_up(timed: Sequence[TimedStep], stop: Stop) -> tuple[list[float], float]:
-    """Run eager steps of all sides in turns, fewer if rounds would not fit in after them.
+    """Runs eager steps of all sides in turns, fewer if rounds would not fit in after them.
 
     Returns the seconds of the last step of each side, and the seconds that are left.
     """

@@ -105,7 +105,7 @@ class TimeRecorder(OriginRecorder):
         self._go_on(module)
 
     def _close(self, event: str) -> None:
-        """Charge the time since the last event to the module that runs; in the update to none."""
+        """Charges the time since the last event to the module that runs; in the update to none."""
         phase = "forward"
         if torch._C._current_autograd_node() is not None:
             phase = "backward"

@@ -170,7 +170,7 @@ class TimedStep:
         parts.update_average(self._steps)
 
     def first_step(self) -> None:
-        """Run a step: it selects kernels, compiles, creates the optimizer's state and counts
+        """Runs a step: it selects kernels, compiles, creates the optimizer's state and counts
         `by_itself_pct`.
         """
         images = _ConvolvedImages()
@@ -184,9 +184,9 @@ class TimedStep:
             self.eager_step()
 
     def record(self) -> None:
-        """Record the step as a CUDA graph, if the workload asks for it.
+        """Records the step as a CUDA graph, if the workload asks for it.
 
-        Record after the eager steps of all layouts, which cannot use the memory of graphs.
+        Call it after the eager steps of all layouts, which cannot use the memory of graphs.
         """
         if self._recorder is None:
             return
@@ -323,7 +323,7 @@ def place_batch(
 
 @contextmanager
 def measurement_state(settings: StepSettings, device: torch.device) -> Iterator[None]:
-    """Select kernels and keep memory as training does; restore the switches and the generators."""
+    """Selects kernels and keeps memory as training does; restores switches and generators."""
     if settings.compile:
         torch.compiler.reset()  # else the model runs eagerly once the recompile limit is reached
     keep_freed_memory(device)

@@ -115,7 +115,7 @@ class OperatorTimes:
         }
 
     def charge(self, creators: Mapping[tuple[str, str, str], str]) -> None:
-        """Charge calls, by direction, module and operator, to the line that makes them pay."""
+        """Charges calls, by direction, module and operator, to the line that makes them pay."""
         for call in self.calls:
             if cause := creators.get((call.direction, call.module, call.operator)):
                 # Without the text of the line, which would take half of a table or chart.

@@ -50,7 +50,7 @@ _EQUAL = ("device", "precision", "batch_size", "image_size", "speed", "time_limi
 
 
 def run_zoo(names: Sequence[str], settings: ZooSettings, path: Path, table: dict[str, Any]) -> None:
-    """Measure each model in its own process, and add its row to the table."""
+    """Measures each model in its own process, and adds its row to the table."""
 
     def keep(row: dict[str, Any]) -> None:
         add_row(path, table, row)
@@ -62,7 +62,7 @@ def run_zoo(names: Sequence[str], settings: ZooSettings, path: Path, table: dict
 
 
 def zoo_row(name: str, settings: ZooSettings) -> dict[str, Any]:
-    """Measure parity, speed and memory of both layouts, conversion and audit; returns the row.
+    """Measures parity, speed and memory of both layouts, conversion and audit; returns the row.
 
     A model that does not run on every image size keeps its own, as the row's `image_size` says.
     """
@@ -138,7 +138,7 @@ def open_table(path: Path, settings: ZooSettings, environment: dict[str, Any]) -
 
 
 def add_row(path: Path, table: dict[str, Any], row: dict[str, Any]) -> None:
-    """Add a row, or replace that of the same model, and write the table as .json and .md."""
+    """Adds a row, or replaces that of the same model, and writes the table as .json and .md."""
     rows = {entry["model"]: entry for entry in [*table["rows"], row]}
     table["rows"] = [rows[name] for name in sorted(rows)]
     environment, precision = table["environment"], table["options"]["precision"]

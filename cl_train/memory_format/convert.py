@@ -154,7 +154,7 @@ def _convert_tensors(
     memory_format: torch.memory_format,
     report: ConversionReport,
 ) -> None:
-    """Convert the `selected` tensors; tensors that shared memory still share it afterwards."""
+    """Converts the `selected` tensors; tensors that shared memory still share it afterwards."""
     names_of = defaultdict[Any, list[str]](list)  # of the tensors with the same elements
     for name, tensor in tensors.items():
         if tensor.layout == torch.strided:

@@ -246,7 +246,7 @@ class LayoutRecorder(OriginRecorder):
         return Operand(tensor, kinds, stride_order(tensor, kinds) if kinds else None, memory)
 
     def _note_forward(self, executed: Executed) -> None:
-        """Note the shapes of channels_last images, and report a loss that only its reader shows."""
+        """Notes shapes of channels_last images, and reports a loss that only its reader shows."""
         operands = executed.operands
         for each in (*operands, *executed.produced):
             if each.order == "channels_last" and each.is_image:
@@ -277,7 +277,7 @@ class LayoutRecorder(OriginRecorder):
     # --- what a call does ---
 
     def _settle_unread(self, executed: Executed) -> None:
-        """Report copies of tokens that this call reads: losses, unless it makes pairs of them."""
+        """Reports copies of tokens that this call reads: losses, unless it makes pairs of them."""
         for operand in executed.operands if self._unread else ():
             call = self._unread.pop(_storage(operand.tensor), None)
             if call:
@@ -359,7 +359,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 @contextmanager
 def recording(report: LayoutReport) -> Iterator[None]:
-    """Add the calls of one step, which the block runs, to `report`."""
+    """Adds the calls of one step, which the block runs, to `report`."""
     calls: list[Call] = []
     with LayoutRecorder(calls.append).watching() as recorder:
         yield

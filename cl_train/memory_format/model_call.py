@@ -11,8 +11,8 @@ from cl_train.system.tensors import tensors_in
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call `model` with `batch`: its input, a tuple or list of its inputs, a dict of its arguments,
-    or a list of images [C,H,W], which is the one input of a detection model.
+    """Calls `model` with `batch`: its input, a tuple or list of its inputs, a dict of its
+    arguments, or a list of images [C,H,W], which is the one input of a detection model.
     """
     if isinstance(batch, dict):
         return model(**batch)

@@ -93,7 +93,7 @@ class OriginRecorder(TorchDispatchMode):
         return self.call(function, args, kwargs)
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
+        """Runs an operator."""
         raise NotImplementedError
 
     def origin(self) -> Origin:

@@ -53,7 +53,7 @@ class Preprocessing:
         return {name: value for name, value in facts.items() if value is not None}
 
     def __call__(self, image: Image.Image | Pixels) -> torch.Tensor:
-        """Turn a PIL image or uint8 [H, W, 3] into float32 [3, crop, crop], as evaluations do."""
+        """Turns a PIL image or uint8 [H, W, 3] into float32 [3, crop, crop], as evaluations do."""
         upright = self.exif != "ignore"
         pixels = rgb(image, upright=upright) if isinstance(image, Image.Image) else image
         rows = torch.empty(1, self.crop, self.crop, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
@@ -95,7 +95,7 @@ class ModelCard:
 
     @classmethod
     def read(cls, metadata: object) -> "ModelCard":
-        """Read `metadata`; an entry that is not as `to_dict` writes it counts as unknown."""
+        """Reads `metadata`; an entry that is not as `to_dict` writes it counts as unknown."""
         entries = metadata if isinstance(metadata, dict) else {}
         values = {key: _parsed(entries.get(key)) for key in KEYS}
         texts = {name: values[name] or None for name in _TEXTS if isinstance(values[name], str)}

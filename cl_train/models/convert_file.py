@@ -40,7 +40,7 @@ def convert_file(
     overwrite: bool = False,
     **reading: Any,
 ) -> tuple[str, bool]:
-    """Write `source` as the kind of file that the suffix of `out` names; the arguments are the
+    """Writes `source` as the kind of file that the suffix of `out` names; the arguments are the
     settings of `cl-train convert`. Returns what was done, and whether the outputs were found equal;
     False: they were not compared. Raises NotConverted or ConfigError.
     """
@@ -119,7 +119,7 @@ def _usual_shape(saved: SavedModel) -> Sequence[int]:
 def _written_weights(
     saved: SavedModel, memory_format: torch.memory_format, file: Path
 ) -> SavedModel:
-    """Write weights, or TorchScript as such; returns what is read back. Raises NotConverted."""
+    """Writes weights, or TorchScript as such; returns what is read back. Raises NotConverted."""
     if saved.kind == "TorchScript":
         convert(saved.program, memory_format=memory_format)
     files.write_weights(saved, file)
@@ -138,7 +138,7 @@ def _written_program(
     memory_format: torch.memory_format,
     file: Path,
 ) -> Callable[..., Any]:
-    """Export `model`, unless it is exported already; returns what is read back from the file."""
+    """Exports `model`, unless it is exported already; returns what is read back from the file."""
     if file.suffix == ".onnx":  # it has no strides
         memory_format = torch.contiguous_format
     # A model that fails does so here: torch.export would print a traceback before its error.

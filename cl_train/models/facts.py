@@ -35,7 +35,7 @@ class ModelFacts:
 
 
 def facts_of(model: nn.Module, batch: Any, *, training: bool = True) -> ModelFacts:
-    """Run a copy of `model` on the shapes of `batch`, on the device "meta". A model that computes
+    """Runs a copy of `model` on the shapes of `batch`, on the device "meta". A model that computes
     with values runs on its own device, without gradients, on two images of the batch (zeros if that
     has no values). Raises what the model raises.
     """
@@ -73,7 +73,7 @@ def image_count(batch: Any) -> int:
 
 
 def _on(device: torch.device, batch: Any, dtype: torch.dtype) -> Any:
-    """Move `batch` to `device`, in the dtype of the weights, as "meta" has no autocast."""
+    """Moves `batch` to `device`, in the dtype of the weights, as "meta" has no autocast."""
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         casted = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)

@@ -96,7 +96,7 @@ def _kind_of(path: Path) -> Kind:
 def read_weights(
     path: Path, *, entry: str | None = None, prefix: str | None = None, trust: bool = False
 ) -> SavedModel:
-    """Read a file to the CPU; code in it runs only with `trust`.
+    """Reads a file to the CPU; code in it runs only with `trust`.
 
     entry: holds the weights, by default the first of `ENTRIES`. prefix: only names that begin with
     it are taken; it is removed. Raises ConfigError: no such file or entry, a damaged file, a
@@ -155,7 +155,7 @@ def _read_program(path: Path, kind: Kind) -> SavedModel:
 
 
 def write_weights(saved: SavedModel, path: Path) -> None:
-    """Write safetensors or a plain state dict, by the suffix, contiguous, with the card.
+    """Writes safetensors or a plain state dict, by the suffix, contiguous, with the card.
     TorchScript stays a program in a .pt or .pth file, with its strides.
     """
     if path.suffix == ".safetensors":
@@ -251,7 +251,7 @@ def with_versions(
 def load_state(
     model: nn.Module, state: Mapping[str, Any], what: str, without: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Copy `state`, but for `without`, into `model`; returns the names that it lacks, and those
+    """Copies `state`, but for `without`, into `model`; returns the names that it lacks, and those
     that the model lacks. Raises ConfigError: "`what`: reason".
 
     torch takes a module without a version for one of the oldest. Where a file has no versions, a

@@ -55,7 +55,7 @@ def load_model(
 def load_saved(
     source: str | Path, *, memory_format: torch.memory_format | None = None, **reading: Any
 ) -> tuple[nn.Module, SavedModel, torch.memory_format]:
-    """Load a model from a file or run, or a zoo's with `weights`. memory_format=None: as recorded.
+    """Loads a model from a file or run, or a zoo's with `weights`. memory_format=None: as recorded.
 
     Returns the model, what was read, and the model's memory format.
     """
@@ -72,7 +72,7 @@ def load_saved(
 def read_saved(
     source: str | Path, model: str | None = None, weights: str | None = None, **reading: Any
 ) -> SavedModel:
-    """Read a file, the checkpoint of a run folder, or `weights` of the model `source`."""
+    """Reads a file, the checkpoint of a run folder, or `weights` of the model `source`."""
     path, name = weights_path(weights or source), str(source)
     if weights is not None and path is None:
         models.check_model(name, weights)

@@ -237,7 +237,7 @@ def classes_of(weights: str | None) -> tuple[str, ...]:
 def load_weights_file(
     model: nn.Module, path: Path, entry: str | None = None, classes: Sequence[str] = ()
 ) -> bool:
-    """Load a file of weights into `model`, which has `classes`; returns whether its classifier is
+    """Loads a file of weights into `model`, which has `classes`; returns whether its classifier is
     new, but for the rows of the classes that the file names.
     """
     weights = read_weights(path, entry=entry)
@@ -273,7 +273,7 @@ def _take_rows(
 def load_weights(
     model: nn.Module, weights: SavedModel, what: str, without: Collection[str] = frozenset()
 ) -> None:
-    """Copy weights, but for `without`, into `model`. Raises ConfigError: "`what`: reason"."""
+    """Copies weights, but for `without`, into `model`. Raises ConfigError: "`what`: reason"."""
     missing, unexpected = load_state(model, weights.state, what, without)
     absent = sorted(set(missing) - set(without))
     if not absent and not unexpected:
@@ -335,7 +335,7 @@ def log_preprocessing(
     entry: str | None = None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Warn if the settings of these `names` (None: all) are not those of the published weights."""
+    """Warns if the settings of these `names` (None: all) are not those of the published weights."""
     published = published_preprocessing(model, weights, entry)
     used = Preprocessing.of(data).settings()
     settings = published.settings() if published else used

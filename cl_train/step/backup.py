@@ -27,7 +27,7 @@ class BufferBackup:
 
     @torch.no_grad()
     def keep_or_restore(self, is_bad: torch.Tensor) -> None:
-        """Restore the good values if `is_bad`, a bool []; otherwise the present values become good.
+        """Restores the good values if `is_bad`, a bool []; otherwise the present ones become good.
         Elements that are not finite are always restored: a variance may overflow while the loss is
         finite. The host waits only if a buffer was replaced by one of another shape or dtype.
         """
@@ -67,8 +67,8 @@ class BufferBackup:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy back what has changed, by name: a forward pass may have replaced a buffer. The host
-        waits.
+        """Copies back what has changed, by name: a forward pass may have replaced a buffer. The
+        host waits.
         """
         for name, buffer in self._models.named_buffers():
             good = self.good.get(name)
@@ -81,7 +81,7 @@ class BufferBackup:
 
 
 def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Copy `value` into a buffer, or replace one of another shape, dtype or device."""
+    """Copies `value` into a buffer, or replaces one of another shape, dtype or device."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     present = getattr(module, attribute, None)
@@ -110,7 +110,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to `state`; one that an older checkpoint lacks stays as it is."""
+    """Sets the generators to `state`; one that an older checkpoint lacks stays as it is."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -132,7 +132,7 @@ def random_state_restored(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def module_restored(model: nn.Module) -> Iterator[None]:
-    """After the block, restore which parameters train and the mode of each module."""
+    """Restores, after the block, which parameters train and the mode of each module."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -147,7 +147,7 @@ def module_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Begin without gradients; at the end restore them, buffers and random generators."""
+    """Begins without gradients; at the end restores them, buffers and random generators."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = BufferBackup(model=model)
     model.zero_grad(set_to_none=True)

@@ -47,7 +47,7 @@ class Recorder:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run the block on the stream of the recording, between all earlier and all later work."""
+        """Runs the block on the stream of the recording, between all earlier and all later work."""
         if self.stream is None:
             yield
             return
@@ -62,7 +62,7 @@ class Recorder:
             return work()
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Record `work` without running it; returns a function that replays it and overwrites the
+        """Records `work` without running it; returns a function that replays it and overwrites the
         result each time. Raises RecordingError: it cannot be recorded.
         """
         if self.stream is None:
@@ -127,7 +127,7 @@ class GraphedStep:
         return self.replay is None and not self._is_eager
 
     def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """Run one step; the counts of its result are float32, exact below 2**24 images."""
+        """Runs one step; the counts of its result are float32, exact below 2**24 images."""
         if self._is_eager:
             return self._recorder.run(partial(train_step, self._parts, micro_batches))
         tensors = [t for batch in micro_batches for t in (batch.images, batch.targets)]
@@ -154,7 +154,7 @@ class GraphedStep:
         return StepResult(*result.clone().unbind())
 
     def _go_on_eagerly(self, error: RecordingError) -> None:
-        """Clean up: a failed recording leaves gradients in its memory and GradScaler in mid-step.
+        """Cleans up: a failed recording leaves gradients in its memory and GradScaler in mid-step.
         Raises RecordingError: the steps must not, or cannot, go on.
         """
         if not (self._fall_back and CAN_GO_ON_AFTER_FAILURE):
@@ -175,7 +175,7 @@ class GraphedStep:
         return torch.stack([value.float() for value in vars(result).values()])
 
     def release(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Free every graph, before the process group ends: NCCL waits for their kernels. After an
+        """Frees every graph, before the process group ends: NCCL waits for their kernels. After an
         exception it does not wait for the device: a rank may be dead. For `ExitStack.push`.
         """
         if kind is None and self._recorder.stream is not None:
@@ -188,7 +188,7 @@ class GraphedStep:
 
 
 def use_tensor_rates(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Make learning rates 0-d float32 tensors, which `optim.set_lr` fills in place."""
+    """Makes learning rates 0-d float32 tensors, which `optim.set_lr` fills in place."""
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)

@@ -38,7 +38,7 @@ def check_optimizer(cfg: OptimConfig) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], head: Collection[str]) -> None:
-    """Stop the training of the parts whose names match the shell `patterns`; `backbone` means all
+    """Stops the training of the parts whose names match the shell `patterns`; `backbone` means all
     but `head`. Their BatchNorm stays in eval mode. Raises ConfigError: nothing matches a pattern,
     or nothing is left to train.
     """
@@ -76,7 +76,7 @@ def build_optimizer(
     parameters: dict[str, nn.Parameter],
     lr: float | torch.Tensor,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer, if possible fused: its kernel reads loss scale and overflow flag on the
+    """Builds the optimizer, if possible fused: its kernel reads loss scale and overflow flag on the
     device; with any other one GradScaler makes the host wait in each step (pytorch/pytorch#80167).
     """
     groups = _parameter_groups(cfg, model, parameters, lr)
@@ -103,7 +103,7 @@ def build_optimizer(
 
 
 def make_dense(model: nn.Module) -> None:
-    """Give each tensor with gaps in memory, such as `big[:, :10]`, memory of its own: the fused
+    """Gives each tensor with gaps in memory, such as `big[:, :10]`, memory of its own: the fused
     kernels would update what lies between. Raises ConfigError: one that trains shares its memory.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -218,7 +218,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set each group's share of the learning rate; in place if it is a tensor (CUDA graphs)."""
+    """Sets each group's share of the learning rate; in place if it is a tensor (CUDA graphs)."""
     for group in optimizer.param_groups:
         scaled = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], torch.Tensor):

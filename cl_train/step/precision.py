@@ -79,7 +79,7 @@ def _fast_formats(device: torch.device) -> list[str]:
 
 @cache
 def bf16_is_faster_on_cpu() -> bool:
-    """Time a matrix product and a convolution for about 0.1 s: the CPU's instructions do not tell.
+    """Times a matrix product and a convolution for about 0.1 s: the CPU's instructions do not tell.
     With AMX, bf16 was four times as fast as fp32; with AVX512-BF16 alone it took twice the time.
     """
     values = torch.rand(2, 512, 512, generator=torch.Generator().manual_seed(0))
@@ -104,7 +104,7 @@ def _is_faster_in_bf16(function: Callable[..., object], *values: torch.Tensor) -
 
 @contextmanager
 def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[None]:
-    """Set which CUDA kernels the whole process may select within the block.
+    """Sets which CUDA kernels the whole process may select within the block.
 
     tf32: use TF32 in fp32 matmuls and convolutions; None: leave it as it is. autotune: cuDNN times
     its convolution algorithms, once per shape, which takes seconds.
@@ -121,7 +121,7 @@ def kernel_selection(*, tf32: bool | None = None, autotune: bool) -> Iterator[No
 
 @contextmanager
 def _tf32_switches(allowed: bool) -> Iterator[None]:
-    """Set torch's older switches and its newer ones, so that code that reads either, as
+    """Sets torch's older switches and its newer ones, so that code that reads either, as
     `torch.backends.cudnn.flags` does, works in the block.
     """
     backends: Any = torch.backends
@@ -192,7 +192,7 @@ class Fp32Weights:
         return state
 
     def copy_gradients_from_model(self) -> None:
-        """Move the fp16 gradients, still scaled, to the fp32 copies."""
+        """Moves the fp16 gradients, still scaled, to the fp32 copies."""
         halves = zip(self._full.values(), self._half, strict=True)
         pairs = [(full, half.grad) for full, half in halves if half.grad is not None]
         gradients = [torch.empty_like(full) for full, _ in pairs]
@@ -228,15 +228,15 @@ class EMA:
         self.collect()
 
     def collect(self) -> None:
-        """Collect the tensors of `module`, tied ones once; a checkpoint may have replaced some."""
+        """Collects the tensors of `module`, tied ones once; a checkpoint may have replaced some."""
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self._averages = {name: t for name, t in tensors.items() if t.is_floating_point()}
         self._copied = {name: t for name, t in tensors.items() if not t.is_floating_point()}
 
     @torch.no_grad()
     def update(self, source: Mapping[str, torch.Tensor]) -> None:
-        """Apply ema += (1 - decay) * (weights - ema) to `Fp32Weights.tensors`. Integer buffers are
-        copied, as are tensors that are new or have another shape. The host does not wait.
+        """Applies ema += (1 - decay) * (weights - ema) to `Fp32Weights.tensors`. Copies integer
+        buffers, and tensors that are new or have another shape. The host does not wait.
         """
         own = {**self._averages, **self._copied}
         for name, value in source.items():

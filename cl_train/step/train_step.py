@@ -142,7 +142,7 @@ def make_step(
     *,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> StepParts:
-    """Make the step of a model that has its device, dtypes and memory format already: the average,
+    """Makes the step of a model that has its device, dtypes and memory format already: the average,
     the optimizer's state, DDP's buckets and the compiled graph take over its strides
     (pytorch/pytorch#47163). wrap: puts the model into DDP. Raises ConfigError: as `make_dense` and
     `EMA` do.
@@ -159,7 +159,7 @@ def make_step(
 
 
 def compiled(model: nn.Module, image_sizes: int = 1) -> nn.Module:
-    """Compile one graph per image size: dynamic shapes are slower. The module inside stays eager;
+    """Compiles one graph per image size: dynamic shapes are slower. The module inside stays eager;
     else it would be compiled again for evaluation.
     """
     config = torch.compiler.config
@@ -200,7 +200,7 @@ def labels_and_top5(
 
 
 def train_step(parts: StepParts, micro_batches: Sequence[Batch]) -> StepResult:
-    """Take one optimizer step over micro-batches (gradient accumulation).
+    """Takes one optimizer step over micro-batches (gradient accumulation).
 
     A gradient that is not finite skips the update and lowers the loss scale, if there is one.
     """

@@ -83,7 +83,7 @@ class ActiveRun:
         self.progress.good_buffers = {}
 
     def save(self) -> None:
-        """Save the state between two steps, once per step; the host waits for the device.
+        """Saves the state between two steps, once per step; the host waits for the device.
 
         Between two log lines, buffers that are not finite are mended first, and the checkpoint also
         holds the buffers of the last log line: a resumed run goes back to them if a step of the
@@ -117,8 +117,8 @@ class ActiveRun:
         return count_bad_steps(of_ranks, self.progress.bad_steps, self.plan.max_bad_steps)
 
     def log_steps(self, lr: float) -> None:
-        """Submit the steps since the last log line for reading, and log those submitted before, so
-        that a GPU goes on meanwhile. lr: the learning rate of the last step.
+        """Submits the steps since the last log line for reading, and logs those submitted before: a
+        GPU goes on meanwhile. lr: the learning rate of the last step.
         """
         steps, scaler = self.progress.pending_steps, self.state.parts.scaler
         rows = rows_of(steps)
@@ -143,7 +143,7 @@ class ActiveRun:
             self.log_pending()
 
     def note_first_step(self) -> None:
-        """Note when the first step is done, which selects kernels and compiles; the host waits."""
+        """Notes when the first step is done, which selects kernels and compiles; the host waits."""
         if self.first_step_s is not None:
             return
         self.meter.clock.wait(self.meter.clock.mark())
@@ -152,7 +152,7 @@ class ActiveRun:
             log.info("the first step is done after %.0f s", self.first_step_s)
 
     def log_pending(self) -> None:
-        """Log the pending window, if there is one. Raises TrainingFault: the run must end."""
+        """Logs the pending window, if there is one. Raises TrainingFault: the run must end."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
@@ -188,15 +188,13 @@ class ActiveRun:
             self.progress.bad_steps = self._count_bad_steps(rows, window.step)
 
     def note_bad_images(self) -> tuple[dict[str, str], int]:
-        """Returns the reasons of all ranks and, on rank 0, the number of images in bad_images.csv,
-        which it writes.
-        """
+        """Writes bad_images.csv; returns the reasons of all ranks, and on rank 0 their number."""
         of_ranks = gather_objects(self.data.bad_images.reasons, self.dist)
         reasons = {name: reason for each in of_ranks for name, reason in each.items()}
         return reasons, self.records.write_bad_images(reasons)
 
     def warn_if_loader_bound(self) -> None:
-        """If the first epoch waited for data, name the bottleneck and the setting to change."""
+        """Names the bottleneck and the setting to change if the first epoch waited for data."""
         images = sum(window.images for window in self.epoch_windows if not window.warmup)
         if self.is_loader_checked or images < 20 * self.plan.global_batch_size:
             return

@@ -186,8 +186,8 @@ def try_run(
     batch_format: DeviceFormat,
     num_classes: int,
 ) -> None:
-    """Try a step on the largest images, log if the model loses channels_last in it, then try an
-    evaluation of the model and of its average.
+    """Tries a step on the largest images, logs if the model loses channels_last in it, then tries
+    an evaluation of the model and of its average.
 
     On a GPU the step takes the whole batch, so that memory runs out now. It takes two images on a
     CPU, and before a compilation: the compiled step needs less memory.
@@ -221,7 +221,7 @@ def try_model(
     shape: Sequence[int],
     num_classes: int,
 ) -> StepParts | None:
-    """Train a copy of `model` for one step on noise [N, 3, H, W]; None: it cannot be copied.
+    """Trains a copy of `model` for one step on noise [N, 3, H, W]; None: it cannot be copied.
     Raises ConfigError: it cannot take the images. torch's own error: memory runs out.
     """
     device = batch_format.device
@@ -274,7 +274,7 @@ def try_evaluation(
 
 
 def wrap_in_ddp(model: nn.Module, dist: Dist, *, static_graph: bool) -> nn.Module:
-    """Wrap `model` in DDP if there are several ranks. Gradients are views of its buckets, in each
+    """Wraps `model` in DDP if there are several ranks. Gradients are views of its buckets, in each
     parameter's strides: channels_last weights have channels_last gradients without a copy.
     """
     if dist.world_size == 1:

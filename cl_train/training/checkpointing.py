@@ -100,7 +100,7 @@ class Checkpoints:
             check_space(self.store.folder.parent, needed_bytes)
 
     def save(self, progress: Progress, *, best: bool = False) -> None:
-        """Save the state between two steps; the host waits for the device."""
+        """Saves the state between two steps; the host waits for the device."""
         random = random_state(self.dist.device)  # the order and augmentation of images need none
         saved = dict(vars(progress))
         steps = [snapshot(vars(step)) for step in saved.pop("pending_steps")]
@@ -111,7 +111,7 @@ class Checkpoints:
             self.store.write_step(content, progress.step, best=best)
 
     def mark_best(self, progress: Progress) -> None:
-        """Make `best.pt` the checkpoint of this step, which is saved now if it was not before."""
+        """Makes `best.pt` the checkpoint of this step, which is saved now if it was not before."""
         if self.saved_step != progress.step:
             self.save(progress, best=True)
         elif self.dist.is_main:
@@ -121,9 +121,7 @@ class Checkpoints:
 def starting_point(
     checkpoints: Checkpoints, plan: Plan, folder: Path, source: str | None, best_by: str | None
 ) -> Progress:
-    """Restore the checkpoint that `source`, the setting `resume`, names, if there is one; returns
-    the progress from which training goes on.
-    """
+    """Restores the checkpoint that `source` (`resume=`) names, if any; returns the progress."""
     dist = checkpoints.dist
     checkpoints.check()
     progress = resume(checkpoints, source)
@@ -157,7 +155,7 @@ def starting_point(
 def resume(
     checkpoints: Checkpoints, source: str | None, *, training: bool = True
 ) -> Progress | None:
-    """Restore the checkpoint that `source` names, or only its weights without `training`; returns
+    """Restores the checkpoint that `source` names, or only its weights without `training`; returns
     its progress. None: `source` is None, or `auto` finds no checkpoint. Rank 0 reads for all: nodes
     need no shared folder. Raises ConfigError: the checkpoint belongs to another run.
     """
@@ -194,7 +192,7 @@ def resume(
 
 
 def restore_rank(ranks: list[dict[str, Any]], progress: Progress, dist: Dist) -> None:
-    """Restore the random state and pending steps of this rank; a rank that did not exist before
+    """Restores the random state and pending steps of this rank; a rank that did not exist before
     keeps its seed + rank initialisation.
     """
     if dist.rank < len(ranks):
@@ -206,8 +204,8 @@ def restore_rank(ranks: list[dict[str, Any]], progress: Progress, dist: Dist) ->
 
 
 def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool = True) -> None:
-    """Copy `checkpoint` into a run's objects, which keep layout, dtype, device and hyperparameters;
-    without `training`, copy only the weights. Raises CheckpointError: it does not fit.
+    """Copies `checkpoint` into a run's objects, which keep layout, dtype, device and
+    hyperparameters; without `training`, only the weights. Raises CheckpointError: it does not fit.
     """
     average, models = state.parts.average, {"model": state.model}
     if average is not None:
@@ -252,7 +250,7 @@ def restore(checkpoint: Mapping[str, Any], state: TrainState, *, training: bool 
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the `state` of a checkpoint. Raises CheckpointError: it does not fit the model."""
+    """Raises CheckpointError: `state` does not fit the model."""
     what = "the checkpoint's weights do not fit the model"
     try:
         missing, unexpected = load_state(model, state, what)

@@ -51,7 +51,6 @@ def duration(seconds: float) -> str:
 def progress_bar(
     description: str, total: int, done: int = 0, *, unit: str = "step", shown: bool
 ) -> "tqdm[Any]":
-    """A progress bar with the remaining time, on a terminal only."""
     # None: tqdm looks for a terminal, which fails in a program without standard streams.
     hidden = None if shown and _has_output() else True
     options: dict[str, Any] = {"unit": unit, "disable": hidden, "file": sys.stdout}
@@ -106,9 +105,9 @@ def closing_lines(
     *,
     has_trained: bool,
 ) -> Iterator[str]:
-    """Yield up to three lines: the results and their folder, what else the run left, and the next
-    command; first a warning if the speed cannot be trusted. bad_images: the number of bad files,
-    each of which may have been skipped often. has_trained: in this process.
+    """Yields up to three lines: the results and their folder, what else the run left, and the next
+    command; first a warning if the speed cannot be trusted. bad_images: their number, each perhaps
+    skipped often. has_trained: in this process.
     """
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     checkpoints, best = folder / "checkpoints", summary["best"]
@@ -216,7 +215,7 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def profile(folder: Path, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Trace three steps after the first seven, into `trace.json.gz` and `operators.txt`. Yields a
+    """Traces three steps after the first seven, into `trace.json.gz` and `operators.txt`. Yields a
     function to call after each step, which returns whether the files have just been written.
     """
     trace, written = folder / "trace.json.gz", list[Path]()

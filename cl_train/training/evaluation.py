@@ -115,9 +115,7 @@ def _totals(rows: torch.Tensor, skipped: int, classes: int, dist: Dist) -> list[
 
 
 def score_of(evaluated: Mapping[str, Mapping[str, Any]], best_by: str | None) -> float:
-    """Returns the score `best_by`, the higher the better; -inf: unknown. evaluated: the results of
-    `val` and perhaps `val_average`.
-    """
+    """Returns the score `best_by`, the higher the better; -inf: unknown. evaluated: by kind."""
     kind = "val_average" if (best_by or "").startswith("average.") else "val"
     result = evaluated.get(kind, {})
     name = (best_by or "top1").removeprefix("average.")
@@ -135,8 +133,8 @@ def check_evaluation(loss: float | None) -> None:
 
 
 def check_metrics(wanted: EvaluationSettings, data: Data, dist: Dist) -> None:
-    """Call `metrics` on rank 0 with noise of an evaluation's size, before hours of training. Raises
-    ConfigError: it does not return numbers, or there is no number `best_by`.
+    """Calls `metrics` on rank 0 with noise of an evaluation's size, before hours of training.
+    Raises ConfigError: it does not return numbers, or there is no number `best_by`.
     """
     images, classes = data.val_images or 2 * data.num_classes, data.num_classes
     names = ["top1", "top5", "loss", "balanced_accuracy"]
@@ -187,7 +185,7 @@ def rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def outputs(
     model: nn.Module, batches: Iterable[Batch], precision: Precision, *, flip: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the logits, float32 [N, classes], and the targets of each batch; meanwhile `model`,
+    """Yields the logits, float32 [N, classes], and the targets of each batch; meanwhile `model`,
     without DDP, is in eval mode. flip: average the logits of each image and of its mirror image.
     """
     was_training, largest = model.training, 0
@@ -210,9 +208,7 @@ def outputs(
 def _until_signal(
     batches: Iterable[Batch], signals: StopRequest, images: int, dist: Dist
 ) -> Iterator[Batch]:
-    """Yield `batches`, then wait until all ranks have had theirs; before each batch the ranks agree
-    whether to stop.
-    """
+    """Yields `batches`; before each the ranks agree whether to stop, until all have had theirs."""
     iterator = iter(batches)
     with progress_bar("evaluation", images, unit="image", shown=dist.is_main) as bar:
         while True:

@@ -58,7 +58,7 @@ def layout_for(
 
 
 def checked_parity(wanted: ModelSettings, model: nn.Module, workload: Workload, dist: Dist) -> str:
-    """Compare both layouts on rank 0 in the run's own step; returns the status for summary.json.
+    """Compares both layouts on rank 0 in the run's own step; returns the status for summary.json.
 
     Raises ConfigError: channels_last fails or computes something else.
     """

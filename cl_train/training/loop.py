@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
-    """Run `cfg`; rank 0 keeps its records in `folder`. A program that goes on after the run gives
+    """Runs `cfg`; rank 0 keeps its records in `folder`. A program that goes on after the run gives
     its own `command`, and gets a KeyboardInterrupt at the second Ctrl-C.
 
     Raises ConfigError: a problem in the data's classes, the model or the checkpoint, which cannot
@@ -61,7 +61,7 @@ def train(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
 
 
 def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult:
-    """Evaluate `weights`, or the checkpoint that `resume` names; if it belongs to the run in
+    """Evaluates `weights`, or the checkpoint that `resume` names; if it belongs to the run in
     `folder`, the evaluation gets a folder of its own.
     """
     with opened_run(cfg, folder, command) as run:
@@ -74,7 +74,7 @@ def evaluate(cfg: Config, folder: Path, command: str | None = None) -> RunResult
 
 
 def train_epoch(run: ActiveRun, after_step: Callable[[], bool]) -> bool:
-    """Train to the end of the epoch, or to a signal; returns whether a checkpoint is due now."""
+    """Trains to the end of the epoch, or to a signal; returns whether a checkpoint is due now."""
     plan, state, progress, meter = run.plan, run.state, run.progress, run.meter
     first_batch = progress.step_in_epoch * plan.accumulate_steps
     batches = run.data.train(progress.epoch, state.batch_format, first_batch=first_batch)
@@ -210,7 +210,7 @@ def evaluated_weights(run: ActiveRun) -> str:
 
 
 def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> None:
-    """Write `val` last: its record marks the evaluation as complete for a resumed run."""
+    """Writes `val` last: its record marks the evaluation as complete for a resumed run."""
     for kind, result in reversed(evaluated.items()):
         run.records.write_evaluation(kind, result)
         line = " * Prec@1 {top1:.3f} Prec@5 {top5:.3f} Loss {loss:.4f} on {images} images"
@@ -222,7 +222,7 @@ def record_evaluation(run: ActiveRun, evaluated: dict[str, dict[str, Any]]) -> N
 
 
 def finish(run: ActiveRun) -> RunResult:
-    """Write the summary. Raises TrainingFault: the model evaluates to NaN."""
+    """Writes the summary. Raises TrainingFault: the model evaluates to NaN."""
     dist, records, stopped_by = run.dist, run.records, run.stop_signal
     for evaluation in records.of_kind("val")[-1:]:
         check_evaluation(evaluation["loss"])

@@ -1,6 +1,4 @@
-"""Makes the parts of a run from its settings. The code below does not get the whole `Config`, only
-the values that it needs.
-"""
+"""Makes the parts of a run from its settings."""
 
 import logging
 import shlex
@@ -28,7 +26,7 @@ _UNEVEN = 10  # images of the largest class / those of the smallest one, from wh
 
 
 def open_data(settings: DataSettings, source: str | None, stack: ExitStack) -> Data:
-    """Open the images of the run. One that only evaluates takes the classes of the model `source`.
+    """Opens the images of the run. One that only evaluates takes the classes of the model `source`.
     Raises ConfigError: the images do not fit.
     """
     data = build_data(settings)

@@ -35,7 +35,7 @@ class Progress:
     good_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count_evaluation(self, score: float, top1: float) -> bool:
-        """Count the evaluation of this step, once; returns whether it is the best so far."""
+        """Counts the evaluation of this step, once; returns whether it is the best so far."""
         if self.evaluated_step == self.step:  # before a resume
             return False
         self.evaluated_step, is_best = self.step, score > self.best_score
@@ -118,7 +118,7 @@ class Plan:
         return every_steps > 0 and progress.step % every_steps == 0
 
     def close_epoch(self, progress: Progress) -> None:
-        """Begin the next epoch; a run that `max_steps` ends within an epoch stays in it."""
+        """Begins the next epoch; a run that `max_steps` ends within an epoch stays in it."""
         progress.closed_step = progress.step
         if progress.step_in_epoch == self.steps_per_epoch:
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0

@@ -103,7 +103,7 @@ class Records:
             self._trackers.send(record)
 
     def show(self, images: torch.Tensor) -> None:
-        """Send the first images of a batch to TensorBoard; the host waits for the device."""
+        """Sends the first images of a batch to TensorBoard; the host waits for the device."""
         if self._folder is not None:
             self._trackers.send({"kind": "images", "step": 0, "images": images[:SHOWN].cpu()})
 
@@ -112,9 +112,7 @@ class Records:
         self.append(finite_or_null({**place, **values, "time": time.time()}))
 
     def write_bad_images(self, reasons: Mapping[str, str]) -> int:
-        """Write `bad_images.csv`, with the images that earlier processes found; returns their
-        number.
-        """
+        """Writes `bad_images.csv`, with those of earlier processes; returns how many there are."""
         if self._folder is None:
             return 0
         path, earlier = self._folder / BAD_IMAGES, dict[str, str]()
@@ -161,7 +159,7 @@ class Records:
         first_step_s: float | None = None,
         gpu: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Write and return `summary.json`. It describes this process or, if that had nothing left
+        """Writes and returns `summary.json`. It describes this process or, if that had nothing left
         to train, the whole run.
 
         lost_pct: of the time of the run's threads, and of its workers, whose loss counts only as
@@ -219,9 +217,7 @@ class Records:
         )
 
     def _best(self) -> dict[str, Any] | None:
-        """The best evaluation of the whole run, also before a resume in another folder, with the
-        value of `best_by`.
-        """
+        """The best evaluation of the whole run, in any folder, with the value of `best_by`."""
         best, by = self._progress.best, self.config["best_by"]
         if best is None:
             return None

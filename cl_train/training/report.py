@@ -32,7 +32,7 @@ Counts = npt.NDArray[np.int64]  # of images [true class, predicted class]
 def write_report(
     predicted: torch.Tensor, data: Data, dist: Dist, run_folder: Path, about: str
 ) -> None:
-    """Write `report/` in the run folder on rank 0, which warns if it cannot. about: the model, its
+    """Writes `report/` in the run folder on rank 0, which warns if it cannot. about: the model, its
     weights and the images, for the header of the page.
     """
     indices = data.validation_indices()
@@ -92,7 +92,7 @@ def confusions(counts: Counts, names: Sequence[str]) -> list[dict[str, Any]]:
 def page_data(rows: Rows, counts: Counts, data: Data, names: Sequence[str]) -> dict[str, Any]:
     """Returns what `report.html` shows: the classes with the most errors, wrong images by loss."""
     is_correct = rows[:, 0] == rows[:, 1]
-    # Wrong images first, then by loss, the highest first; NaN counts as the highest.
+    # Wrong images first, then the highest loss; NaN counts as the highest.
     worst = np.lexsort((-np.nan_to_num(rows[:, 4], nan=np.inf), is_correct))[:_IMAGES]
     used = counts.sum(0) + counts.sum(1)
     recalls = (np.diag(counts) / counts.sum(1).clip(1))[counts.sum(1) > 0]

@@ -92,7 +92,7 @@ def check_runs(runs: list[Config]) -> None:
 
 @contextmanager
 def opened_run(cfg: Config, folder: Path, command: str | None) -> Iterator[ActiveRun]:
-    """Yield a run that is ready for its first step, or its evaluation. An error in the block is
+    """Yields a run that is ready for its first step, or its evaluation. An error in the block is
     recorded, and everything is closed.
     """
     signals = StopRequest(ends_process=command is None)
@@ -245,7 +245,7 @@ def title_of(cfg: DataConfig) -> str:
 def record_failure(
     run: ActiveRun, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """Write the summary of a run that failed; further errors do not replace the first one."""
+    """Writes the summary of a run that failed; further errors do not replace the first one."""
     if error is None:
         return
     if run.dist.world_size == 1:  # the other ranks may not take part
@@ -260,11 +260,10 @@ def record_failure(
 
 
 def prepare_process(cfg: Config, dist: Dist, stack: ExitStack) -> tuple[Config, Precision]:
-    """Set switches of the whole process; `cl_train.train` restores those of torch at its end.
+    """Sets switches of the whole process; `cl_train.train` restores those of torch at its end.
 
-    Returns `cfg` as it applies to the process, and the precision: `cfg` is deterministic if the
-    program has asked torch for it, and has the micro-steps that `global_batch_size` requires and
-    the `best_by` that fits `class_weight`.
+    Returns `cfg` as it applies here (deterministic if the program asked torch for it, with the
+    micro-steps of `global_batch_size` and the `best_by` of `class_weight`), and the precision.
     """
     deterministic = cfg.deterministic or torch.are_deterministic_algorithms_enabled()
     if deterministic:

@@ -1,8 +1,7 @@
 """Images per second between two log lines.
 
 `ActiveRun.log_pending` writes what `measured` returns to metrics.jsonl as a `Window` of
-system/run_folder.py. There `read_run` reads the windows of a run, and `sweeps/verdict.py` compares
-them with those of others.
+system/run_folder.py.
 """
 
 from collections import deque
@@ -56,7 +55,7 @@ class ThroughputMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time the block, which waits for the batches of a step; before it, the host waits for a
+        """Times the block, which waits for the batches of a step; before it, the host waits for a
         device that is MAX_STEPS_AHEAD behind.
         """
         while len(self._ends) >= MAX_STEPS_AHEAD:
@@ -67,19 +66,19 @@ class ThroughputMeter:
         self._window.waits.append((self._host_clock() - since, self._idle_from, self.clock.mark()))
 
     def tick(self, images: int, *, warmup: bool = False) -> None:
-        """Count one submitted step over `images` (of all ranks)."""
+        """Counts one submitted step over `images` (of all ranks)."""
         self._window.warmup |= warmup
         self._idle_from = self._window.end = self.clock.mark()
         self._ends.append(self._idle_from)
         self._window.images += images
 
     def exclude_pause(self) -> None:
-        """Exclude the time since the last step, in which a file was written."""
+        """Excludes the time since the last step, in which a file was written."""
         self._idle_from = self.clock.mark()
         self._window.pauses.append((self._window.end, self._idle_from))
 
     def close(self) -> Timing:
-        """Close the window and begin the next. The host does not wait."""
+        """Closes the window and begins the next. The host does not wait."""
         closed = self._window
         assert closed.waits, "an empty window"
         self._steps_before += len(closed.waits)

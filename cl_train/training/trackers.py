@@ -46,7 +46,7 @@ class Trackers:
         self._failures: dict[str, str] = {}
 
     def send(self, record: Record) -> None:
-        """Send `record` to all. Raises ConfigError: TensorBoard or wandb cannot begin the run."""
+        """Sends `record` to all. Raises ConfigError: TensorBoard or wandb cannot begin the run."""
         for name, tracker in self._trackers.items():
             is_for_all = record["kind"] != "images"
             if name in self._failures or not (is_for_all or isinstance(tracker, TensorBoard)):
@@ -136,7 +136,7 @@ class TensorBoard:
         self._writer.add_custom_scalars({"a run": charts})
 
     def _add_contact_sheet(self, images: Any) -> None:
-        """Show the images as the step gets them, without the normalisation."""
+        """Shows the images as the step gets them, without the normalisation."""
         from torchvision.utils import make_grid
 
         config = self._start["config"]
