@@ -379,6 +379,11 @@ def announce_work(cfg: Config, data: Data, plan: Plan, state: TrainState, dist: 
     if plan.last_step < steps * cfg.epochs:  # max_steps
         length = f"the first {counted(plan.last_step, 'step')} of {length}"
     log.info("%s, %d images per step%s", length, images_per_step, less if left_out else "")
+    if plan.lr < cfg.optim.lr / 10:
+        reference = cfg.optim.reference_batch_size
+        how = f"optim.lr {cfg.optim.lr:g} x batch {plan.global_batch_size} / {reference}"
+        advice = "optim.reference_batch_size=0 takes optim.lr as it is"
+        log.info("lr %.3g = %s; %s", plan.lr, how, advice)
     if dist.device.type == "cuda":
         compiling = ", compiling the model, which takes minutes" if cfg.compile else ""
         log.info("selecting kernels (once per shape)%s", compiling)

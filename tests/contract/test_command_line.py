@@ -18,7 +18,7 @@ from cl_train.config.command_line import (
     compose,
     group_choices,
 )
-from cl_train.config.schema import OPTIMIZERS, OptimConfig
+from cl_train.config.schema import FIELDS, OPTIMIZERS, OptimConfig
 from cl_train.config.validation import checked_config as load
 from cl_train.config.validation import flatten, show
 from cl_train.errors import ConfigError
@@ -161,8 +161,10 @@ def test_help_shows_settings_groups_and_examples_without_torch(capsys):
 
 
 def test_a_glob_takes_all_choices_of_a_group_and_optim_timm_takes_names():
-    runs = check_command_line(["-m", "optim=glob(*)"])
+    runs = check_command_line(["-m", "optim=glob(*)", "data=synthetic"])
     assert {cfg.optim.name for cfg in runs} == {*OPTIMIZERS, "lamb"}
+    lr = FIELDS["optim.lr"]
+    assert all(show(cfg.optim.lr) in f"{lr.default} {lr.help}" for cfg in runs), "--help says them"
     runs = check_command_line(["-m", "optim=timm", "optim.name=lamb,muon"])
     assert [(cfg.optim.library, cfg.optim.name) for cfg in runs] == [
         ("timm", "lamb"),

@@ -218,11 +218,15 @@ def test_a_run_that_was_resumed_with_other_settings_says_so(train):
     run, split = train("max_steps=2"), ("batch_size=16", "accumulate_steps=2", "resume=auto")
     assert run.summary["resumed_with"] is None
     train(*split, "max_steps=4", folder=run.folder)
-    run = train(*split, "optim.lr=0.1", "log_every=2", folder=run.folder)
+    assert " x batch " not in run.log
+    scaled = "optim.reference_batch_size=512"
+    run = train(*split, "optim.lr=0.1", scaled, "log_every=2", folder=run.folder)
+    assert " lr 0.00625 = optim.lr 0.1 x batch 32 / 512; optim.reference_batch_size=0" in run.log
     assert run.summary["resumed_with"] == [
         "accumulate_steps: 1 -> 2",
         "batch_size: 32 -> 16",
         "optim.lr: 0.4 -> 0.1",
+        "optim.reference_batch_size: 256 -> 512",
     ]
 
 
