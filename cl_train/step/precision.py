@@ -18,6 +18,8 @@ from cl_train.step.backup import set_buffer
 from cl_train.system.failures import failure_explained
 from cl_train.system.machine import thread_s
 
+PRODUCT, DENSE, DEPTHWISE = "matrix product", "dense convolution", "depthwise convolution"
+FASTER = 0.8  # of fp32's time
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -59,13 +61,21 @@ def resolve_precision(name: str, device: torch.device) -> Precision:
         raise ConfigError(f"precision={name}; use {', '.join(PRECISIONS)}{near}")
     if name == "auto":
         fast = _fast_formats(device)
-        reason = f"{'fast' if fast else '16-bit arithmetic is slow'} on this {device.type} device"
-        return replace(BY_NAME[fast[0] if fast else "fp32"], reason=reason)
+        return replace(BY_NAME[fast[0] if fast else "fp32"], reason=_why(device, fast))
     needed = {"tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "fp16_o2": "fp16"}.get(name)
     if needed is None or needed in _fast_formats(device):
         return BY_NAME[name]
     cost = "the same as fp32" if name == "tf32" else "slow"
     return replace(BY_NAME[name], reason=f"{cost} on this {device.type} device: use precision=auto")
+
+
+def _why(device: torch.device, fast: list[str]) -> str:
+    """Returns why `auto` chose its precision: on a CPU, what was timed."""
+    if device.type == "cuda":
+        return f"{'fast' if fast else '16-bit arithmetic is slow'} on this GPU"
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in bf16_shares().items())
+    advice = "cl-train benchmark precision=fp32,bf16 decides for a model"
+    return f"time of bf16 / fp32: {shares}; {advice}"
 
 
 def _fast_formats(device: torch.device) -> list[str]:
@@ -77,29 +87,51 @@ def _fast_formats(device: torch.device) -> list[str]:
     return ["bf16"] if bf16_is_faster_on_cpu() else []
 
 
-@cache
 def bf16_is_faster_on_cpu() -> bool:
-    """Times a matrix product and a convolution for about 0.1 s: the CPU's instructions do not tell.
-    With AMX, bf16 was four times as fast as fp32; with AVX512-BF16 alone it took twice the time.
+    """Whether matrix products and dense convolutions are. Depthwise ones do not count, as the model
+    is not known here.
+    """
+    shares = bf16_shares()
+    return all(shares.get(name, 1.0) < FASTER for name in (PRODUCT, DENSE))
+
+
+@cache
+def bf16_shares() -> dict[str, float]:
+    """Times operations for about 0.1 s, and returns bf16's time / fp32's: the CPU's instructions do
+    not tell. With AMX, bf16 was four times as fast as fp32; with AVX512-BF16 alone it took twice
+    the time. Ends at the first operation that is not faster, as a CPU without bf16 takes long.
     """
     values = torch.rand(2, 512, 512, generator=torch.Generator().manual_seed(0))
     images, weights = values.view(8, 64, 32, 32), values[0, :72].reshape(64, 64, 3, 3)
+    operations: dict[str, tuple[Callable[..., object], torch.Tensor, torch.Tensor]] = {
+        PRODUCT: (torch.matmul, *values),
+        DENSE: (torch.conv2d, images, weights),
+        DEPTHWISE: (
+            partial(torch.conv2d, groups=64),
+            images.to(memory_format=torch.channels_last),
+            weights[:, :1],
+        ),
+    }
+    shares: dict[str, float] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the time of one thread excludes what other processes take
     try:
-        return _is_faster_in_bf16(torch.matmul, *values) and _is_faster_in_bf16(
-            torch.conv2d, images, weights
-        )
+        for name, (function, *tensors) in operations.items():
+            shares[name] = _bf16_share(function, *tensors)
+            if shares[name] >= FASTER:
+                break
     finally:
         torch.set_num_threads(threads)
+    return shares
 
 
-def _is_faster_in_bf16(function: Callable[..., object], *values: torch.Tensor) -> bool:
+def _bf16_share(function: Callable[..., object], *values: torch.Tensor) -> float:
+    """Returns the time in bf16 as a share of that in fp32."""
     narrow = [tensor.bfloat16() for tensor in values]
     variants = partial(function, *values), partial(function, *narrow)
     rounds = [[thread_s(variant) for variant in variants] for _ in range(8)]
     fp32_s, bf16_s = map(min, zip(*rounds, strict=True))
-    return bf16_s < 0.8 * fp32_s
+    return bf16_s / fp32_s
 
 
 @contextmanager

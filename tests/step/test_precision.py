@@ -1,5 +1,7 @@
 """Number formats on a CPU: the same code paths as on a GPU, so that none of them rots."""
 
+import re
+
 import pytest
 import torch
 from torch import backends
@@ -29,20 +31,30 @@ def test_auto_is_resolved_and_fp16_on_a_cpu_is_doubted():
 
 
 @pytest.mark.parametrize(
-    ("product_s", "convolution_s", "expected"),
-    [(0.25, 0.25, "bf16"), (0.9, 0.25, "fp32"), (2.0, 2.0, "fp32"), (0.25, 2.0, "fp32")],
+    ("product_s", "convolution_s", "depthwise_s", "expected"),
+    [
+        (0.25, 0.25, 0.5, "bf16"),
+        (0.25, 0.25, 1.5, "bf16"),
+        (0.9, None, None, "fp32"),
+        (0.25, 2.0, None, "fp32"),
+    ],
 )
-def test_auto_is_bf16_on_a_cpu_only_where_products_and_convolutions_are_faster(
-    product_s, convolution_s, expected, monkeypatch
+def test_auto_is_bf16_on_a_cpu_where_products_and_dense_convolutions_are_faster_and_says_it(
+    product_s, convolution_s, depthwise_s, expected, monkeypatch
 ):
     def planted_s(work):
-        of_bf16 = {torch.matmul: product_s, torch.conv2d: convolution_s}
+        convolved_s = depthwise_s if "groups" in work.keywords else convolution_s
+        of_bf16 = {torch.matmul: product_s, torch.conv2d: convolved_s}
         return of_bf16[work.func] if work().dtype == torch.bfloat16 else 1.0
 
     monkeypatch.setattr(precision_module, "thread_s", planted_s)
-    uncached = precision_module.bf16_is_faster_on_cpu.__wrapped__
-    monkeypatch.setattr(precision_module, "bf16_is_faster_on_cpu", uncached)
-    assert resolve_precision("auto", CPU).name == expected
+    uncached = precision_module.bf16_shares.__wrapped__
+    monkeypatch.setattr(precision_module, "bf16_shares", uncached)
+    chosen = resolve_precision("auto", CPU)
+    times_s = [product_s, convolution_s, depthwise_s]
+    timed = [f"{100 * seconds:.0f}" for seconds in times_s if seconds is not None]
+    assert chosen.name == expected and re.findall(r"(\d+) %", chosen.reason) == timed
+    assert "cl-train benchmark precision=fp32,bf16" in chosen.reason
 
 
 def test_fp32_weights_have_the_models_strides_and_take_what_fp16_cannot_hold():
