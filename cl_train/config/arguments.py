@@ -39,6 +39,8 @@ def settings_from_arguments(schema: type[T], arguments: Sequence[str]) -> T:
         elif item and not text and not item.optional and item.default:
             default = show(item.default)
             problems.append(f"{word} is empty: give a value, or leave it out for {default}")
+        elif item and item.list_depth and text and "" in text.split(","):
+            problems.append(f"{word}: an item is empty; leave out its comma")
         elif item and item.list_depth and not text.startswith("["):
             values[key] = [_value_of(part) for part in text.split(",")] if text else []
         else:

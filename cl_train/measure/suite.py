@@ -268,7 +268,7 @@ def run_each(
             keep(measure(item))
             kept += 1
     except (KeyboardInterrupt, SystemExit):
-        where = f", in {out}" if out and kept else ""
+        where = "" if not out else f", in {out}" if kept else f"; {out} is not written"
         print(f"stopped: {kept} of {len(items)} are measured{where}", flush=True)
         raise
     finally:

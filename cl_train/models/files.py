@@ -268,5 +268,8 @@ def load_state(
         versioned = with_versions(state, versions)
         missing, unexpected = model.load_state_dict(versioned, strict=False)
     except Exception as error:  # the hooks of a user's module may raise any exception
-        raise ConfigError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+        # torch names every tensor, one a line below a title.
+        lines = [" ".join(line.split()) for line in str(error).splitlines()]
+        more = f" And {len(lines) - 2} more like it." if len(lines) > 2 else ""
+        raise ConfigError(f"{what}: {' '.join(lines[:2])[:300]}{more}") from error
     return missing, unexpected

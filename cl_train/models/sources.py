@@ -61,7 +61,8 @@ def check_model(name: str, weights: str | None = None) -> None:
             near = suggest(name, timm_model_names())
             raise ConfigError(f"model={name}: timm has no such model{near}")
     elif name not in (*model_names(), *video_model_names()):
-        others = "timm's are model=timm/<name>, your own model=package.module:function"
+        own = ":".join(name.rsplit(".", 1)) if "." in name else "package.module:function"
+        others = f"timm's are model=timm/<name>, your own model={own}"
         near = suggest(name, model_names())
         raise ConfigError(f"model={name}: torchvision has no such model{near} ({others})")
     if path := weights and weights_path(weights):

@@ -24,6 +24,7 @@ from cl_train.measure.statistics import (
 )
 from cl_train.system.processes import BUSY_PCT, LOST_PCT
 from cl_train.system.run_folder import Run
+from cl_train.system.tables import counted
 
 LOADER_BOUND_PCT = 20.0  # share of the time in which the step waited for its batch
 MAX_GAP_H = 12.0  # from the end of one run to the start of the other: the machine may change
@@ -304,7 +305,7 @@ def too_few_windows(run: Run) -> str | None:
     """
     if (count := run.windows_after_warmup) >= MIN_WINDOWS:
         return None
-    few = f"{run.folder.name} has {count} windows after warm-up, not {MIN_WINDOWS}"
+    few = f"{run.folder.name} has {counted(count, 'window')} after warm-up, not {MIN_WINDOWS}"
     steps, epochs = run.fact("steps"), run.fact("epochs")
     warmup, log_every = run.settings.get("warmup_steps"), run.settings.get("log_every")
     if not (steps and epochs and log_every) or warmup is None:

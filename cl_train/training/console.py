@@ -147,8 +147,10 @@ def closing_lines(
         top1 = f"top-1 {summary['val_average']['top1']:.2f} %"
         leaves.append(f"weights=RUN entry=average takes the EMA ({top1})")
     if is_trained and is_alone and not is_interrupted and "tensorboard" in config["log_to"]:
-        # TensorBoard names a run by its path below logdir.
-        leaves.append(f"curves: tensorboard --logdir {shlex.quote(str(folder.parent))}")
+        # TensorBoard names a run by its path below logdir; beside a folder that the user chose
+        # anything may lie.
+        logdir = folder if "hydra.run.dir=" in summary["command"] else folder.parent
+        leaves.append(f"curves: tensorboard --logdir {shlex.quote(str(logdir))}")
     if config["evaluate_only"] and not config["report"]:
         leaves.append("accuracy by class as a page: report=true")
     if leaves:

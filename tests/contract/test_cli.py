@@ -68,6 +68,7 @@ WRONG = [
     ("word", "key=value"),
     ("sizes=4", ">= 8"),
     ("sizes=a", "of whole number"),
+    ("sizes=224,", "sizes=224,: an item is empty"),
 ]
 
 

@@ -38,6 +38,7 @@ def of_a_terminal():
 
 
 def test_two_runs_in_one_process(settings, tmp_path):
+    settings |= {"log_to": ["tensorboard"]}
     first = cl_train.train("data=folder", "channels_last=true", **settings)
     second = cl_train.train("data=folder", f"hydra.run.dir={tmp_path}/b", **settings)
     assert first.folder.is_relative_to(tmp_path / "outputs") and second.folder == tmp_path / "b"
@@ -46,6 +47,9 @@ def test_two_runs_in_one_process(settings, tmp_path):
         assert result.summary["memory_format"] == layout
         assert result.summary["command"].startswith("cl_train.train('data=folder'")
         assert result.top1 == result.summary["val"]["top1"] and result.exit_code == 0
+        logdir = first.folder.parent if result is first else second.folder
+        said = f"curves: tensorboard --logdir {logdir.relative_to(tmp_path)}\n"
+        assert said in (result.folder / "train.log").read_text()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 

@@ -263,13 +263,26 @@ def test_a_benchmark_that_is_stopped_leaves_what_it_has_measured(
     document = json.loads(out.read_text())
     assert document["complete"] is False
     assert [(one["model"], one["pairs"][0]["ratio"]) for one in document["results"]] == [(SMALL, 2)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(stop):
+        benchmark.main([f"model={SMALL}", *words, f"out={tmp_path}/none.json"])
+    signal.signal(signal.SIGINT, of_caller)
+    said = f"\nstopped: 0 of 1 are measured; {tmp_path}/none.json is not written\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model": ["resnt18"]}, {"layouts": ["contiguous"]}, {"model": []}, {"mode": []}]
+    "changes",
+    [
+        {"model": ["resnt18"]},
+        {"model": ["my_net.build"]},
+        {"layouts": ["contiguous"]},
+        {"model": []},
+        {"mode": []},
+    ],
 )
 def test_wrong_settings_are_refused(changes):
-    with pytest.raises(ConfigError, match=r"resnet18|layouts|is empty"):
+    with pytest.raises(ConfigError, match=r"resnet18|model=my_net:build|layouts|is empty"):
         run_suite(settings(**changes))
 
 

@@ -110,6 +110,12 @@ def test_what_cannot_be_converted_is_refused(tmp_path, files):
         *((tmp_path / name, "out.pth", {}, name) for name in ("text.pth", "cut.pt", "flipped.pt")),
         (weights, str(weights), {}, "another name"),
         (own, "out.pth", {"model": SMALL}, r"does not fit the file: .* lacks .* prefix=model\. "),
+        (
+            weights,
+            "out.pth",
+            {"model": "squeezenet1_0"},
+            r"for features\.0\.weight: .* And \d+ more",
+        ),
         (own, "out.pth", {"entry": "state_dic"}, "did you mean state_dict"),
         (own, "out.pth", {"prefix": "neck."}, "prefix=neck"),
         (weights, "out.h5", {}, "suffixes .pth"),

@@ -304,7 +304,7 @@ def test_a_run_that_is_too_short_is_told_how_long_it_must_be(
     run = run_of(tmp_path, max_steps=max_steps, warmup_steps=10, log_every=10)
     facts = run.summary | {"steps": steps, "epochs": epochs}
     said = too_few_windows(replace(run, windows=run.windows[:1], summary=facts))
-    assert "windows after warm-up" in said and said.endswith(advice)
+    assert " has 1 window after warm-up" in said and said.endswith(advice)
 
 
 def test_repeats_of_auto_that_chose_differently_are_not_comparable(tmp_path):
