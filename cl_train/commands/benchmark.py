@@ -11,8 +11,9 @@ memory.
 
 Blocks alternate A B B A with the same weights and images until the 95 % interval of the ratio is at
 most target_ci wide or time_limit_s is over. The step is that of training, loss scaling included.
-Each combination ends with four lines: is it right, is it faster, because of what, what to do.
-`out` is written after each combination: stopped before the end it says "complete": false.
+Each combination ends with four lines: is it right, is it faster, because of what, what to do;
+several of a model end with the fastest. `out` is written after each combination: stopped before
+the end it says "complete": false.
 Exit codes: 0 done, 1 a combination failed, 2 wrong usage, 130/143 stopped by a signal.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 from cl_train.commands import Result, print_result
 from cl_train.config.schema import BenchmarkSettings
+from cl_train.config.validation import show
 
 SETTINGS = {"settings": BenchmarkSettings}
 
@@ -30,21 +32,29 @@ def main(words: list[str]) -> int:
 
 
 def measure(settings: BenchmarkSettings) -> Result:
-    """Returns the result, and of several combinations the verdicts."""
-    from cl_train.measure.suite import run_suite
+    """Returns the result, and of several combinations the verdicts and the fastest."""
+    from cl_train.measure.suite import NAMES, run_suite
 
     document = run_suite(settings)
     results = document["results"]
     if len(results) == 1:
         return document, ""
+    varied = [name for name in NAMES[1:] if len({result[name] for result in results}) > 1]
+
+    def typed(result: dict[str, Any]) -> str:
+        return " ".join([result["model"], *(f"{name}={show(result[name])}" for name in varied)])
+
     verdicts = []
     for result in results:
         words = [f"{pair['candidate']} {_verdict(pair)}" for pair in result["pairs"]]
-        verdicts.append(f"{result['model']}: {', '.join(words) or 'failed'}")
+        verdicts.append(f"{typed(result)}: {', '.join(words) or 'failed'}")
     undecided = {"inconclusive", "not_comparable"}
     outcomes = [{pair["verdict"] for pair in result["pairs"]} for result in results]
     decided = sum(bool(outcome) and outcome.isdisjoint(undecided) for outcome in outcomes)
     verdicts.append(f"{decided} of {len(results)} are decided")
+    for one in document["fastest"]:
+        speed = f"{one['layout']}, {one['images_per_s']:.1f} images/s"
+        verdicts.append(f"fastest: {typed(one)} {speed}")
     return document, "; ".join(verdicts)
 
 

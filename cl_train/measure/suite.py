@@ -249,7 +249,23 @@ def run_suite(settings: BenchmarkSettings) -> dict[str, Any]:
             write_json(Path(settings.out), document)
 
     run_each(combinations, measured, keep, settings.out)
-    return document | {"complete": True}
+    return document | {"complete": True, "fastest": fastest_of(document["results"])}
+
+
+def fastest_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the fastest settings and layout of each model and mode that was measured with several
+    settings, unless one of them is not comparable.
+    """
+    fastest = []
+    for described in dict.fromkeys((one["model"], one["mode"]) for one in results):
+        group = [one for one in results if (one["model"], one["mode"]) == described]
+        sides = [(speed, one) for one in group for speed in one.get("speeds", ())]
+        verdicts = {pair["verdict"] for one in group for pair in one["pairs"]}
+        if len(group) > 1 and sides and "not_comparable" not in verdicts:
+            speed, one = max(sides, key=lambda side: side[0]["images_per_s"])
+            settings = {name: one[name] for name in NAMES}
+            fastest.append(settings | {key: speed[key] for key in ("layout", "images_per_s")})
+    return fastest
 
 
 def run_each(

@@ -94,6 +94,25 @@ def test_each_combination_has_its_time_and_an_undecided_one_its_command(monkeypa
     assert printed.count("  parity is compared after 40 s, speed follows\n") == 2
 
 
+def test_the_fastest_of_several_settings_is_named_if_all_compute_the_same(monkeypatch):
+    def planted(variants, workload, stop):
+        first, last = (done := planted_comparison([1.5] * 4)).speeds
+        name = workload.precision.name
+        last = replace(last, images_per_s={"bf16": 115.8, "fp32": 177.0}[name])
+        return replace(done, speeds=(first, last), precision=name)
+
+    monkeypatch.setattr(suite, "benchmark_in_time", planted)
+    of_both = settings(model=[SMALL], precision=["fp32", "bf16"])
+    document, text = benchmark.measure(of_both)
+    assert text.endswith(f"fastest: {SMALL} precision=fp32 channels_last, 177.0 images/s")
+    [fastest] = document["fastest"]
+    assert (fastest["precision"], fastest["layout"]) == ("fp32", "channels_last")
+    assert f"{SMALL} precision=bf16: channels_last faster (1.50x)" in text
+    monkeypatch.setattr(suite, "parity_before_use", lambda *_: Parity(False, "planted"))
+    document, text = benchmark.measure(replace(of_both, parity="true"))
+    assert document["fastest"] == [] and "fastest" not in text
+
+
 class Slow(nn.Conv2d):
     """Takes `image_s` of the planted clock for each image, and no time else."""
 
