@@ -90,7 +90,7 @@ class KernelCheck(OriginRecorder):
                 if _written_arguments(function):  # copied before it writes
                     call = copied(call, same_strides)
         result = function(*args, **kwargs)
-        origin, name = self.origin(), name_of(function)
+        origin, name = self.origin(function), name_of(function)
         is_read_by_strides = is_permuted and "as_strided" in name
         has_values = computes(function) and name not in _WITHOUT_VALUES
         if (has_values or is_read_by_strides) and origin.module_type != "Parameter":

@@ -124,7 +124,7 @@ class TimeRecorder(OriginRecorder):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._close("operator")
-        origin, phase = self.origin(), self._phase
+        origin, phase = self.origin(function), self._phase
         module = origin.module
         if origin.module_type == "Parameter":  # it accumulates its gradient
             module = module.rpartition(".")[0]

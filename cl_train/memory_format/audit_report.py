@@ -23,6 +23,7 @@ class Origin:
     module_type: str = ""
     source: str = ""
     line: str = ""
+    backward_of: str = ""  # in backward the operator of the forward pass
 
 
 @dataclass(kw_only=True)
@@ -45,6 +46,7 @@ class Call(Origin):
     copy: str = ""  # "explicit": the call is a copy; "hidden": its kernel permutes an input
     moved_bytes: int = 0
     cause: str = ""  # the `place` of the call that made one of its inputs contiguous
+    contiguous: str = ""  # which of its inputs is, and why, if no loss made it so
     count: int = 1
 
     @property
@@ -58,6 +60,18 @@ class Call(Origin):
     @property
     def place(self) -> str:
         return f"{self.name} of `{self.module or '(top)'}` at {self.source or self.where}"
+
+    @property
+    def as_cause(self) -> str:
+        """Tells those who pay for the contiguous tensor that it made why it is so."""
+        where = f"{self.where} ({self.module_type or 'outside the modules'})"
+        if self.direction == "forward":
+            return f"{where}: its {self.name} writes contiguous"
+        of = self.backward_of or "an unknown operator"
+        if of == "mean":
+            keeping = "x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)"
+            of = f"a mean; in your own model, {keeping} keeps it"
+        return f"{where}: its backward pass creates a contiguous gradient (of {of})"
 
     def advice(self) -> str:
         is_mixed = self.cause or any(text.startswith("contiguous") for text in self.inputs)
@@ -126,7 +140,11 @@ class LayoutReport:
         if not lost and self.model_memory_format == "contiguous" and not self.of("kept"):
             return f"{self.model} and its input are contiguous: convert the model first"
         if not lost:
-            return f"{self.model}: no operator loses channels_last"
+            paying = self._unlost()
+            calls = _count(paying)
+            converts = "1 call converts" if calls == 1 else f"{calls} calls convert"
+            but = f", but {converts} {self._cost(paying)}" if calls else ""
+            return f"{self.model}: no operator loses channels_last{but}"
         paying = [call for place in {call.place for call in lost} for call in paid[place]]
         modules = len({call.module for call in lost})
         number = "1 module; it costs" if modules == 1 else f"{modules} modules; they cost"
@@ -153,19 +171,25 @@ class LayoutReport:
 
     def notes(self) -> list[str]:
         """Says what is paid for contiguous tensors that no loss made, by the line making them."""
-        lost = {call.place for call in self.of("lost")}
-        creators = {call.place: call for call in self.of("created")}
-        paying = defaultdict[str, list[Call]](list)
-        for place, calls in self.paid.items():
-            if place not in lost:
-                paying[_of_creator(creators.get(place), calls[0])] += calls
+        paying = grouped(self._unlost(), attrgetter("contiguous"))
         lines = []
-        for what, calls in sorted(paying.items(), key=lambda item: -_moved_bytes(item[1])):
-            number, modules = _count(calls), len({call.cause for call in calls})
+        for calls in sorted(paying, key=lambda calls: -_moved_bytes(calls)):
+            first, number, modules = calls[0], _count(calls), len({call.cause for call in calls})
             pays = f"{number} call pays" if number == 1 else f"{number} calls pay"
             where = f" in {modules} modules" if modules > 1 else ""
-            lines.append(f"{what}{where}; {pays} {self._cost(calls)}")
+            if not first.cause:
+                where = f", first for {first.name} of {first.module or '(top)'} ({first.direction})"
+            lines.append(f"{first.contiguous}{where}; {pays} {self._cost(calls)}")
         return lines
+
+    def _unlost(self) -> list[Call]:
+        """Returns the calls that pay for contiguous tensors that no loss made."""
+        lost = {call.place for call in self.of("lost")}
+        return [
+            call
+            for call in self.calls
+            if call.outcome in ("restored", "inherited") and call.cause not in lost
+        ]
 
     def inherited(self) -> dict[tuple[str, str, str], str]:
         """Returns the lines that create contiguous gradients, by direction, module and operator of
@@ -217,16 +241,6 @@ class LayoutReport:
                 *(["", self.times.tables_text()] if self.times else []),
             ]
         )
-
-
-def _of_creator(creator: Call | None, paying: Call) -> str:
-    if creator is None:
-        return f"the batch or a weight is contiguous, first for {paying.where}"
-    backward = "its backward pass creates a contiguous gradient"
-    if creator.name.startswith("div"):
-        keeping = "x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)"
-        backward += f" (of a mean; in your own model, {keeping} keeps it)"
-    return f"{creator.where} ({creator.module_type}): {backward}"
 
 
 def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:

@@ -27,8 +27,8 @@ def layout_guard(
             about each loss once.
         allow: shell patterns of operators, modules, types of modules, or lines ("model.py:12") that
             may lose channels_last.
-        strict: also report where the backward pass pays for a gradient that a kernel of torch
-            creates contiguous, such as that of a global mean.
+        strict: also report each call that converts something contiguous: the batch, a weight, or a
+            gradient that a kernel of torch creates so, such as that of a global mean.
 
     Raises:
         LayoutLost: an operator lost channels_last.
@@ -38,12 +38,10 @@ def layout_guard(
         raise ConfigError(f"on_loss={on_loss}: must be raise or warn")
     allowed = [allow] if isinstance(allow, str) else allow
     warned: dict[Any, Any] = {}  # each loss is shown once
-    creators: set[str] = set()
 
     def check(call: Call) -> None:
-        if call.outcome == "created":
-            creators.add(call.place)
-        pays = call.moved_bytes and call.cause in creators
+        # Outside the modules a copy converts the batch, as it should.
+        pays = call.moved_bytes and (call.module_type or call.copy != "explicit")
         if call.outcome != "lost" and not (strict and pays):
             return
         places = (call.source, call.source.rpartition("/")[2], call.line)
@@ -63,6 +61,12 @@ def layout_guard(
 
 def _message(call: Call) -> str:
     module = f"module {call.module or '(top)'} ({call.module_type or 'no module'})"
+    if call.outcome != "lost":
+        return (
+            f"{call.name} converts in {call.direction} what is contiguous of "
+            f"{', '.join(call.inputs)}, at {call.where}, in {module}: "
+            f"{call.contiguous or call.cause}"
+        )
     became = f"{', '.join(call.inputs)} became contiguous" if call.inputs else "it wrote contiguous"
     return (
         f"{call.name} lost channels_last in {call.direction}: {became} {list(call.shape)} with "

@@ -8,7 +8,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from cl_train.memory_format.audit_report import (
     PRODUCTS,
@@ -79,11 +81,12 @@ class Memory:
 
     axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
     cause: Call | None = None  # the call that made the image there contiguous
-    # The call that wrote it last, if a module ran it and it read nothing contiguous from outside.
+    # The call that wrote it last: in backward, or of a module, if the batch did not make it so.
     writer: Call | None = None
+    reason: str = ""  # why it is contiguous, if no call is the cause
 
 
-UNKNOWN = Memory()  # written outside the step, or before anything was channels_last
+UNKNOWN = Memory(reason="a tensor from outside the step is contiguous")
 
 
 class Operand(NamedTuple):
@@ -109,8 +112,8 @@ class Executed(NamedTuple):
         return self.origin.direction == "backward"
 
     @property
-    def contiguous_inputs(self) -> list[Memory]:
-        return [each.memory for each in self.operands if each.order == "contiguous"]
+    def contiguous_inputs(self) -> list[Operand]:
+        return [each for each in self.operands if each.order == "contiguous"]
 
     def call(self, outcome: Outcome, output: Operand, **more: Any) -> Call:
         tensor = output.tensor
@@ -141,6 +144,7 @@ class LayoutRecorder(OriginRecorder):
         # As long as a weak reference lives, no other memory gets the same id.
         self._memory: dict[StorageWeakRef, Memory] = {}
         self._unread: dict[StorageWeakRef, Call] = {}  # copies of tokens
+        self._from_outside: dict[StorageWeakRef, str] = {}  # weights and the batch
         self._activations: set[tuple[int, ...]] = set()  # shapes that were channels_last in forward
         self._has_channels_last = False  # until then there is nothing to lose or to follow
 
@@ -151,11 +155,19 @@ class LayoutRecorder(OriginRecorder):
         for call in self._unread.values():
             self._on_call(call)
 
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        if len(self.running) == 1:
+            weights = [each for each in module.parameters() if not is_lazy(each)]
+            for name, tensors in {"the batch": inputs, "a weight": weights}.items():
+                for each in strided_tensors_in(tensors):
+                    self._from_outside[_storage(each)] = f"{name} is contiguous"
+        super().enter(module, inputs)
+
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = traits_of(function)
         if traits.is_view:
             result = function(*args, **kwargs)
-            self.origin()
+            self.origin(function)
             return result
 
         inputs = strided_tensors_in((args, kwargs))
@@ -163,7 +175,7 @@ class LayoutRecorder(OriginRecorder):
         operands = [self._operand(tensor, traits) for tensor in _read(traits, inputs)]
         result = function(*args, **kwargs)
         outputs = strided_tensors_in(result)
-        origin = self.origin()
+        origin = self.origin(function)
         reduced = _dims(traits, args, kwargs)
         produced = [self._output(tensor, traits, origin, operands, reduced) for tensor in outputs]
         executed = Executed(function, traits, origin, operands, produced)
@@ -172,8 +184,7 @@ class LayoutRecorder(OriginRecorder):
         if "empty" not in traits.name:
             self.step_bytes += sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self._settle_unread(executed)
-            if not executed.is_backward:
-                self._note_forward(executed)
+            (self._note_backward if executed.is_backward else self._note_forward)(executed)
             call = self._judge(executed)
         self._remember(executed, call)
         if call and call.outcome == "lost" and traits.is_copy and not produced[0].is_image:
@@ -204,7 +215,8 @@ class LayoutRecorder(OriginRecorder):
         axes = memory.axes
         if memory is UNKNOWN and not traits.is_of_images and is_shared_by_batch(tensor):
             return Operand(tensor)
-        if tensor.dim() in CHANNELS_LAST_BY_DIM and (axes is None or traits.is_of_images):
+        is_unknown = axes is None or (axes is NO_IMAGE and self._creator(tensor, memory))
+        if tensor.dim() in CHANNELS_LAST_BY_DIM and (is_unknown or traits.is_of_images):
             order = classify(tensor)
             if order == "other" and memory.cause:
                 order = "contiguous"  # and permuted
@@ -213,6 +225,8 @@ class LayoutRecorder(OriginRecorder):
         if axes is None or axes is NO_IMAGE:
             return Operand(tensor, memory=memory)
         kinds = kinds_of(tensor, axes)
+        if memory.cause and memory.cause.outcome == "contiguous":  # tokens, transposed for pairs
+            return Operand(tensor, kinds, memory=memory)
         return Operand(tensor, kinds, stride_order(tensor, kinds), memory)
 
     def _output(
@@ -258,13 +272,35 @@ class LayoutRecorder(OriginRecorder):
             memory.cause = memory.writer
             self._on_call(memory.cause)
 
+    def _creator(self, tensor: torch.Tensor, memory: Memory) -> Call | None:
+        """Returns the backward call that wrote the gradient of a channels_last activation."""
+        is_backward = memory.writer and memory.writer.direction == "backward"
+        return memory.writer if is_backward and tuple(tensor.shape) in self._activations else None
+
+    def _note_backward(self, executed: Executed) -> None:
+        """Notes contiguous gradients that only their readers show, as a view made them images."""
+        for each in executed.contiguous_inputs:
+            creator = self._creator(each.tensor, each.memory)
+            if creator and not each.memory.cause:
+                each.memory.cause = creator
+                self._on_call(creator)
+
+    def _reason(self, operand: Operand) -> str:
+        """Says why a contiguous operand is contiguous."""
+        memory = operand.memory
+        if call := memory.cause or memory.writer:
+            return call.as_cause
+        return self._from_outside.get(_storage(operand.tensor), memory.reason)
+
     def _remember(self, executed: Executed, call: Call | None) -> None:
-        sources = executed.contiguous_inputs
+        reason = next(map(self._reason, executed.contiguous_inputs), "")
+        sources = [each.memory for each in executed.contiguous_inputs]
         cause = next((memory.cause for memory in sources if memory is not UNKNOWN), None)
         if call is not None and call.outcome in ("lost", "created"):
             cause = call
         is_outside = any(not (memory.cause or memory.writer) for memory in sources)
-        is_written = not (executed.is_backward or is_outside) and len(self.running) > 1
+        is_written = executed.is_backward or (not is_outside and len(self.running) > 1)
+        outcome: Outcome = "created" if executed.is_backward else "lost"
         for output in executed.produced:
             memory = output.memory
             if not executed.operands or not self._has_channels_last:
@@ -272,7 +308,8 @@ class LayoutRecorder(OriginRecorder):
             elif not (executed.traits.is_in_place and memory.axes):
                 memory.axes = axes_of(output.tensor, output.kinds) if output.kinds else NO_IMAGE
             memory.cause = cause if output.order == "contiguous" else None
-            memory.writer = executed.call("lost", output) if is_written else None
+            memory.writer = executed.call(outcome, output) if is_written else None
+            memory.reason = reason or f"what {executed.traits.name} writes is contiguous"
 
     # --- what a call does ---
 
@@ -282,7 +319,7 @@ class LayoutRecorder(OriginRecorder):
             call = self._unread.pop(_storage(operand.tensor), None)
             if call:
                 if executed.traits.is_product and executed.produced[0].kinds is None:
-                    call.outcome = "contiguous"
+                    call.outcome, call.copy, call.moved_bytes = "contiguous", "", 0
                 self._on_call(call)
 
     def _judge(self, executed: Executed) -> Call | None:
@@ -299,7 +336,7 @@ class LayoutRecorder(OriginRecorder):
         if outcome is None:
             return None
 
-        causes = [memory.cause for memory in executed.contiguous_inputs]
+        causes = [each.memory.cause for each in executed.contiguous_inputs]
         permuted = {"lost": "channels_last", "restored": "contiguous"}.get(outcome)
         moved_bytes = sum(2 * each.tensor.nbytes for each in images if each.order == permuted)
         if outcome == "lost" and is_backward:
@@ -316,6 +353,7 @@ class LayoutRecorder(OriginRecorder):
             copy="" if not moved_bytes else "explicit" if traits.is_copy else "hidden",
             moved_bytes=moved_bytes,
             cause=next((cause.place for cause in causes if cause), ""),
+            contiguous=next(map(self._reason, executed.contiguous_inputs), ""),
         )
 
 

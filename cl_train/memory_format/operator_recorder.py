@@ -96,8 +96,8 @@ class OriginRecorder(TorchDispatchMode):
         """Runs an operator."""
         raise NotImplementedError
 
-    def origin(self) -> Origin:
-        """Returns the origin of the operator that is about to run, or has just run."""
+    def origin(self, function: Any) -> Origin:
+        """Returns the origin of `function`, an operator about to run, or that has just run."""
         source, line = _calling_line(_getframe(2))
         node: Any = torch._C._current_autograd_node()
         if node is not None:
@@ -106,13 +106,14 @@ class OriginRecorder(TorchDispatchMode):
                 name = self._parameters.get(id(parameter), "")
                 return Origin("backward", name, "Parameter", "accumulating gradients")
             origin = self._origins.get(node._sequence_nr(), Origin("backward"))
-            own = {"source": source, "line": line} if source else {}  # of a custom function
-            return replace(origin, direction="backward", **own)
+            # A custom function has its own line.
+            return replace(origin, source=source, line=line) if source else origin
         origin = Origin("forward", *self.running[-1], source, line)
         # Autograd created this call's node just before dispatching it. A call without its own node
         # (inside a custom autograd function) belongs to the previous node.
         newest = torch.autograd._get_sequence_nr() - 1
-        self._origins.update(dict.fromkeys(range(self._last_node + 1, newest + 1), origin))
+        of_nodes = replace(origin, direction="backward", backward_of=name_of(function))
+        self._origins.update(dict.fromkeys(range(self._last_node + 1, newest + 1), of_nodes))
         self._last_node = max(self._last_node, newest)
         return origin
 

@@ -79,7 +79,8 @@ IMAGE_BYTES = 2 * 8 * 16 * 16 * 4
 
 
 def model_with(loss=None):
-    block = nn.Sequential(nn.BatchNorm2d(8), Call(LOSSES[loss]) if loss else nn.ReLU())
+    function = LOSSES.get(loss, loss)
+    block = nn.Sequential(nn.BatchNorm2d(8), Call(function) if loss else nn.ReLU())
     return converted(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), block, nn.Conv2d(8, 4, 3)))
 
 
@@ -162,16 +163,21 @@ def test_the_model_is_afterwards_what_it_was():
 
 
 CREATED = {
-    "div": lambda x: F.adaptive_avg_pool2d(x, 1),
-    "select_backward": lambda x: x[:, :, -1, -1],
-    "new_zeros": lambda x: x[:, :, torch.tensor([0, 1])],
-    "scatter": lambda x: x.flatten(2).max(2).values,
+    "a mean: div": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "select: select_backward": lambda x: x[:, :, -1, -1],
+    "index: new_zeros": lambda x: x[:, :, torch.tensor([0, 1])],
+    "max: scatter": lambda x: x.flatten(2).max(2).values,
+    # gradients that are images only after a view
+    "unbind: stack": lambda x: x.flatten(2).unbind(2)[0],
+    "unbind: stack of stacked": lambda x: torch.stack(x.flatten(2).unbind(2)[:2]),
+    "select: select_backward of tokens": lambda x: x.flatten(2)[:, :, 0],
 }
 
 
-@pytest.mark.parametrize("operator", CREATED)
-def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(operator):
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU6(), Call(CREATED[operator])
+@pytest.mark.parametrize("name", CREATED)
+def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(name):
+    forward, operator = name.split(" of")[0].split(": ")
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU6(), Call(CREATED[name])
     model, x = converted(nn.Sequential(*layers)), images(2, 3, 16, 16)
     report = audit(model, x)
     creator = report.of("created")[-1]
@@ -180,12 +186,55 @@ def test_who_reads_a_gradient_that_a_kernel_creates_inherits_its_layout(operator
     assert (creator.moved_bytes, creator.copy, inherited.moved_bytes) == (0, "", 2 * IMAGE_BYTES)
     assert inherited.cause == creator.place == report.of("restored")[0].cause
     (note,) = report.notes()
-    assert f"{creator.source} `" in note and ("of a mean" in note) == (operator == "div")
+    assert f"{creator.source} `" in note and f"gradient (of {forward}" in note
+    verdict, paid = report.headline().split(", but ")
+    assert "no operator loses" in verdict
+    assert paid.endswith(f"calls convert {two_digits(report.moved_pct)} % of the step's bytes")
     assert report.inherited()["backward", "1", inherited.operator] == creator.where
     with cl_train.layout_guard():
         model(x).square().sum().backward()
     with pytest.raises(LayoutLost, match=creator.source), cl_train.layout_guard(strict=True):
         model(x).square().sum().backward()
+
+
+def contiguous_weight(model):
+    model[2].weight.data = model[2].weight.detach().contiguous()
+    return model
+
+
+CONSTANT = torch.randn(2, 8, 16, 16)
+PAID = {
+    "the batch is": (model_with(), torch.randn(2, 3, 16, 16)),
+    "a weight is": (contiguous_weight(model_with()), images(2, 3, 16, 16)),
+    "a tensor from outside": (model_with(lambda x: x + CONSTANT), images(2, 3, 16, 16)),
+    "ones writes": (model_with(lambda x: x + torch.ones(x.shape)), images(2, 3, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("why", PAID)
+def test_who_pays_without_a_loss_is_told_which_input_is_contiguous(why):
+    model, batch = PAID[why]
+    (note,) = audit(model, batch).notes()
+    assert why in note and "(forward)" in note
+    with cl_train.layout_guard():
+        model(batch)
+    clean = model_with()
+    with cl_train.layout_guard(strict=True):
+        clean(torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last))
+    with pytest.raises(LayoutLost, match=why), cl_train.layout_guard(strict=True):
+        model(batch)
+
+
+def test_keys_that_are_transposed_for_a_product_are_not_paid_for():
+    def attention(x):
+        tokens = x.flatten(2).mT.unflatten(2, (2, 4)).transpose(1, 2)
+        weights = (tokens @ tokens.mT.contiguous()).softmax(-1)
+        return x + (weights @ tokens).transpose(1, 2).flatten(2).mT.unflatten(2, x.shape[2:])
+
+    report = audit(model_with(attention), images(2, 3, 8, 8))
+    copies = [call for call in report.calls if call.name == "clone" and call.module == "1.1"]
+    assert copies and not any(call.moved_bytes for call in copies) and report.of("lost") == []
+    assert not any("clone" in call.cause for call in report.of("restored"))
 
 
 def test_video_is_watched_in_five_dimensions():
