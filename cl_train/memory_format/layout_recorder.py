@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
@@ -13,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from cl_train.memory_format.audit_report import (
-    PRODUCTS,
     Call,
     LayoutReport,
     Origin,
@@ -35,44 +33,15 @@ from cl_train.memory_format.image_axes import (
 )
 from cl_train.memory_format.layout import CHANNELS_LAST_BY_DIM, StrideOrder, classify
 from cl_train.memory_format.operator_recorder import (
-    COPIES,
-    UNDECLARED_VIEWS,
     OriginRecorder,
-    name_of,
-    schema_of,
+    Traits,
+    traits_of,
 )
 from cl_train.system.tensors import strided_tensors_in
 
-# Words in the names of operators whose dimension 1 is channels and whose later ones are pixels.
-_OF_IMAGES = ("conv", "pool", "im2col", "col2im")
 _SAME_CALL = attrgetter(
     "operator", "direction", "outcome", "module", "source", "shape", "dtype", "inputs", "cause"
 )
-
-
-class Traits(NamedTuple):
-    name: str
-    is_view: bool
-    is_copy: bool
-    is_product: bool
-    is_of_images: bool
-    is_in_place: bool
-    arguments: tuple[str, ...]  # their names
-
-
-@cache
-def traits_of(function: Any) -> Traits:
-    name, schema = name_of(function), schema_of(function)
-    aliases = [returned.alias_info for returned in schema.returns] if schema else []
-    return Traits(
-        name=name,
-        is_view=name in UNDECLARED_VIEWS or function.is_view,
-        is_copy=name in COPIES,
-        is_product=name in PRODUCTS,
-        is_of_images="convert" not in name and any(word in name for word in _OF_IMAGES),
-        is_in_place=any(alias is not None and alias.is_write for alias in aliases),
-        arguments=tuple(argument.name for argument in schema.arguments) if schema else (),
-    )
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from sys import _getframe
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -17,11 +17,13 @@ from torch.fx.operator_schemas import get_signature_for_torch_op
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cl_train.memory_format.audit_report import Origin
+from cl_train.memory_format.audit_report import PRODUCTS, Origin
 from cl_train.system.failures import TORCH, short_path
 
 COPIES = ("clone", "copy_", "copy", "_to_copy", "_reshape_copy", "view_copy")
 UNDECLARED_VIEWS = ("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+# Words in the names of operators whose dimension 1 is channels and whose later ones are pixels.
+_OF_IMAGES = ("conv", "pool", "im2col", "col2im")
 
 _OWN = f"{Path(__file__).parents[1]}/"
 _PYTHON = f"{Path(os.__file__).parent}/"
@@ -41,6 +43,31 @@ def schema_of(function: Any) -> Any:
     except Exception:  # torch evaluates its types
         return None
     return schemas[0] if schemas else None
+
+
+class Traits(NamedTuple):
+    name: str
+    is_view: bool
+    is_copy: bool
+    is_product: bool
+    is_of_images: bool
+    is_in_place: bool
+    arguments: tuple[str, ...]  # their names
+
+
+@cache
+def traits_of(function: Any) -> Traits:
+    name, schema = name_of(function), schema_of(function)
+    aliases = [returned.alias_info for returned in schema.returns] if schema else []
+    return Traits(
+        name=name,
+        is_view=name in UNDECLARED_VIEWS or function.is_view,
+        is_copy=name in COPIES,
+        is_product=name in PRODUCTS,
+        is_of_images="convert" not in name and any(word in name for word in _OF_IMAGES),
+        is_in_place=any(alias is not None and alias.is_write for alias in aliases),
+        arguments=tuple(argument.name for argument in schema.arguments) if schema else (),
+    )
 
 
 class OriginRecorder(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch import nn
 import cl_train
 from cl_train.errors import ConfigError, LayoutLost
 from cl_train.measure.audit import audit
-from cl_train.memory_format.layout_recorder import traits_of
+from cl_train.memory_format.operator_recorder import traits_of
 from cl_train.step.precision import Precision
 from cl_train.system.tables import two_digits
 from tests.ranks import group_of_one
