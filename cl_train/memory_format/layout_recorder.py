@@ -50,7 +50,7 @@ class Memory:
 
     axes: Axes | None = None  # None: a tensor of 4 or 5 dimensions there is an image
     cause: Call | None = None  # the call that made the image there contiguous
-    # The call that wrote it last: in backward, or of a module, if the batch did not make it so.
+    # Who wrote it last: backward, or a module's call that read nothing contiguous from outside.
     writer: Call | None = None
     reason: str = ""  # why it is contiguous, if no call is the cause
 

@@ -211,7 +211,9 @@ def try_run(
     # A contiguous run loses nothing, also where the model permutes its images by itself.
     if batch_format.memory_format == torch.channels_last and report.of("lost"):
         where = audit_command(wanted, settings.precision)
-        log.info("with %d images: %s; where and why: %s", shape[0], report.headline(), where)
+        log.info(
+            "trial step of %d images: %s; where and why: %s", shape[0], report.headline(), where
+        )
 
 
 def try_model(
