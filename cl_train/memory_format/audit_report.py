@@ -143,7 +143,8 @@ class LayoutReport:
             paying = self._unlost()
             calls = _count(paying)
             converts = "1 call converts" if calls == 1 else f"{calls} calls convert"
-            but = f", but {converts} {self._cost(paying)}" if calls else ""
+            is_much = self._pct(paying) >= 1
+            but = f", but {converts} {self._cost(paying)}" if is_much else ""
             return f"{self.model}: no operator loses channels_last{but}"
         paying = [call for place in {call.place for call in lost} for call in paid[place]]
         modules = len({call.module for call in lost})
