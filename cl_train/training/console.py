@@ -111,28 +111,15 @@ def closing_lines(
     """
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     checkpoints, best = folder / "checkpoints", summary["best"]
-    end_to_end = summary["images_per_s"]["end_to_end"]
-    if end_to_end and (summary["lost_pct"] or 0) >= LOST_PCT:
+    if summary["images_per_s"]["end_to_end"] and (summary["lost_pct"] or 0) >= LOST_PCT:
         share = f"{summary['lost_pct']:.0f} % of the time"
         advice = "do not trust the speed"
         if torch.get_num_threads() > 1:
             advice += "; OMP_NUM_THREADS=1 may be faster"
         yield f"the run waited for a core in {share}: {advice}"
 
-    took = f"in {duration(summary['seconds'])}"
-    if config["evaluate_only"]:
-        parts = [f"evaluation {summary['status']} {took}"]
-    else:
-        what = f"{summary['status']} after {counted(summary['steps'], 'step')}"
-        parts = [f"{what} {took}" if has_trained else f"nothing trained now; {what}"]
-    if end_to_end:
-        how = f"{summary['memory_format']}, {summary['precision']}"
-        parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
-    if summary["val"]:
-        parts.append(f"top-1 {summary['val']['top1']:.2f} %")
-    if times := summary["skipped_images"]:
-        parts.append(f"{counted(bad_images, 'bad image')} skipped {counted(times, 'time')}")
-    yield f"{', '.join(parts)}. Records: {folder}"
+    results = _results(summary, bad_images, config["evaluate_only"], has_trained=has_trained)
+    yield f"{results}. Records: {folder}"
 
     is_trained = summary["train"]["loss"] is not None
     is_alone = not (folder.parent / "sweep.json").is_file()
@@ -162,6 +149,25 @@ def closing_lines(
             yield f"saved: {newest.name}; to continue, repeat the command with {more}"
     elif is_trained and is_alone:
         yield f"to compare the layouts: {_comparing_command(folder, config)}"
+
+
+def _results(
+    summary: dict[str, Any], bad_images: int, evaluate_only: bool, *, has_trained: bool
+) -> str:
+    took = f"in {duration(summary['seconds'])}"
+    if evaluate_only:
+        parts = [f"evaluation {summary['status']} {took}"]
+    else:
+        what = f"{summary['status']} after {counted(summary['steps'], 'step')}"
+        parts = [f"{what} {took}" if has_trained else f"nothing trained now; {what}"]
+    if end_to_end := summary["images_per_s"]["end_to_end"]:
+        how = f"{summary['memory_format']}, {summary['precision']}"
+        parts.append(f"{end_to_end['median']:.1f} images/s ({how})")
+    if summary["val"]:
+        parts.append(f"top-1 {summary['val']['top1']:.2f} %")
+    if times := summary["skipped_images"]:
+        parts.append(f"{counted(bad_images, 'bad image')} skipped {counted(times, 'time')}")
+    return ", ".join(parts)
 
 
 def _comparing_command(folder: Path, config: dict[str, Any]) -> str:
